@@ -1,0 +1,45 @@
+"""LoKA: FP8 where it is safe and fast, for recommendation models in PyTorch.
+
+    loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()])
+    with loka.Probe(model, every=100) as probe:
+        for batch in loader:
+            train_step(model, batch)
+    report = loka.measure(probe.stats())
+    plan = loka.plan(report, loka.Budget())
+    loka.convert(model, plan)
+    print(plan)
+
+Importing it needs torch and numpy; optional libraries are imported by what uses them.
+"""
+
+from loka import mods, nn
+from loka.core.budget import Budget
+from loka.core.exceptions import LokaError
+from loka.core.plan import Plan
+from loka.core.report import Report
+from loka.core.stats import Stats
+from loka.dispatch import convert, diff, plan, revert
+from loka.kernels.run import kernel_runs
+from loka.nn import check_finite, health_of
+from loka.probe import Probe, measure
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "LokaError",
+    "Plan",
+    "Probe",
+    "Report",
+    "Stats",
+    "check_finite",
+    "convert",
+    "diff",
+    "health_of",
+    "kernel_runs",
+    "measure",
+    "mods",
+    "nn",
+    "plan",
+    "revert",
+]

@@ -1,0 +1,255 @@
+"""The command line. Each command parses, calls the library, and prints what comes back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from loka import mods
+from loka.cli.demo import MODS, default_config, run_demo
+from loka.cli.doctor import diagnose
+from loka.cli.inputs import choose_device, model_builder, open_data
+from loka.core.budget import Budget
+from loka.core.exceptions import LokaError
+from loka.core.plan import Plan
+from loka.core.report import Report
+from loka.core.stats import Stats
+from loka.dispatch import convert
+from loka.dispatch import diff as diff_plans
+from loka.dispatch import plan as plan_report
+from loka.nn import check_finite, health_of
+from loka.probe import Probe
+from loka.probe import measure as measure_stats
+from loka.report.progress import ProgressBars
+from loka.train import TrainConfig, TrainLog, evaluate, quality
+from loka.train import train as train_model
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="FP8 where it is safe and fast, for recommendation models.",
+)
+
+ModelName = Annotated[
+    str, typer.Option("--model", help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
+]
+DataFile = Annotated[
+    Path | None, typer.Option("--data", help="Criteo TSV, parquet or CSV; synthetic rows without it.")
+]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
+Rows = Annotated[int, typer.Option(help="Size of the synthetic world, held-out rows included.")]
+BatchSize = Annotated[int, typer.Option(help="Rows in a step.")]
+Seed = Annotated[int, typer.Option(help="Of the initial weights, the synthetic rows and the samples.")]
+WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
+
+
+@app.command()
+def doctor(
+    target: Annotated[str | None, typer.Option(help="Another target to ask for, such as sm_90.")] = None,
+) -> None:
+    """What can run here, and why the rest cannot."""
+    print(diagnose(target))
+
+
+@app.command()
+def demo(
+    data: DataFile = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
+    rows: Annotated[int | None, typer.Option(help="Size of the synthetic world.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
+    pairs: Annotated[int | None, typer.Option(help="Training seeds to compare over.")] = None,
+    seed: Seed = 0,
+    device: Device = None,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
+    min_speedup: Annotated[float | None, typer.Option(help="Least speed-up worth having.")] = None,
+) -> None:
+    """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
+    config = default_config(
+        models=tuple(model or ()),
+        data=data,
+        rows=rows,
+        batch_size=batch_size,
+        pairs=pairs,
+        seed=seed,
+        device=device,
+        min_sqnr_db=min_sqnr_db,
+        min_speedup=min_speedup,
+    )
+    run_demo(config, out=out)
+
+
+@app.command()
+def probe(
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
+    every: Annotated[int, typer.Option(help="A step in so many is sampled.")] = 20,
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 512,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Train in bf16 and learn what flows through every linear layer."""
+    device = choose_device(device)
+    source = open_data(data, rows=rows, seed=seed).train
+    torch.manual_seed(seed)
+    built = model_builder(model)(source)
+    if with_mods:
+        print(mods.apply(built, MODS))
+    built.to(device)
+    config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
+    with Probe(built, every=every, save_to=out) as probing:
+        result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=_log)
+    stats = probing.stats()
+    print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+    for path, reason in stats.skipped.items():
+        print(f"not probed: {path}: {reason}")
+    print(f"written: {out}")
+
+
+@app.command()
+def measure(
+    stats: Annotated[Path, typer.Argument(help="Folder written by `loka probe`.")],
+    out: Annotated[Path, typer.Option(help="Report file; an unfinished one is continued.")] = Path(
+        "report.json"
+    ),
+    device: Device = None,
+    candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
+) -> None:
+    """Error, and on a GPU time, of every candidate at every site."""
+    report = measure_stats(
+        Stats.load(stats),
+        device=choose_device(device),
+        candidates=candidate,
+        out=out,
+        track=ProgressBars("measure"),
+    )
+    print(report)
+    print(f"written: {out}")
+
+
+@app.command()
+def plan(
+    report: Annotated[Path, typer.Argument(help="File written by `loka measure`.")],
+    out: Annotated[Path, typer.Option(help="Plan file.")] = Path("plan.json"),
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
+    max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
+    min_speedup: Annotated[float, typer.Option(help="Least speed-up over bf16 worth having.")] = 1.05,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Pattern of sites to keep in hp; repeatable.")
+    ] = None,
+    force: Annotated[
+        list[str] | None, typer.Option(help="SITE=CANDIDATE, for debugging; SITE may be a pattern.")
+    ] = None,
+) -> None:
+    """Decide every site within a budget, with the reasons. Needs no GPU."""
+    budget = Budget(
+        min_sqnr_db=min_sqnr_db, max_mere=max_mere, min_speedup=min_speedup, keep=tuple(keep or ())
+    )
+    decided = plan_report(Report.load(report), budget, force=_forced(force or []))
+    decided.save(out)
+    print(decided)
+    print(f"written: {out}")
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan.")],
+    second: Annotated[Path, typer.Argument(help="Another plan.")],
+) -> None:
+    """Which decisions differ between two plans."""
+    print(diff_plans(Plan.load(first), Plan.load(second)))
+
+
+@app.command()
+def train(
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    plan: Annotated[Path | None, typer.Option(help="Train by this plan; bf16 without it.")] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder to save to; a run found there is continued.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 512,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Train in bf16 or by a plan, and judge on held-out rows."""
+    device = choose_device(device)
+    opened = open_data(data, rows=rows, seed=seed)
+    torch.manual_seed(seed)
+    built = model_builder(model)(opened.train)
+    if with_mods:
+        mods.apply(built, MODS)
+    built.to(device)
+    chosen = Plan.load(plan) if plan else None
+    if chosen:
+        convert(built, chosen)
+        print(chosen.summary())
+    config = TrainConfig(batch_size=batch_size, seed=seed, device=device, checkpoint_every=checkpoint_every)
+    decided = {name: d.candidate for name, d in chosen.decisions.items()} if chosen else {}
+    bars = ProgressBars("train")
+    result = train_model(
+        built,
+        opened.train,
+        config=config,
+        identity_extra={"plan": decided},
+        checkpoints=checkpoints,
+        track=bars,
+        on_log=_log,
+        check=check_finite,
+    )
+    for message in result.skipped_checkpoints:
+        print(message)
+    if result.resumed_from is not None:
+        print(f"continued from step {result.resumed_from}")
+    logits, labels = evaluate(
+        built, opened.test, batch_size=batch_size, device=device, precision="bf16", track=bars
+    )
+    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
+    print(f"held out: {quality(logits, labels)}")
+    for site, counts in health_of(built).items():
+        print(f"ran {counts['runs']} x {site}")
+    for reason, count in {**opened.train.account(), **opened.test.account()}.items():
+        if count:
+            print(f"rows read: {count} {reason}")
+
+
+def _log(line: TrainLog) -> None:
+    print(
+        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
+        f"{line.rows_per_second:.0f} rows/s"
+    )
+
+
+def _forced(pairs: list[str]) -> dict[str, str]:
+    force = {}
+    for pair in pairs:
+        site, equals, candidate = pair.partition("=")
+        if not equals or not candidate:
+            raise LokaError(
+                f"--force {pair!r} is not SITE=CANDIDATE", way_out="such as --force '*/output=hp'"
+            )
+        force[site] = candidate
+    return force
+
+
+def main() -> None:
+    """The `loka` command: a LokaError is a message and exit status 2, not a traceback."""
+    try:
+        app()
+    except LokaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        raise SystemExit(130) from None

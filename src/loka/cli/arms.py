@@ -1,0 +1,152 @@
+"""One arm of a comparison: train, judge on held-out rows, and keep the result.
+
+A finished arm is read back from its files when a demo is started again; an unfinished one
+goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from loka.cli.inputs import Data
+from loka.core.exceptions import FileRefused
+from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
+from loka.core.stats import Stats
+from loka.nn import check_finite, fp8_linears, health_of
+from loka.probe import Probe
+from loka.report.progress import ProgressBars
+from loka.train import TrainConfig, evaluate, quality, train
+from loka.train.compare import Arm
+
+_KIND, _VERSION = "loka-arm", 1
+_CHECKPOINT_EVERY = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRun:
+    """What all arms of a model share."""
+
+    data: Data
+    out: Path
+    batch_size: int
+    device: str
+    probe_every: int
+    track: ProgressBars
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """An arm with its held-out logits [N] and labels [N]."""
+
+    arm: Arm
+    logits: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.float32]
+
+
+def run_arm(
+    run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *, probed: bool = False
+) -> ArmResult:
+    """Trains `build()` in bf16 (or by the plan it was converted with) and evaluates it."""
+    folder = run.out / "arms" / f"{name}-{seed}"
+    done = _read(folder)
+    if done is not None:
+        return done
+    model = build()
+    config = TrainConfig(
+        batch_size=run.batch_size,
+        seed=seed,
+        device=run.device,
+        checkpoint_every=_CHECKPOINT_EVERY,
+        keep_checkpoints=1,
+    )
+    with _probe(model, run) if probed else nullcontext():
+        trained = train(
+            model,
+            run.data.train,
+            config=config,
+            identity_extra={"arm": name, "candidates": _candidates(model)},
+            checkpoints=folder / "checkpoints",
+            track=run.track,
+            check=check_finite,
+        )
+    logits, labels = evaluate(
+        model,
+        run.data.test,
+        batch_size=run.batch_size,
+        device=run.device,
+        precision="bf16",
+        track=run.track,
+    )
+    arm = Arm(
+        name=name,
+        quality=quality(logits, labels),
+        train_ne=trained.train_ne,
+        rows_per_second=trained.rows_per_second,
+        runs={site: int(counts["runs"]) for site, counts in health_of(model).items()},
+    )
+    result = ArmResult(arm=arm, logits=logits, labels=labels)
+    _write(folder, result)
+    return result
+
+
+def _probe(model: nn.Module, run: ArmRun) -> Probe:
+    """The probe, going on from statistics that an interrupted run left."""
+    folder = run.out / "stats"
+    try:
+        earlier = Stats.load(folder)
+    except FileRefused:
+        earlier = None
+    return Probe(model, every=run.probe_every, save_to=folder, save_every=_CHECKPOINT_EVERY, resume=earlier)
+
+
+def _candidates(model: nn.Module) -> list[list[Any]]:
+    return [[path, *linear.loka_candidates] for path, linear in fp8_linears(model).items()]
+
+
+def _write(folder: Path, result: ArmResult) -> None:
+    tensors = folder / "held_out.safetensors"
+    write_tensors(
+        tensors, {"logits": torch.from_numpy(result.logits), "labels": torch.from_numpy(result.labels)}
+    )
+    content = {
+        "name": result.arm.name,
+        "train_ne": result.arm.train_ne,
+        "rows_per_second": result.arm.rows_per_second,
+        "runs": dict(result.arm.runs),
+        "held_out": sha256_of_file(tensors),
+    }
+    write_record(folder / "arm.json", kind=_KIND, version=_VERSION, content=content)
+
+
+def _read(folder: Path) -> ArmResult | None:
+    """A finished arm, or None when it is to be run (again)."""
+
+    def parse(content: dict[str, Any]) -> ArmResult:
+        held_out = read_tensors(
+            folder / "held_out.safetensors", sha256=content["held_out"], way_out="the arm is trained again"
+        )
+        logits, labels = held_out["logits"].numpy(), held_out["labels"].numpy()
+        arm = Arm(
+            name=content["name"],
+            quality=quality(logits, labels),
+            train_ne=content["train_ne"],
+            rows_per_second=content["rows_per_second"],
+            runs=content["runs"],
+        )
+        return ArmResult(arm=arm, logits=logits, labels=labels)
+
+    try:
+        return read_record(
+            folder / "arm.json", kind=_KIND, version=_VERSION, way_out="the arm is trained again", parse=parse
+        )
+    except FileRefused:
+        return None

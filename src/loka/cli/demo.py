@@ -1,0 +1,194 @@
+"""`loka demo`: the whole loop on one model after another.
+
+bf16 training teaches the probe; its statistics are measured and planned; then the same model
+is trained again by plan, from the same initial weights over the same batches, and both are
+judged on held-out rows. An interrupted demo goes on where it was when started again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka import mods
+from loka.cli.arms import ArmRun, run_arm
+from loka.cli.inputs import Data, choose_device, model_builder, open_data
+from loka.core.budget import Budget
+from loka.core.exceptions import LokaError
+from loka.core.files import write_atomic
+from loka.core.plan import Plan
+from loka.core.report import HP
+from loka.core.stats import Stats
+from loka.dispatch import convert, plan
+from loka.probe import measure
+from loka.report.progress import ProgressBars
+from loka.report.quality import quality_table
+from loka.train import paired_difference
+from loka.train.compare import Arm, Comparison, Pair
+
+Say = Callable[[str], None]
+
+MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What a demo runs; equal values give equal results, and are needed to continue one."""
+
+    models: tuple[str, ...]
+    data: str | None
+    rows: int
+    batch_size: int
+    pairs: int
+    seed: int
+    device: str
+    min_sqnr_db: float | None
+    min_speedup: float
+
+
+def default_config(
+    *,
+    models: tuple[str, ...] = (),
+    data: Path | None = None,
+    rows: int | None = None,
+    batch_size: int | None = None,
+    pairs: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    min_sqnr_db: float | None = None,
+    min_speedup: float | None = None,
+) -> DemoConfig:
+    """Sizes that suit the machine: small on a CPU, published sizes on a GPU."""
+    device = choose_device(device)
+    gpu = torch.device(device).type == "cuda"
+    standard = Budget()
+    return DemoConfig(
+        models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
+        data=str(data) if data else None,
+        rows=rows or (800_000 if gpu else 50_000),
+        batch_size=batch_size or (8192 if gpu else 512),
+        pairs=pairs or (1 if gpu else 2),
+        seed=seed,
+        device=device,
+        min_sqnr_db=standard.min_sqnr_db if min_sqnr_db is None else min_sqnr_db,
+        min_speedup=standard.min_speedup if min_speedup is None else min_speedup,
+    )
+
+
+def run_demo(config: DemoConfig, *, out: Path, say: Say = print) -> dict[str, Comparison]:
+    """Runs the loop for every model and writes stats/, report.json, plan.json and train.json.
+
+    Raises:
+        LokaError: `out` holds another demo.
+    """
+    _claim(out, config)
+    data = open_data(Path(config.data) if config.data else None, rows=config.rows, seed=config.seed)
+    features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
+    say(f"data: {data.description}, {features}")
+    results = {}
+    for name in config.models:
+        say(f"\n== {name}")
+        results[name] = _run_model(name, config, data, out / name.replace(":", "-"), say)
+    for reason, count in {**data.train.account(), **data.test.account()}.items():
+        if count:
+            say(f"rows read: {count} {reason} (all passes together)")
+    return results
+
+
+def _claim(out: Path, config: DemoConfig) -> None:
+    file = out / "demo.json"
+    wanted = json.loads(json.dumps(asdict(config)))
+    if file.exists():
+        found = json.loads(file.read_text())
+        if found != wanted:
+            different = [
+                f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
+            ]
+            raise LokaError(
+                f"{out} holds another demo",
+                why=different,
+                way_out="choose another --out, or remove that folder",
+            )
+    write_atomic(file, json.dumps(wanted, indent=1).encode())
+
+
+def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -> Comparison:
+    builder = model_builder(name)
+
+    def fresh(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = builder(data.train)
+        changes = mods.apply(model, MODS)
+        if seed == config.seed:
+            say(f"mods: {changes.summary()}")
+        return model.to(config.device)
+
+    def by_plan(seed: int, decided: Plan) -> nn.Module:
+        return convert(fresh(seed), decided)
+
+    bars = ProgressBars(name)
+    run = ArmRun(
+        data=data,
+        out=out,
+        batch_size=config.batch_size,
+        device=config.device,
+        probe_every=max(1, data.train.rows // config.batch_size // 20),
+        track=bars,
+    )
+    pairs: list[Pair] = []
+    decided: Plan | None = None
+    for seed in range(config.seed, config.seed + config.pairs):
+        bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
+        if decided is None:
+            decided = _decide(Stats.load(out / "stats"), config, out, say, bars)
+        fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
+        if not pairs:
+            say(_proof(decided, fp8.arm))
+        difference = paired_difference(bf16.logits, fp8.logits, bf16.labels, seed=seed)
+        pairs.append(Pair(seed=seed, bf16=bf16.arm, fp8=fp8.arm, difference=difference))
+    assert decided is not None
+    comparison = Comparison(
+        model=name,
+        pairs=tuple(pairs),
+        context={**asdict(config), "rows_used": data.description, "plan": decided.summary()},
+    )
+    comparison.save(out / "train.json")
+    say(quality_table(comparison))
+    if torch.device(config.device).type == "cpu":
+        say("rows/s: on a CPU FP8 is emulated, so only its quality means anything here.")
+    say(f"written to {out}: stats/, report.json, plan.json, train.json")
+    return comparison
+
+
+def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, bars: ProgressBars) -> Plan:
+    say(f"probe: {stats.sampled_steps} of {stats.steps} steps sampled, {len(stats.layers)} linear layers")
+    report = measure(stats, device=config.device, out=out / "report.json", track=bars)
+    budget = Budget(min_sqnr_db=config.min_sqnr_db, min_speedup=config.min_speedup)
+    decided = plan(report, budget)
+    decided.save(out / "plan.json")
+    say(str(decided))
+    return decided
+
+
+def _proof(decided: Plan, arm: Arm) -> str:
+    """Which kernels ran, from the counters on the device; a planned site that never ran is named."""
+    by_candidate: Counter[str] = Counter()
+    idle = []
+    for name, decision in decided.decisions.items():
+        if decision.candidate == HP:
+            continue
+        by_candidate[decision.candidate] += arm.runs.get(name, 0)
+        if not arm.runs.get(name):
+            idle.append(name)
+    counted = ", ".join(f"{count} x {name}" for name, count in sorted(by_candidate.items())) or "none"
+    lines = [f"FP8 GEMMs that ran (training and evaluation): {counted}"]
+    if idle:
+        lines.append(f"planned for FP8 but never ran: {', '.join(idle)}")
+    return "\n".join(lines)

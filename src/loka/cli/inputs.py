@@ -1,0 +1,94 @@
+"""What --model, --data and --device mean, for every command alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import LokaError, UnknownName
+from loka.data import SyntheticClicks, open_table
+from loka.data.batch import Source
+from loka.zoo import build, presets
+
+Build = Callable[[Source], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Rows to train on and rows held out, of the same table or the same synthetic world."""
+
+    train: Source
+    test: Source
+    description: str
+
+
+def open_data(path: Path | None, *, rows: int, seed: int, holdout: float = 0.2) -> Data:
+    """A file, or the synthetic world when there is none.
+
+    `rows` is the size of the synthetic world, held-out part included; a file is taken whole.
+    """
+    if path is not None:
+        table, tail = open_table(path, holdout=holdout)
+        return Data(train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out")
+    first = max(int(rows * (1 - holdout)), 1)
+    world = SyntheticClicks(rows=first, seed=seed)
+    rest = SyntheticClicks(rows=rows - first, first_row=first, seed=seed)
+    return Data(train=world, test=rest, description=f"synthetic, {world.rows} + {rest.rows} held out")
+
+
+def model_builder(name: str) -> Build:
+    """A function that builds the model for a source.
+
+    Args:
+        name: "wukong", "wukong:2gf" (see `loka.zoo.presets`), or "package.module:factory",
+            whose factory is called with dense_features and vocab_sizes.
+
+    Raises:
+        UnknownName: neither; the known models are listed.
+    """
+    head, _, tail = name.partition(":")
+    known = {model for model, _ in presets()}
+    if head in known:
+        size = tail or "small"
+        if (head, size) not in presets():
+            sizes = ", ".join(s for model, s in presets() if model == head)
+            raise UnknownName(f"{head} has no size {size!r}", way_out=f"one of {sizes}")
+        return lambda source: build(
+            head, dense_features=source.dense_features, vocab_sizes=source.vocab_sizes, size=size
+        )
+    names = ", ".join(f"{model}:{size}" for model, size in presets())
+    if not tail:
+        raise UnknownName(
+            f"no model is called {name!r}", way_out=f"one of {names}, or package.module:factory"
+        )
+    try:
+        factory = getattr(importlib.import_module(head), tail)
+    except (ImportError, AttributeError) as error:
+        raise UnknownName(
+            f"cannot find the model {name!r}",
+            why=[str(error)],
+            way_out=f"one of {names}, or package.module:factory",
+        ) from error
+
+    def built(source: Source) -> nn.Module:
+        model = factory(dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
+        if not isinstance(model, nn.Module):
+            raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
+        return model
+
+    return built
+
+
+def choose_device(name: str | None) -> str:
+    """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
+    device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise LokaError(
+            f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu"
+        )
+    return device

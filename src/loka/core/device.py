@@ -1,0 +1,98 @@
+"""What machine this is: the fingerprint that measurements and plans carry."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from loka.core.problem import target_of
+
+# Libraries whose kernels a plan may name; their versions decide what a measurement means.
+LIBRARIES = ("torchao", "fbgemm-gpu-genai", "sgl-deep-gemm", "nvmath-python", "triton")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Where something was measured. `libraries` maps installed kernel libraries to versions."""
+
+    device: str
+    target: str
+    driver: str
+    cuda: str
+    torch: str
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "libraries": dict(self.libraries)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Fingerprint:
+        return cls(**content)
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One line for each field in which `other` differs; libraries by name."""
+        lines = []
+        for name in ("device", "target", "driver", "cuda", "torch"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                lines.append(f"{name}: {mine} here, {theirs} there")
+        for name in sorted({*self.libraries, *other.libraries}):
+            mine = self.libraries.get(name, "not installed")
+            theirs = other.libraries.get(name, "not installed")
+            if mine != theirs:
+                lines.append(f"{name}: {mine} here, {theirs} there")
+        return lines
+
+    def __str__(self) -> str:
+        parts = [self.device, self.target]
+        parts += [f"driver {self.driver}"] if self.driver else []
+        parts += [f"CUDA {self.cuda}"] if self.cuda else []
+        parts += [f"torch {self.torch}"]
+        return ", ".join(parts)
+
+
+def fingerprint(device: torch.device | str) -> Fingerprint:
+    """The fingerprint of `device` on this machine. On a CPU only torch's version matters."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return Fingerprint(
+            device=device.type, target=target_of(device), driver="", cuda="", torch=torch.__version__
+        )
+    return Fingerprint(
+        device=torch.cuda.get_device_name(device),
+        target=target_of(device),
+        driver=_driver_version(),
+        cuda=torch.version.cuda or "",
+        torch=torch.__version__,
+        libraries=library_versions(),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    versions = {}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def _driver_version() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "unknown"
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return result.stdout.strip() or "unknown"

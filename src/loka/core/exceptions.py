@@ -1,0 +1,69 @@
+"""One class per error. Every message says what failed, why, and the way out.
+
+User mistakes are `LokaError`s; an `assert` only guards our own invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LokaError(Exception):
+    """Base of every error LoKA raises on purpose."""
+
+    def __init__(self, what: str, *, why: Iterable[str] = (), way_out: str = "") -> None:
+        self.what = what
+        self.why = tuple(why)
+        self.way_out = way_out
+        lines = [what, *(f"  {reason}" for reason in self.why)]
+        if way_out:
+            lines.append(f"Way out: {way_out}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process boundaries (data loaders, torchrun); the default
+        # reduction would call __init__ with the rendered message only.
+        return (_rebuild, (type(self), self.what, self.why, self.way_out))
+
+
+def _rebuild(cls: type[LokaError], what: str, why: tuple[str, ...], way_out: str) -> LokaError:
+    return cls(what, why=why, way_out=way_out)
+
+
+class NoKernelFits(LokaError):
+    """No candidate can run a site's GEMM, or a named one cannot."""
+
+
+class UnknownName(LokaError, KeyError):
+    """A recipe, kernel, model or column that does not exist; the known ones are listed."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return Exception.__str__(self)
+
+
+class FileRefused(LokaError):
+    """A file LoKA wrote is truncated, edited, of another kind or of a newer version."""
+
+
+class PlanMismatch(LokaError):
+    """A plan was made for another model or another machine; the differences are listed."""
+
+
+class NotConverted(LokaError):
+    """`convert` or `revert` was called on a model in the wrong state."""
+
+
+class NonFinite(LokaError):
+    """NaN or infinity reached an FP8 site; the sites are named, first one first."""
+
+
+class DataRefused(LokaError):
+    """Input rows that cannot be read: a missing column, a wrong type, no rows at all."""
+
+
+class CheckpointRefused(LokaError):
+    """No checkpoint in a folder could be used, or it belongs to another run."""
+
+
+class MissingLibrary(LokaError, ImportError):
+    """An optional library is needed for this call and is not installed."""

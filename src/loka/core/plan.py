@@ -1,0 +1,161 @@
+"""The record that planning hands to convert: one decision for every site, with its reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loka.core.budget import Budget
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.files import read_record, write_record
+from loka.core.problem import Problem
+from loka.core.report import (
+    HP,
+    estimate_from_json,
+    estimate_to_json,
+    problem_from_json,
+    problem_to_json,
+    site_name,
+)
+from loka.core.signature import ModelSignature
+from loka.core.table import format_table
+
+_KIND, _VERSION = "loka-plan", 1
+_WAY_OUT = "plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What runs at one site, and why.
+
+    `candidate` is "hp" or "kernel:recipe". `rejected` says why each other candidate lost;
+    `runner_up` is the best of those. Times and speed-up are None where none were measured.
+    """
+
+    path: str
+    problem: Problem
+    candidate: str
+    reason: str
+    sqnr_db: Estimate | None = None
+    mere: Estimate | None = None
+    microseconds: Estimate | None = None
+    hp_microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+    runner_up: str | None = None
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def site(self) -> str:
+        return site_name(self.path, self.problem.gemm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Decisions for all sites of a model, measured on `machine`."""
+
+    model: ModelSignature
+    machine: Fingerprint
+    budget: Budget
+    timed: bool
+    decisions: Mapping[str, Decision]
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Raises FileRefused for a missing, truncated or edited file."""
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
+
+    def candidates(self, path: str) -> dict[str, str]:
+        """GEMM name -> candidate at one module; "hp" where the plan says nothing."""
+        found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
+        return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
+
+    def __str__(self) -> str:
+        header = ("site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why")
+        rows = [_row(decision) for decision in self.decisions.values()]
+        lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
+        lines.append(self.summary())
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line: how many sites in FP8, by candidate, and the GEMM time if measured."""
+        counts = Counter(decision.candidate for decision in self.decisions.values())
+        low = len(self.decisions) - counts[HP]
+        parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
+        if not self.timed:
+            return f"{text}. Not timed: chosen on error alone, no speed is claimed."
+        before = [d.hp_microseconds.value for d in self.decisions.values() if d.hp_microseconds]
+        after = [d.microseconds.value for d in self.decisions.values() if d.microseconds]
+        return (
+            f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x)."
+        )
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    def show(estimate: Estimate | None, pattern: str) -> str:
+        return pattern.format(estimate.value) if estimate else "-"
+
+    problem = decision.problem
+    return (
+        decision.site,
+        f"{problem.m}x{problem.n}x{problem.k}",
+        decision.candidate,
+        show(decision.sqnr_db, "{:.1f}"),
+        show(decision.microseconds, "{:.1f}"),
+        show(decision.hp_microseconds, "{:.1f}"),
+        show(decision.speedup, "{:.2f}x"),
+        decision.reason,
+    )
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    decisions = {
+        name: {
+            "path": d.path,
+            "problem": problem_to_json(d.problem),
+            "candidate": d.candidate,
+            "reason": d.reason,
+            "sqnr_db": estimate_to_json(d.sqnr_db),
+            "mere": estimate_to_json(d.mere),
+            "microseconds": estimate_to_json(d.microseconds),
+            "hp_microseconds": estimate_to_json(d.hp_microseconds),
+            "speedup": estimate_to_json(d.speedup),
+            "runner_up": d.runner_up,
+            "rejected": dict(d.rejected),
+        }
+        for name, d in plan.decisions.items()
+    }
+    return {
+        "model": plan.model.to_json(),
+        "machine": plan.machine.to_json(),
+        "budget": plan.budget.to_json(),
+        "timed": plan.timed,
+        "decisions": decisions,
+        "notes": list(plan.notes),
+    }
+
+
+def _from_json(content: Mapping[str, Any]) -> Plan:
+    estimates = ("sqnr_db", "mere", "microseconds", "hp_microseconds", "speedup")
+    decisions = {}
+    for name, entry in content["decisions"].items():
+        fields = {key: estimate_from_json(entry[key]) for key in estimates}
+        decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
+    return Plan(
+        model=ModelSignature.from_json(content["model"]),
+        machine=Fingerprint.from_json(content["machine"]),
+        budget=Budget.from_json(content["budget"]),
+        timed=content["timed"],
+        decisions=decisions,
+        notes=tuple(content["notes"]),
+    )

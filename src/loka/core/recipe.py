@@ -1,0 +1,131 @@
+"""How operands are quantized: format, granularity, and the recipes that combine them.
+
+A GEMM is always written out = A @ B^T with both operands K-major, because that is the only
+FP8 layout of Hopper's tensor cores. A recipe names one `Cast` for A and one for B, per GEMM:
+
+    output       A = input [T, in]            B = weight [out, in]
+    grad_input   A = grad_output [T, out]     B = weight^T [in, out]
+    grad_weight  A = grad_output^T [out, T]   B = input^T [in, T]
+
+Every scale dequantizes: hp = fp8 * scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+import torch
+
+from loka.core.exceptions import UnknownName
+
+
+class Gemm(StrEnum):
+    """The three GEMMs of a linear layer, by the names torchao uses."""
+
+    OUTPUT = "output"
+    GRAD_INPUT = "grad_input"
+    GRAD_WEIGHT = "grad_weight"
+
+
+class Format(Enum):
+    """OCP FP8 formats. `max` is the largest finite value; `mantissa` counts stored bits."""
+
+    E4M3 = (torch.float8_e4m3fn, 448.0, 3, -6)
+    E5M2 = (torch.float8_e5m2, 57344.0, 2, -14)
+
+    def __init__(self, dtype: torch.dtype, largest: float, mantissa: int, min_exponent: int) -> None:
+        self.dtype = dtype
+        self.max = largest
+        self.mantissa = mantissa
+        self.min_exponent = min_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (self.min_exponent - self.mantissa)
+
+
+class Granularity(Enum):
+    """How many rows and columns of an operand share one scale; None is the whole side."""
+
+    TENSOR = (None, None)
+    ROW = (1, None)
+    GROUP_1X128 = (1, 128)
+    BLOCK_128X128 = (128, 128)
+
+    def group(self, rows: int, columns: int) -> tuple[int, int]:
+        """The group's sides for an operand of `rows` x `columns`."""
+        group_rows, group_columns = self.value
+        return group_rows or max(rows, 1), group_columns or max(columns, 1)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand becomes FP8. With `power_of_two` scales, requantizing is exact."""
+
+    format: Format
+    granularity: Granularity
+    power_of_two: bool = False
+
+
+Casts = tuple[Cast, Cast]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The casts of A and B for each GEMM; None where the recipe does not apply."""
+
+    name: str
+    output: Casts | None
+    grad_input: Casts | None
+    grad_weight: Casts | None
+
+    def casts(self, gemm: Gemm) -> Casts | None:
+        by_gemm = {
+            Gemm.OUTPUT: self.output,
+            Gemm.GRAD_INPUT: self.grad_input,
+            Gemm.GRAD_WEIGHT: self.grad_weight,
+        }
+        return by_gemm[gemm]
+
+
+def _everywhere(name: str, granularity: Granularity, *, power_of_two: bool = False) -> Recipe:
+    cast = Cast(Format.E4M3, granularity, power_of_two)
+    return Recipe(name=name, output=(cast, cast), grad_input=(cast, cast), grad_weight=(cast, cast))
+
+
+_TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
+_GRADIENT = Cast(Format.E5M2, Granularity.TENSOR)
+_GROUP = Cast(Format.E4M3, Granularity.GROUP_1X128)
+_BLOCK = Cast(Format.E4M3, Granularity.BLOCK_128X128)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _everywhere("tensorwise_e4m3", Granularity.TENSOR),
+        # torchao "tensorwise" and TransformerEngine HYBRID: e5m2 for grad_output, which is
+        # always operand A. Its `output` GEMM is that of tensorwise_e4m3.
+        Recipe(
+            name="tensorwise_e5m2",
+            output=None,
+            grad_input=(_GRADIENT, _TENSOR),
+            grad_weight=(_GRADIENT, _TENSOR),
+        ),
+        _everywhere("rowwise_e4m3", Granularity.ROW),
+        _everywhere("rowwise_e4m3_pow2", Granularity.ROW, power_of_two=True),
+        # DeepSeek-V3: 1x128 groups against 128x128 weight blocks; both 1x128 in grad_weight.
+        Recipe(
+            name="blockwise_e4m3",
+            output=(_GROUP, _BLOCK),
+            grad_input=(_GROUP, _BLOCK),
+            grad_weight=(_GROUP, _GROUP),
+        ),
+    )
+}
+
+
+def recipe_named(name: str) -> Recipe:
+    """Raises UnknownName, listing the known recipes."""
+    if name not in RECIPES:
+        raise UnknownName(f"no recipe is called {name!r}", way_out=f"one of {', '.join(RECIPES)}")
+    return RECIPES[name]

@@ -1,0 +1,119 @@
+"""Quantization and scaled GEMM in plain PyTorch: ground truth, and the CPU path.
+
+    scale = max(amax, tiny * FMAX) / FMAX     per group; rounded up to 2^k where asked
+    fp8   = round_to_nearest_even(clamp(hp / scale, -FMAX, FMAX))
+    out   = (fp8_A * scale_A) @ (fp8_B * scale_B)^T     in float32
+
+`tiny` is float32's smallest normal number, so a zero group quantizes to exact zeros and the
+scale stays a normal float32 whose reciprocal is finite: there is no absolute epsilon that
+would flush small gradients (kernels that clamp amax at 1e-4 lose rows of std 1e-10).
+A NaN or infinity in a group makes the whole group NaN when dequantized: it always surfaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loka.core.recipe import Cast
+
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`data` [R, C] FP8, row-major; `scale` float32 [groups of rows, groups of columns]."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    cast: Cast
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+
+def quantize(hp: torch.Tensor, cast: Cast, *, padded: tuple[int, int] | None = None) -> Quantized:
+    """Quantizes `hp` [R, C], any float dtype and strides, with current scales.
+
+    `padded` are the sides of `Quantized.data`; the rest is filled with exact zeros.
+    """
+    rows, columns = padded or (hp.shape[0], hp.shape[1])
+    values = hp.float()
+    if (rows, columns) != tuple(hp.shape):
+        values = torch.nn.functional.pad(values, (0, columns - hp.shape[1], 0, rows - hp.shape[0]))
+    group_rows, group_columns = cast.granularity.group(rows, columns)
+    scale = scale_of(_group_amax(values, group_rows, group_columns), cast)
+    fmax = cast.format.max
+    scaled = values / expand_scale(scale, cast, rows, columns)
+    # Clamp before the cast: torch <= 2.11 turns an e4m3 overflow into NaN, 2.12+ saturates.
+    return Quantized(scaled.clamp(-fmax, fmax).to(cast.format.dtype).contiguous(), scale, cast)
+
+
+def scale_of(amax: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """The dequantizing float32 scale of groups with this amax; NaN and inf pass through."""
+    fmax = cast.format.max
+    scale = amax.float().clamp_min(_TINY * fmax) / fmax
+    if cast.power_of_two:
+        mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        rounded = torch.ldexp(torch.ones_like(scale), exponent)
+        scale = torch.where(torch.isfinite(scale), rounded, scale)
+    return scale
+
+
+def _group_amax(values: torch.Tensor, group_rows: int, group_columns: int) -> torch.Tensor:
+    rows, columns = values.shape
+    if values.numel() == 0:
+        return values.new_zeros(max(-(-rows // group_rows), 1), max(-(-columns // group_columns), 1))
+    magnitude = values.abs()
+    if (group_rows, group_columns) == (rows, columns):
+        return magnitude.amax().reshape(1, 1)
+    if (group_rows, group_columns) == (1, columns):
+        return magnitude.amax(dim=1, keepdim=True)
+    high, wide = -(-rows // group_rows), -(-columns // group_columns)
+    magnitude = torch.nn.functional.pad(
+        magnitude, (0, wide * group_columns - columns, 0, high * group_rows - rows)
+    )
+    return magnitude.view(high, group_rows, wide, group_columns).amax(dim=(1, 3))
+
+
+def expand_scale(scale: torch.Tensor, cast: Cast, rows: int, columns: int) -> torch.Tensor:
+    """`scale` broadcastable to [rows, columns]."""
+    group_rows, group_columns = cast.granularity.group(rows, columns)
+    if scale.shape[0] > 1 and group_rows > 1:
+        scale = scale.repeat_interleave(group_rows, dim=0)[:rows]
+    if scale.shape[1] > 1 and group_columns > 1:
+        scale = scale.repeat_interleave(group_columns, dim=1)[:, :columns]
+    return scale
+
+
+def dequantize(quantized: Quantized) -> torch.Tensor:
+    """The float32 tensor that `quantized` stands for."""
+    rows, columns = quantized.shape
+    return quantized.data.float() * expand_scale(quantized.scale, quantized.cast, rows, columns)
+
+
+def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> torch.Tensor:
+    """out [M, N] = dequantize(a) [M, K] @ dequantize(b) [N, K]^T, accumulated in float32."""
+    return (dequantize(a) @ dequantize(b).t()).to(dtype)
+
+
+def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Elementwise bound [M, N] on |tensor core result - scaled_mm|, on Hopper.
+
+    An FP8 instruction adds 32 products aligned to the largest one, in a register with 13
+    fraction bits (DeepSeek-V3 report, 3.3.2: "about 14 bits"), so each of the 32 terms and
+    the running sum lose at most 2^-13 of the largest magnitude present, which is at most
+    S = sum |a||b|. With fast accumulation the running sum stays in that register for all
+    K / 32 instructions; without it, it moves to float32 after every 4 of them. float32 sums
+    and the rounding of the result add K 2^-24 S and one rounding of the output dtype.
+    """
+    absolute = dequantize(a).abs() @ dequantize(b).abs().t()
+    instructions = -(-a.shape[1] // 32)
+    kept_in_register = instructions if fast else min(instructions, 4)
+    # Truncation is one-sided, so errors of successive instructions add.
+    relative = (kept_in_register + 1) * 2.0**-13 + a.shape[1] * 2.0**-24
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-23
+    return relative * absolute + rounding * scaled_mm(a, b, dtype=torch.float32).abs()

@@ -1,0 +1,161 @@
+"""The record that the online half of Probe hands to the offline half.
+
+For each linear layer it holds one `Distribution` per operand: sufficient statistics, no raw
+tensors. A distribution is a kind with named tensors and numbers, so that a deeper probe adds
+names and kinds, and readers ignore those they do not know; the record itself stays.
+A saved `Stats` is a folder: `stats.json`, and one safetensors file that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
+from loka.core.problem import DTYPES
+from loka.core.signature import ModelSignature
+
+_KIND, _VERSION = "loka-stats", 1
+_WAY_OUT = "probe again, or use a copy of the folder; a running probe rewrites it at its next save"
+
+OPERANDS = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """What was learnt of one operand. `kind` says how to draw from it (probe/draw.py)."""
+
+    kind: str
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Distribution:
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearStats:
+    """One linear layer: `rows` is the largest number of input rows in a call.
+
+    `dtype` is the compute dtype its output had, `order` its place in the forward pass;
+    without `needs_input_grad` (a first layer) its grad_input GEMM never runs.
+    """
+
+    rows: int
+    calls: int
+    order: int
+    dtype: str
+    weight_dtype: str
+    needs_input_grad: bool
+    operands: Mapping[str, Distribution]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Statistics of a model. `skipped` says why a layer has none."""
+
+    model: ModelSignature
+    steps: int
+    sampled_steps: int
+    layers: Mapping[str, LinearStats]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def digest(self) -> str:
+        """Identifies the statistics; reports carry it so that a resumed measure checks it."""
+        content, tensors = _flatten(self)
+        digest = hashlib.sha256(canonical(content))
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the folder so that a reader sees the old statistics or the new, never a mix."""
+        folder = Path(folder)
+        content, tensors = _flatten(self)
+        # The name carries the content: a reader of the old stats.json still finds its file.
+        folder.mkdir(parents=True, exist_ok=True)
+        staged = folder / "tensors.staged.safetensors"
+        write_tensors(staged, tensors)
+        digest = sha256_of_file(staged)
+        final = folder / f"tensors-{digest[:16]}.safetensors"
+        staged.replace(final)
+        content = {**content, "tensors": {"file": final.name, "sha256": digest}}
+        write_record(folder / "stats.json", kind=_KIND, version=_VERSION, content=content)
+        for old in folder.glob("tensors-*.safetensors"):
+            if old != final:
+                old.unlink()
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Stats:
+        """Raises FileRefused for a missing, truncated or edited folder."""
+        folder = Path(folder)
+
+        def parse(content: dict[str, Any]) -> Stats:
+            name = content["tensors"]["file"]
+            if Path(name).name != name:
+                raise ValueError(f"it names a file outside its folder: {name}")
+            tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
+            return _unflatten(content, tensors)
+
+        record = folder / "stats.json"
+        return read_record(record, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
+
+
+def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+    layers = {}
+    for path, layer in stats.layers.items():
+        operands = {}
+        for operand, distribution in layer.operands.items():
+            for name, tensor in distribution.tensors.items():
+                tensors[f"{path}/{operand}/{name}"] = tensor
+            operands[operand] = {
+                "kind": distribution.kind,
+                "numbers": dict(distribution.numbers),
+                "tensors": sorted(distribution.tensors),
+            }
+        layers[path] = {
+            "rows": layer.rows,
+            "calls": layer.calls,
+            "order": layer.order,
+            "dtype": layer.dtype,
+            "weight_dtype": layer.weight_dtype,
+            "needs_input_grad": layer.needs_input_grad,
+            "operands": operands,
+        }
+    content = {
+        "model": stats.model.to_json(),
+        "steps": stats.steps,
+        "sampled_steps": stats.sampled_steps,
+        "layers": layers,
+        "skipped": dict(stats.skipped),
+    }
+    return content, tensors
+
+
+def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
+    layers = {}
+    for path, layer in content["layers"].items():
+        assert layer["dtype"] in DTYPES
+        operands = {
+            operand: Distribution(
+                kind=entry["kind"],
+                numbers=entry["numbers"],
+                tensors={name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]},
+            )
+            for operand, entry in layer["operands"].items()
+        }
+        layers[path] = LinearStats(**{**layer, "operands": operands})
+    return Stats(
+        model=ModelSignature.from_json(content["model"]),
+        steps=content["steps"],
+        sampled_steps=content["sampled_steps"],
+        layers=layers,
+        skipped=content["skipped"],
+    )

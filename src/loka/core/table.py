@@ -1,0 +1,30 @@
+"""Plain-text tables: the one way a record prints itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns aligned left, numbers right, two spaces apart, trailing space removed."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max([len(title), *(len(row[index]) for row in cells)]) for index, title in enumerate(header)]
+    numeric = [bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(list(header)), *(line(row) for row in cells)])
+
+
+def _is_number(cell: str) -> bool:
+    return (
+        not cell
+        or cell[0].isdigit()
+        or (cell[0] in "+-." and len(cell) > 1 and cell[1].isdigit())
+        or cell == "-"
+    )

@@ -1,0 +1,74 @@
+"""Which files a table consists of, and what kind each is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
+
+FORMATS = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "tsv"}
+# What pyarrow's input streams decompress, by suffix.
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+
+Paths = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFile:
+    """One file as it was when opened; size and mtime tell an edited file from the one that was counted."""
+
+    path: Path
+    format: str
+    size: int
+    mtime_ns: int
+
+
+def open_files(paths: Paths, *, format: str | None = None) -> tuple[TableFile, ...]:
+    """The files in the order given, their format from the suffix unless `format` names it."""
+    require_pyarrow()
+    if format is not None and format not in FORMATS.values():
+        raise UnknownName(f"format {format!r}", why=[f"known: {', '.join(sorted(set(FORMATS.values())))}"])
+    many = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not many:
+        raise DataRefused("no files given", way_out="pass one path or a sequence of paths")
+    return tuple(_open(Path(path), format) for path in many)
+
+
+def require_pyarrow() -> None:
+    """Raise `MissingLibrary` unless pyarrow can be imported."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingLibrary(
+            "reading tables needs pyarrow", why=[str(error)], way_out="pip install 'loka[data]'"
+        ) from error
+
+
+def _open(path: Path, format: str | None) -> TableFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataRefused(f"{path}: cannot be opened", why=[str(error)]) from error
+    if not path.is_file():
+        raise DataRefused(f"{path}: not a file", way_out="pass the files of a folder one by one")
+    if status.st_size == 0:
+        raise DataRefused(f"{path}: the file is empty")
+    return TableFile(
+        path=path, format=format or _format(path), size=status.st_size, mtime_ns=status.st_mtime_ns
+    )
+
+
+def _format(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    if not suffixes or suffixes[-1] not in FORMATS:
+        raise DataRefused(
+            f"{path}: the suffix does not say how to read it",
+            why=[f"known: {', '.join(FORMATS)}, text also with {', '.join(COMPRESSIONS)}"],
+            way_out="pass format='parquet', 'csv' or 'tsv'",
+        )
+    return FORMATS[suffixes[-1]]

@@ -1,0 +1,120 @@
+"""Which columns of a table are the label, the dense and the sparse features, and how its text is laid out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loka.core.exceptions import DataRefused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """Column names in model order; they match a file's names exactly, else without regard to case.
+
+    `separator` and `header` are hints for text files; None means what the suffix says: .csv has commas and a
+    header line, .tsv and .txt have tabs, no header, and the columns in the order label, dense, sparse.
+    """
+
+    label: str
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    separator: str | None = None
+    header: bool | None = None
+
+    def __post_init__(self) -> None:
+        folded = [name.casefold() for name in self.columns]
+        twice = sorted({name for name in self.columns if folded.count(name.casefold()) > 1})
+        if twice:
+            raise DataRefused(
+                f"the schema names a column twice (case does not count): {', '.join(twice)}",
+                way_out="give each column one role",
+            )
+        if not self.dense and not self.sparse:
+            raise DataRefused("the schema has no features", way_out="name dense or sparse columns")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Label, dense, sparse: the order of headerless files and of everything read."""
+        return (self.label, *self.dense, *self.sparse)
+
+    def locate(self, present: Sequence[str], *, where: str) -> tuple[int, ...]:
+        """The index in `present` of each of `columns`; `where` names the file in errors."""
+        places = [_place(name, present) for name in self.columns]
+        unclear = [name for name, found in zip(self.columns, places, strict=True) if len(found) > 1]
+        missing = [name for name, found in zip(self.columns, places, strict=True) if not found]
+        if missing or unclear:
+            why = [f"missing: {', '.join(missing)}"] if missing else []
+            why += [f"more than one column matches: {', '.join(unclear)}"] if unclear else []
+            raise DataRefused(
+                f"{where}: columns do not fit the schema",
+                why=[*why, f"present: {', '.join(present)}"],
+                way_out="pass this file's schema (Schema(...) or Schema.from_json), or rename its columns",
+            )
+        return tuple(found[0] for found in places)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Schema:
+        """Read a schema file in either of two spellings.
+
+        Ours: `{"label": "y", "dense": [...], "sparse": [...], "separator": ",", "header": true}`.
+        BARS / FuxiCTR: `{"label_col": {"name": "y"}, "feature_cols": [{"name": "a" or ["a", "b"],
+        "type": "numeric" or "categorical", "active": true}, ...]}`; inactive features are left out.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataRefused(f"{path}: not a readable schema file", why=[str(error)]) from error
+        try:
+            return cls(**(_from_bars(content) if "feature_cols" in content else _from_ours(content)))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise DataRefused(
+                f"{path}: not a schema",
+                why=[f"{type(error).__name__}: {error}"],
+                way_out="see Schema.from_json for the two accepted spellings",
+            ) from error
+
+
+CRITEO = Schema(
+    label="label",
+    dense=tuple(f"I{number}" for number in range(1, 14)),
+    sparse=tuple(f"C{number}" for number in range(1, 27)),
+)
+
+
+def _place(name: str, present: Sequence[str]) -> list[int]:
+    exact = [index for index, other in enumerate(present) if other == name]
+    return exact or [index for index, other in enumerate(present) if other.casefold() == name.casefold()]
+
+
+def _from_ours(content: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(content)
+    for role in ("dense", "sparse"):
+        fields[role] = _names(fields.get(role, []))
+    return fields
+
+
+def _from_bars(content: Mapping[str, Any]) -> dict[str, Any]:
+    roles: dict[str, list[str]] = {"numeric": [], "categorical": []}
+    for feature in content["feature_cols"]:
+        if feature.get("active", True):
+            if feature["type"] not in roles:
+                raise ValueError(
+                    f"feature {feature['name']} has type {feature['type']!r}, known: {list(roles)}"
+                )
+            roles[feature["type"]] += _names(feature["name"])
+    return {
+        "label": content["label_col"]["name"],
+        "dense": tuple(roles["numeric"]),
+        "sparse": tuple(roles["categorical"]),
+    }
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"column names must be strings: {names}")
+    return tuple(names)

@@ -1,0 +1,215 @@
+"""CSV and TSV files as a stream of chunks, with every line that is not a row accounted for.
+
+A file is read in blocks of whole lines and each block is parsed by pyarrow on its own, in one thread: then
+the parser says where in the block a bad line was, so it can be charged to a definite row however far the
+reader has read ahead. The cost against pyarrow's own streaming reader is its parallelism.
+
+A line is *malformed* when it has too few or too many fields, or nothing in any field. It is skipped and
+charged to the good row after it; those after the last good row of a file are charged to that row.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loka.core.exceptions import DataRefused
+from loka.data.files import TableFile
+from loka.data.schema import Schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+BLOCK_BYTES = 4 << 20
+LONGEST_LINE = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """`table` has the schema's columns under its names; `skipped` [n] counts the lines skipped per row."""
+
+    table: pa.Table
+    skipped: np.ndarray
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def rows(self, first: int, last: int) -> Chunk:
+        """Rows [first, last)."""
+        return Chunk(table=self.table.slice(first, last - first), skipped=self.skipped[first:last])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    file: TableFile
+    schema: Schema
+    separator: str
+    quote: str | bool
+    fields: int
+    places: tuple[int, ...]
+
+
+def text_chunks(file: TableFile, schema: Schema, *, label_only: bool = False) -> Iterator[Chunk]:
+    """The rows of a text file in order; `label_only` skips converting the features, to count rows fast."""
+    import pyarrow as pa
+
+    blocks = _whole_lines(file)
+    first = next(blocks, b"").removeprefix(b"\xef\xbb\xbf")
+    layout, first = _layout(file, schema, first)
+    held: Chunk | None = None
+    carried = rows = 0
+    for block in _with_first(first, blocks):
+        try:
+            chunk, trailing = _parse(block, layout, label_only=label_only)
+        except pa.ArrowInvalid as error:
+            raise _refusal(error, layout, rows) from error
+        if not len(chunk):
+            carried += trailing
+            continue
+        chunk.skipped[0] += carried
+        carried = trailing
+        rows += len(chunk)
+        if held is not None:
+            yield held
+        held = chunk
+    if held is None:
+        raise DataRefused(
+            f"{file.path}: no readable row",
+            why=[
+                f"{carried} lines are empty or lack the {layout.fields} fields between {layout.separator!r}"
+            ],
+            way_out="name the format, or pass a schema with the file's separator and header",
+        )
+    held.skipped[-1] += carried
+    yield held
+
+
+def _parse(block: bytes, layout: _Layout, *, label_only: bool) -> tuple[Chunk, int]:
+    """The good rows of a block of lines, and how many bad lines follow the last of them."""
+    import pyarrow as pa
+    from pyarrow import csv as arrow_csv
+
+    bad: list[int] = []
+
+    def skip(row: Any) -> str:
+        bad.append(row.number - 1)
+        return "skip"
+
+    # Places, not names: a file may repeat the name of a column that nobody reads.
+    names = [f"{place}" for place in layout.places]
+    roles = [pa.string()] + [pa.float64()] * len(layout.schema.dense)
+    roles += [pa.string()] * len(layout.schema.sparse)
+    table = arrow_csv.read_csv(
+        pa.BufferReader(block),
+        read_options=arrow_csv.ReadOptions(
+            use_threads=False,
+            block_size=len(block) + 1,
+            column_names=[f"{place}" for place in range(layout.fields)],
+        ),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=layout.separator,
+            quote_char=layout.quote,
+            ignore_empty_lines=False,
+            invalid_row_handler=skip,
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=dict(zip(names, roles, strict=True)),
+            include_columns=names[:1] if label_only else names,
+            # A category may be called "NA"; only an empty field is missing. Numbers do know "NA" and "nan".
+            strings_can_be_null=False,
+        ),
+    )
+    good = np.ones(table.num_rows + len(bad), bool)
+    good[bad] = False
+    blank = _blank(table)
+    if label_only and blank.any():
+        return _parse(block, layout, label_only=False)
+    if blank.any():
+        good[np.flatnonzero(good)[blank]] = False
+        table = table.filter(pa.array(~blank))
+    places = np.flatnonzero(good)
+    bad_before = places - np.arange(len(places))
+    skipped = np.diff(bad_before, prepend=0)
+    trailing = int(len(good) - len(places) - (bad_before[-1] if len(places) else 0))
+    columns = layout.schema.columns[:1] if label_only else layout.schema.columns
+    return Chunk(table=table.rename_columns(list(columns)), skipped=skipped), trailing
+
+
+def _blank(table: pa.Table) -> np.ndarray:
+    """Rows [n] without a value in any column: pyarrow reads an empty line as such a row."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    blank = np.ones(table.num_rows, bool)
+    for column in table.columns:
+        if not blank.any():
+            break
+        empty = pc.equal(column, "") if pa.types.is_string(column.type) else pc.is_null(column)
+        blank &= empty.to_numpy()
+    return blank
+
+
+def _layout(file: TableFile, schema: Schema, first: bytes) -> tuple[_Layout, bytes]:
+    """How to read the file, and its first block without the header line."""
+    plain = file.format == "tsv"
+    separator = schema.separator or ("\t" if plain else ",")
+    # Quotes have no meaning in Criteo's TSV; a lone one in a hashed category must not swallow lines.
+    quote: str | bool = False if plain else '"'
+    fields, places = len(schema.columns), tuple(range(len(schema.columns)))
+    if schema.header if schema.header is not None else not plain:
+        line, _, first = first.partition(b"\n")
+        text = line.rstrip(b"\r").decode("utf-8", errors="replace")
+        present = next(csv.reader([text], delimiter=separator), []) if quote else text.split(separator)
+        fields, places = len(present), schema.locate(present, where=str(file.path))
+    return _Layout(
+        file=file, schema=schema, separator=separator, quote=quote, fields=fields, places=places
+    ), first
+
+
+def _with_first(first: bytes, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    if first:
+        yield first
+    yield from blocks
+
+
+def _whole_lines(file: TableFile) -> Iterator[bytes]:
+    """The decompressed file in blocks that end where a line ends."""
+    import pyarrow as pa
+
+    try:
+        with pa.input_stream(str(file.path), compression="detect") as stream:
+            rest = b""
+            while data := stream.read(BLOCK_BYTES):
+                cut = data.rfind(b"\n") + 1
+                if cut:
+                    yield rest + data[:cut]
+                    rest = data[cut:]
+                else:
+                    rest += data
+                if len(rest) > LONGEST_LINE:
+                    raise DataRefused(
+                        f"{file.path}: no line end within {LONGEST_LINE >> 20} MiB",
+                        way_out="check that this is a text table",
+                    )
+            if rest:
+                yield rest
+    except OSError as error:
+        raise DataRefused(f"{file.path}: cannot be read", why=[str(error)]) from error
+
+
+def _refusal(error: Exception, layout: _Layout, rows: int) -> DataRefused:
+    """Name the column and the value that pyarrow could not convert."""
+    found = re.search(r"In CSV column #(\d+): (?:Row #(\d+): )?(.*)", str(error), re.DOTALL)
+    if found is None or int(found[1]) not in layout.places:
+        return DataRefused(f"{layout.file.path}: cannot be parsed after row {rows}", why=[str(error)])
+    name = layout.schema.columns[layout.places.index(int(found[1]))]
+    return DataRefused(
+        f"{layout.file.path}: column {name} (field {int(found[1]) + 1}) holds a value of the wrong kind",
+        why=[found[3].strip(), f"about line {int(found[2] or 0)} of the block that starts at row {rows}"],
+        way_out="correct the line, or give the column its right role in the schema",
+    )

@@ -1,0 +1,89 @@
+"""Putting a plan into a model, and taking it out again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from loka.core.device import fingerprint
+from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.plan import Plan
+from loka.core.recipe import Gemm
+from loka.core.report import HP
+from loka.kernels.registry import require_supported
+from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
+from loka.nn.linears import find_linears, signature, unwrap
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def convert(model: M, plan: Plan) -> M:
+    """Makes the layers of `model` run as `plan` says, in place, and returns it.
+
+    A layer with at least one FP8 GEMM becomes an Fp8Linear; the module objects, parameters,
+    hooks and `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
+    All checks come first: a refused plan leaves the model as it was.
+
+    Raises:
+        PlanMismatch: the plan was made for another model, or measured on another machine.
+        NotConverted: the model is converted already.
+        NoKernelFits: a candidate of the plan cannot run here.
+    """
+    if fp8_linears(model):
+        raise NotConverted(
+            "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
+        )
+    _check_model(model, plan)
+    linears, _ = find_linears(model)
+    _check_machine(linears, plan)
+    for decision in plan.decisions.values():
+        if decision.candidate != HP:
+            require_supported(decision.candidate, decision.problem)
+    for path in dict.fromkeys(decision.path for decision in plan.decisions.values()):
+        chosen = plan.candidates(path)
+        candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
+        if candidates != (HP, HP, HP):
+            convert_linear(linears[path], path=path, candidates=candidates)
+    return model
+
+
+def revert(model: M) -> M:
+    """Undoes `convert` in place and returns the model; the parameters keep their values.
+
+    Raises NotConverted if there is nothing to revert.
+    """
+    converted = fp8_linears(model)
+    if not converted:
+        raise NotConverted("no layer of this model runs in FP8", way_out="convert it first")
+    for linear in converted.values():
+        restore_linear(linear)
+    return model
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    differences = signature(model).differences(plan.model)
+    if differences:
+        raise PlanMismatch(
+            f"this plan was made for {plan.model.name} with other linear layers than this "
+            f"{type(unwrap(model)).__name__} has",
+            why=differences,
+            way_out="apply the same mods as when probing, or probe, measure and plan this model",
+        )
+
+
+def _check_machine(linears: dict[str, nn.Linear], plan: Plan) -> None:
+    here = [fingerprint(device) for device in _devices(linears)]
+    differences = [line for machine in here for line in machine.differences(plan.machine)]
+    if differences:
+        raise PlanMismatch(
+            f"this plan was measured on {plan.machine}, not here",
+            why=differences,
+            way_out="measure here (`loka measure STATS`; the statistics stay valid) and plan again, "
+            "or move the model to that device",
+        )
+
+
+def _devices(linears: dict[str, nn.Linear]) -> list[torch.device]:
+    return list(dict.fromkeys(linear.weight.device for linear in linears.values()))

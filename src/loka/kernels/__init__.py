@@ -1,0 +1,1 @@
+"""What can compute a scaled GEMM: kernels that explain themselves, and the one place that runs them."""

@@ -1,0 +1,89 @@
+"""Every kernel, one line each, and the questions generic code asks of them.
+
+A candidate is written "kernel:recipe", for example "torch:rowwise_e4m3".
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from loka.core.exceptions import NoKernelFits, UnknownName
+from loka.core.problem import Problem
+from loka.core.recipe import RECIPES, Recipe
+from loka.kernels.emulated import EMULATED
+from loka.kernels.kernel import Kernel
+from loka.kernels.torch_scaled import TORCH, TORCH_FAST
+
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        EMULATED,
+        TORCH,
+        TORCH_FAST,
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A kernel with a recipe."""
+
+    kernel: Kernel
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name}:{self.recipe.name}"
+
+    def padded(self, problem: Problem) -> Problem:
+        """The problem that runs, after LoKA's zero padding."""
+        return problem.padded(self.kernel.multiples(problem, self.recipe))
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why this candidate cannot run `problem` even when padded, or None."""
+        if self.recipe.casts(problem.gemm) is None:
+            return f"{self.recipe.name} does not define {problem.gemm}"
+        return self.kernel.missing() or self.kernel.unsupported(self.padded(problem), self.recipe)
+
+
+@functools.cache
+def all_candidates() -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(kernel=kernel, recipe=RECIPES[recipe])
+        for kernel in KERNELS.values()
+        for recipe in kernel.recipes
+    )
+
+
+@functools.cache
+def candidate_named(name: str) -> Candidate:
+    """Raises UnknownName, listing every candidate."""
+    for candidate in all_candidates():
+        if candidate.name == name:
+            return candidate
+    known = ", ".join(candidate.name for candidate in all_candidates())
+    raise UnknownName(f"no candidate is called {name!r}", way_out=f"'hp', or one of {known}")
+
+
+@functools.lru_cache(maxsize=4096)  # asked on every call; a ragged batch makes many problems
+def require_supported(name: str, problem: Problem) -> Candidate:
+    """The candidate, if it can run `problem`; else NoKernelFits with every candidate's reason."""
+    candidate = candidate_named(name)
+    reason = candidate.unsupported(problem)
+    if reason is None:
+        return candidate
+    raise NoKernelFits(
+        f"{name} cannot run {problem}",
+        why=explain_candidates(problem),
+        way_out="name a candidate that fits, or 'hp' to keep the site in high precision",
+    )
+
+
+def explain_candidates(problem: Problem) -> list[str]:
+    """One line a candidate: its name and why it cannot run `problem`, or 'fits'."""
+    width = max(len(candidate.name) for candidate in all_candidates())
+    return [
+        f"{candidate.name.ljust(width)}  {candidate.unsupported(problem) or 'fits'}"
+        for candidate in all_candidates()
+    ]

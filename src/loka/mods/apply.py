@@ -1,0 +1,44 @@
+"""Applying mods to a model, before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from loka.core.exceptions import NotConverted
+from loka.mods.change import Change, Changes, Mod
+from loka.nn.fp8_linear import fp8_linears
+from loka.nn.linears import Filter, unwrap
+
+
+def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None) -> Changes:
+    """Applies `mods` in order, in place, and returns what changed.
+
+    A mod changes the architecture: parameters go, and the model is to be trained with it from
+    the start. Build optimizers afterwards.
+
+    Args:
+        model: any module.
+        mods: such as [NoBias(), BlockNorm(256), HardSwish()].
+        filter: (module, fqn) -> whether the mods may touch it; all by default.
+
+    Raises:
+        NotConverted: the model already runs a plan; revert it first.
+    """
+    if fp8_linears(model):
+        raise NotConverted(
+            "mods cannot change a converted model",
+            way_out="loka.revert(model), then apply, probe and plan again",
+        )
+    changed: list[Change] = []
+    kept: list[Change] = []
+    for mod in mods:
+        did, left = mod.apply(unwrap(model), filter or _everything)
+        changed += did
+        kept += left
+    return Changes(changed=tuple(changed), kept=tuple(kept))
+
+
+def _everything(module: nn.Module, path: str) -> bool:
+    return True

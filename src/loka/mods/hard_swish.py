@@ -1,0 +1,29 @@
+"""HardSwish: x * relu6(x + 3) / 6 in place of Swish, which amplifies outliers (mod 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from loka.mods.change import Change, replace_module
+from loka.nn.linears import Filter
+
+
+@dataclass(frozen=True)
+class HardSwish:
+    """Replaces activation modules of the types in `replace` by nn.Hardswish.
+
+    Only modules can be seen: a call to F.silu inside a forward stays as it is.
+    """
+
+    replace: tuple[type[nn.Module], ...] = (nn.SiLU,)
+
+    def apply(self, model: nn.Module, filter: Filter) -> tuple[list[Change], list[Change]]:
+        changed = []
+        for path, module in list(model.named_modules()):
+            if type(module) in self.replace and path and filter(module, path):
+                replace_module(model, path, nn.Hardswish())
+                what = f"{type(module).__name__} -> Hardswish"
+                changed.append(Change(mod="HardSwish", path=path, what=what))
+        return changed, []

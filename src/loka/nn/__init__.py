@@ -1,0 +1,24 @@
+"""Modules: Fp8Linear, BlockNorm, HardSwish; finding linear layers; watching FP8 sites."""
+
+from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
+
+from loka.nn.block_norm import BlockNorm
+from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
+from loka.nn.health import check_finite, reset_health
+from loka.nn.linears import find_linears, is_prediction, signature, unwrap
+
+__all__ = [
+    "BlockNorm",
+    "Fp8Linear",
+    "HardSwish",
+    "check_finite",
+    "convert_linear",
+    "find_linears",
+    "fp8_linears",
+    "health_of",
+    "is_prediction",
+    "reset_health",
+    "restore_linear",
+    "signature",
+    "unwrap",
+]

@@ -1,0 +1,41 @@
+"""NaN and infinity at FP8 sites: always in the result, and named when asked."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from loka.core.exceptions import NonFinite
+from loka.core.recipe import Gemm
+from loka.nn.fp8_linear import OPERAND_NAMES, fp8_linears, health_of
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raises NonFinite if a NaN or infinity reached an FP8 site since `reset_health`.
+
+    A saturating cast never hides one: the group's scale is non-finite, so the result is. The
+    first site named is the first in the model's own order; where a `weight` is named the
+    optimizer has already stepped on a bad gradient. Reading the flags synchronizes.
+    """
+    lines = []
+    for site, counts in health_of(model).items():
+        gemm = Gemm(site.rpartition("/")[2])
+        names = [
+            name
+            for name, bad in zip(OPERAND_NAMES[gemm], (counts["bad_a"], counts["bad_b"]), strict=True)
+            if bad
+        ]
+        if names:
+            lines.append(f"{site}: non-finite {' and '.join(names)}")
+    if lines:
+        raise NonFinite(
+            f"NaN or infinity reached {len(lines)} FP8 sites; the first is {lines[0].partition(':')[0]}",
+            why=lines,
+            way_out="look at the data and the layers before the first site; "
+            "loka.revert(model) runs the same step in high precision for comparison",
+        )
+
+
+def reset_health(model: nn.Module) -> None:
+    """Forgets counts and flags of every FP8 site."""
+    for linear in fp8_linears(model).values():
+        linear.loka_health.zero_()

@@ -1,0 +1,1 @@
+"""The same records dressed for people."""

@@ -1,0 +1,59 @@
+"""The paired quality table: bf16 against a plan, on the same rows."""
+
+from __future__ import annotations
+
+from loka.core.error import Estimate
+from loka.core.table import format_table
+from loka.train.compare import Comparison
+
+
+def quality_table(comparison: Comparison) -> str:
+    """NE, log loss, AUC and calibration of both arms of every pair, and their differences."""
+    rows = []
+    for pair in comparison.pairs:
+        for arm in (pair.bf16, pair.fp8):
+            q = arm.quality
+            rows.append(
+                (
+                    pair.seed,
+                    arm.name,
+                    f"{q.ne:.5f}",
+                    f"{q.logloss:.5f}",
+                    f"{q.auc:.5f}",
+                    f"{q.calibration:.4f}",
+                    f"{arm.train_ne:.5f}",
+                    f"{arm.rows_per_second:.0f}",
+                )
+            )
+    header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
+    lines = [format_table(header, rows), "", "paired difference, plan minus bf16, with 95 % interval:"]
+    differences = [
+        (
+            f"seed {pair.seed}",
+            _signed(pair.difference.ne_percent, 4) + " %",
+            _signed(pair.difference.auc, 5),
+            _signed(pair.difference.calibration, 4),
+            pair.difference.verdict,
+        )
+        for pair in comparison.pairs
+    ]
+    across = comparison.across
+    if across is not None:
+        differences.append(
+            (
+                f"mean of {across.pairs} pairs",
+                _signed(across.ne_percent, 4) + " %",
+                _signed(across.auc, 5),
+                _signed(across.calibration, 4),
+                across.verdict,
+            )
+        )
+    lines.append(format_table(("", "ne, relative", "auc", "calibration", "within 0.02 % NE?"), differences))
+    lines.append(
+        "A pair's interval covers the choice of held-out rows; the one over pairs covers training seeds too."
+    )
+    return "\n".join(lines)
+
+
+def _signed(estimate: Estimate, digits: int) -> str:
+    return f"{estimate.value:+.{digits}f} [{estimate.low:+.{digits}f}, {estimate.high:+.{digits}f}]"

@@ -1,0 +1,32 @@
+"""Training with checkpoints that resume bit for bit, and quality with honest intervals."""
+
+from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, save
+from loka.train.config import TrainConfig
+from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
+from loka.train.metrics import Quality, RunningNE, quality
+from loka.train.optim import RowwiseAdagrad, build_optimizers, warmup_factor
+from loka.train.paired import AcrossPairs, PairedDifference, across_pairs, paired_difference, verdict
+
+__all__ = [
+    "AcrossPairs",
+    "Checkpoint",
+    "CheckpointNotSaved",
+    "PairedDifference",
+    "Quality",
+    "RowwiseAdagrad",
+    "RunningNE",
+    "TrainConfig",
+    "TrainLog",
+    "TrainResult",
+    "across_pairs",
+    "build_optimizers",
+    "evaluate",
+    "load_newest",
+    "paired_difference",
+    "quality",
+    "save",
+    "train",
+    "untracked",
+    "verdict",
+    "warmup_factor",
+]

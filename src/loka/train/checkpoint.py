@@ -1,0 +1,201 @@
+"""Checkpoints that are whole or not there.
+
+    run/step-00000100/state.pt        torch.save, read back with weights_only=True
+    run/step-00000100/manifest.json   a record: step, sha256 of state.pt, identity of the run
+
+A checkpoint is written to a sibling folder, flushed to disk, and renamed. A killed save
+leaves a folder that starts with a dot, which loading reports and the next save removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError
+from loka.core.files import canonical, read_record, sha256_of_file, sync_folder, write_record
+
+_KIND, _VERSION = "training checkpoint", 1
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
+
+
+class CheckpointNotSaved(LokaError):
+    """A checkpoint could not be written; the earlier ones are untouched."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run after `step` steps. `skipped` says what was passed over, and why."""
+
+    step: int
+    state: dict[str, Any]
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+
+def save(
+    folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], keep: int = 2
+) -> Path:
+    """Writes `folder/step-...` and removes all but the newest `keep` up to this step.
+
+    Raises:
+        CheckpointNotSaved: the disk is full or refuses; earlier checkpoints are as before.
+    """
+    target = folder / f"step-{step:08d}"
+    unfinished = folder / f"{_UNFINISHED}{target.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        try:
+            _write(unfinished, step=step, state=state, identity=identity)
+            _put_in_place(unfinished, target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        for old in [path for path in _newest_first(folder) if _step_of(path) <= step][keep:]:
+            _remove(old)
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise CheckpointNotSaved(
+            f"cannot save {target}",
+            why=[str(error).splitlines()[0] if str(error) else type(error).__name__],
+            way_out="free space or choose another folder, then resume from the checkpoint before it",
+        ) from error
+    return target
+
+
+def load_newest(folder: Path, *, identity: Mapping[str, Any]) -> Checkpoint | None:
+    """The newest usable checkpoint in `folder` on the CPU, or None when it holds none.
+
+    Raises:
+        CheckpointRefused: there are checkpoints and none is usable, or one is of another run.
+    """
+    candidates = _newest_first(folder)
+    reasons = []
+    for path in candidates:
+        try:
+            state = _read(path, identity)
+        except FileRefused as error:
+            reasons.append((path, "; ".join(error.why)))
+            continue
+        reasons += [(left, "its save was interrupted") for left in _unfinished(folder)]
+        skipped = tuple(f"{bad}: {why}; used {path.name} instead" for bad, why in reasons)
+        return Checkpoint(_step_of(path), state, path, skipped)
+    if not candidates:  # a first save that was killed leaves nothing to resume from
+        return None
+    raise CheckpointRefused(
+        f"no checkpoint in {folder} can be used",
+        why=[f"{path.name}: {why}" for path, why in reasons],
+        way_out="restore one from a copy, or start over in an empty folder",
+    )
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    return bool(_newest_first(folder))
+
+
+def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The state in `path`. FileRefused: damaged. CheckpointRefused: of another run."""
+    manifest = read_record(
+        path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
+    )
+    differences = _differences(manifest.identity, json.loads(canonical(identity)))
+    if differences:
+        raise CheckpointRefused(
+            f"{path} belongs to another run",
+            why=differences,
+            way_out="use the values of that run to resume it, or choose another folder for this one",
+        )
+    if manifest.step != _step_of(path):
+        raise FileRefused(f"cannot use {path}", why=[f"its manifest is that of step {manifest.step}"])
+    file = path / "state.pt"
+    try:
+        if sha256_of_file(file) != manifest.sha256:
+            size = file.stat().st_size
+            reason = f"the checksum of state.pt differs ({size} bytes, {manifest.bytes} were written)"
+            raise FileRefused(f"cannot use {path}", why=[reason])
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise FileRefused(f"cannot use {path}", why=[f"state.pt: {error.strerror}"]) from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        reason = f"state.pt does not load ({str(error).splitlines()[0]})"
+        raise FileRefused(f"cannot use {path}", why=[reason]) from error
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    step: int
+    bytes: int
+    sha256: str
+    identity: dict[str, Any]
+
+
+def _parse(content: dict[str, Any]) -> _Manifest:
+    return _Manifest(**content)
+
+
+def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
+    """One line per leaf that differs between two JSON values."""
+    if not (isinstance(saved, dict) and isinstance(current, dict)):
+        return [] if saved == current else [f"{name}: {saved!r} in the checkpoint, {current!r} now"]
+    lines = []
+    for key in sorted(saved.keys() | current.keys()):
+        inner = f"{name}.{key}" if name else key
+        lines += _differences(saved.get(key), current.get(key), inner)
+    return lines
+
+
+def _write(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    file = folder / "state.pt"
+    with file.open("wb") as stream:
+        torch.save(dict(state), stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    manifest = _Manifest(step, file.stat().st_size, sha256_of_file(file), dict(identity))
+    write_record(folder / "manifest.json", kind=_KIND, version=_VERSION, content=asdict(manifest))
+    sync_folder(folder)
+
+
+def _put_in_place(unfinished: Path, target: Path) -> None:
+    if target.exists():  # it was skipped as unusable, and the run reached this step again
+        _remove(target)
+    os.rename(unfinished, target)
+    sync_folder(target.parent)
+
+
+def _remove(path: Path) -> None:
+    """Renames first: a removal that is cut short leaves no half checkpoint under a valid name."""
+    removed = path.with_name(f"{_REMOVED}{path.name}")
+    os.rename(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)[::-1]
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_UNFINISHED}*"))
+
+
+def _clean(folder: Path) -> None:
+    for path in [*_unfinished(folder), *folder.glob(f"{_REMOVED}*")]:
+        shutil.rmtree(path)

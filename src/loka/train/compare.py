@@ -1,0 +1,85 @@
+"""A paired comparison as a record: bf16 and a plan, same seed, same rows, same order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loka.core.files import write_record
+from loka.core.report import estimate_to_json, number_to_json
+from loka.train.metrics import Quality
+from loka.train.paired import AcrossPairs, PairedDifference, across_pairs
+
+_KIND, _VERSION = "loka-train", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One training run, judged on held-out rows. `runs` counts FP8 GEMMs by site."""
+
+    name: str
+    quality: Quality
+    train_ne: float
+    rows_per_second: float
+    runs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two runs from the same initial weights over the same batches."""
+
+    seed: int
+    bf16: Arm
+    fp8: Arm
+    difference: PairedDifference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All pairs of a model; `context` says what was run on what."""
+
+    model: str
+    pairs: tuple[Pair, ...]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def across(self) -> AcrossPairs | None:
+        """Over training seeds; None for a single pair, which has no spread."""
+        return across_pairs([pair.difference for pair in self.pairs]) if len(self.pairs) > 1 else None
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
+
+
+def _arm(arm: Arm) -> dict[str, Any]:
+    quality = {name: number_to_json(value) for name, value in asdict(arm.quality).items()}
+    return {**asdict(arm), "quality": quality, "train_ne": number_to_json(arm.train_ne)}
+
+
+def _difference(difference: PairedDifference | AcrossPairs) -> dict[str, Any]:
+    names = ("ne_percent", "auc", "calibration")
+    return {
+        **{name: estimate_to_json(getattr(difference, name)) for name in names},
+        "verdict": difference.verdict,
+    }
+
+
+def _to_json(comparison: Comparison) -> dict[str, Any]:
+    pairs = [
+        {
+            "seed": pair.seed,
+            "bf16": _arm(pair.bf16),
+            "fp8": _arm(pair.fp8),
+            "difference": _difference(pair.difference),
+        }
+        for pair in comparison.pairs
+    ]
+    across = comparison.across
+    return {
+        "model": comparison.model,
+        "context": dict(comparison.context),
+        "pairs": pairs,
+        "across": {**_difference(across), "pairs": across.pairs} if across else None,
+    }

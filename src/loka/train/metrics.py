@@ -1,0 +1,166 @@
+"""Quality of click predictions, in double precision.
+
+    logloss     = mean of log(1 + exp(-s)),  s = logit for a click, -logit otherwise
+    ne          = logloss / entropy of the base rate       (He et al. 2014, section 3)
+    auc         = P(click outranks no click), a tie counts half
+    calibration = sum p / sum y
+
+Everything is computed from logits: probabilities in float32 saturate near 1 and would
+make ties and infinite losses that the model did not have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loka.core.exceptions import NonFinite
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of `rows` predictions; nan where a measure does not exist (one class is absent)."""
+
+    ne: float
+    logloss: float
+    auc: float
+    calibration: float
+    rows: int
+    base_rate: float
+
+
+def quality(logits: npt.ArrayLike, labels: npt.ArrayLike) -> Quality:
+    """Quality of `logits` [N] against `labels` [N] in {0, 1}.
+
+    Raises:
+        ValueError: shapes differ, no rows, or labels other than 0 and 1.
+        NonFinite: a logit is nan or infinite.
+    """
+    x, clicked = checked(logits, labels)
+    base_rate = float(clicked.mean())
+    logloss = float(log_losses(x, clicked).mean())
+    clicks = int(clicked.sum())
+    return Quality(
+        ne=normalized_entropy(logloss, base_rate),
+        logloss=logloss,
+        auc=Ranking.of(x, clicked).auc(),
+        calibration=float(probabilities(x).sum()) / clicks if clicks else math.nan,
+        rows=len(x),
+        base_rate=base_rate,
+    )
+
+
+def checked(logits: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Logits as float64 and labels as booleans, both [N]."""
+    x, y = np.asarray(logits, dtype=np.float64), np.asarray(labels)
+    if x.ndim != 1 or x.shape != y.shape or not len(x):
+        raise ValueError(f"logits {x.shape} and labels {y.shape} have to be [N] with N at least 1")
+    clicked = y == 1
+    if not (clicked | (y == 0)).all():
+        raise ValueError("labels have to be 0 or 1; NE and AUC are not defined for others here")
+    bad = int((~np.isfinite(x)).sum())
+    if bad:
+        raise NonFinite(
+            f"{bad} of {len(x)} logits are nan or infinite",
+            why=[f"the first one is row {int(np.argmin(np.isfinite(x)))}"],
+            way_out="pass a NaN check to the training loop to find the site that made it",
+        )
+    return x, clicked
+
+
+def log_losses(logits: Floats, clicked: npt.NDArray[np.bool_]) -> Floats:
+    """Loss per row [N]. Signing the logit first keeps tiny losses: softplus(x) - x would cancel."""
+    return np.logaddexp(0.0, np.where(clicked, -logits, logits))
+
+
+def probabilities(logits: Floats) -> Floats:
+    return np.exp(-np.logaddexp(0.0, -logits))
+
+
+def normalized_entropy(logloss: float, base_rate: float) -> float:
+    if not 0 < base_rate < 1:
+        return math.nan
+    return logloss / -(base_rate * math.log(base_rate) + (1 - base_rate) * math.log1p(-base_rate))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Where each click stands among the sorted others: enough for the AUC under any row weights.
+
+    `others` [N0] are row numbers sorted by logit. For click i in `clicks` [N1], `below[i]`
+    others are strictly lower and `upto[i]` are lower or tied. One sort serves every resample.
+    """
+
+    clicks: Ints
+    others: Ints
+    below: Ints
+    upto: Ints
+
+    @classmethod
+    def of(cls, logits: Floats, clicked: npt.NDArray[np.bool_]) -> Ranking:
+        others = np.flatnonzero(~clicked)
+        others = others[np.argsort(logits[others], kind="stable")]
+        clicks = np.flatnonzero(clicked)
+        clicks = clicks[np.argsort(logits[clicks], kind="stable")]  # sorted queries stay in cache
+        scores = logits[others]
+        below = np.searchsorted(scores, logits[clicks], side="left")
+        upto = np.searchsorted(scores, logits[clicks], side="right")
+        return cls(clicks, others, below, upto)
+
+    def auc(self, weights: Ints | None = None) -> float:
+        """AUC with integer row `weights` [N] (all ones by default); nan when a class has no weight.
+
+        Twice the count of won pairs is an integer, so the result is exact up to one division.
+        """
+        if weights is None:
+            weights = np.ones(len(self.clicks) + len(self.others), dtype=np.int64)
+        cumulated = np.zeros(len(self.others) + 1, dtype=np.int64)
+        np.cumsum(weights[self.others], out=cumulated[1:])
+        click_weights = weights[self.clicks]
+        pairs = int(click_weights.sum()) * int(cumulated[-1])
+        if not pairs:
+            return math.nan
+        won_twice = int(click_weights @ (cumulated[self.below] + cumulated[self.upto]))
+        return won_twice / (2 * pairs)
+
+
+class RunningNE:
+    """NE over the rows seen so far, summed in float64 on the device.
+
+    `add` never waits for the device; `read` does.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, label
+        self.rows = 0
+
+    def add(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
+        """Adds per-row `losses` [B] and `labels` [B]."""
+        self._sums += torch.stack([losses.detach().double().sum(), labels.double().sum()])
+        self.rows += len(labels)
+
+    def read(self) -> tuple[float, float]:
+        """(sum of losses, sum of labels)."""
+        loss, label = self._sums.tolist()
+        return loss, label
+
+    def ne(self) -> float:
+        if not self.rows:
+            return math.nan
+        loss, label = self.read()
+        return normalized_entropy(loss / self.rows, label / self.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self._sums.clone(), "rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums.copy_(state["sums"])
+        self.rows = state["rows"]

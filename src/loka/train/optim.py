@@ -1,0 +1,105 @@
+"""Optimizers of recommendation models: Adam for dense weights, row-wise AdaGrad for tables.
+
+Row r of a table, with its duplicate gradients summed first:
+
+    acc_r += mean_j(g_rj^2)
+    w_r   -= lr * g_r / (sqrt(acc_r) + eps)
+
+One float32 per row instead of one per weight; the same update as "exact row-wise AdaGrad"
+in FBGEMM's table-batched embeddings, which TorchRec uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.train.config import TrainConfig
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """For tables [rows, width] with sparse or dense gradients; rows without a gradient stay."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float = 0.1, eps: float = 1e-8) -> None:
+        if not lr >= 0 or not eps > 0:
+            raise ValueError(f"lr={lr} has to be at least 0 and eps={eps} above 0")
+        super().__init__(params, {"lr": lr, "eps": eps})
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.ndim != 2:
+                    raise ValueError(f"a table has shape [rows, width], not {tuple(table.shape)}")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    self._update(table, lr=group["lr"], eps=group["eps"])
+        return loss
+
+    def _update(self, table: torch.Tensor, *, lr: float, eps: float) -> None:
+        state = self.state[table]
+        if not state:
+            state["sum"] = torch.zeros(table.shape[0], dtype=torch.float32, device=table.device)
+        gradient = table.grad
+        assert gradient is not None
+        if not gradient.is_sparse:
+            gradient = gradient.float()
+            accumulated = state["sum"].add_(gradient.square().mean(dim=1))
+            table.sub_((_rate(accumulated, lr, eps) * gradient).to(table.dtype))
+            return
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values().float()
+        accumulated = state["sum"][rows] + values.square().mean(dim=1)
+        # Rows are unique after coalescing, so these writes have one order and stay deterministic.
+        state["sum"][rows] = accumulated
+        table.index_add_(0, rows, (-_rate(accumulated, lr, eps) * values).to(table.dtype))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # The base class casts state to the dtype of the table, which would round the
+        # accumulators of a bf16 table.
+        tables = [table for group in self.param_groups for table in group["params"]]
+        for index, saved in state_dict["state"].items():
+            table = tables[index]
+            self.state[table]["sum"] = saved["sum"].to(table.device, torch.float32, copy=True)
+
+
+def _rate(accumulated: torch.Tensor, lr: float, eps: float) -> torch.Tensor:
+    return (lr / (accumulated.sqrt() + eps)).unsqueeze(1)
+
+
+def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
+    """`sparse` for tables whose module has `sparse=True`, `dense` for all other weights.
+
+    A kind without weights has no entry.
+    """
+    tables: dict[torch.Tensor, None] = {}  # a dict keeps the order, a set would not
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            tables[module.weight] = None
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    dense = [weight for weight in trained if weight not in tables]
+    sparse = [weight for weight in trained if weight in tables]
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    if dense:
+        optimizers["dense"] = torch.optim.Adam(dense, lr=config.lr)
+    if sparse:
+        optimizers["sparse"] = RowwiseAdagrad(sparse, lr=config.sparse_lr)
+    if not optimizers:
+        raise ValueError("the model has no weight that requires a gradient; there is nothing to train")
+    return optimizers
+
+
+def warmup_factor(step: int, total: int, fraction: float) -> float:
+    """Factor for update `step` (0-based) of `total`: linear over the first `fraction`, then 1."""
+    length = math.ceil(total * fraction)
+    return min(1.0, (step + 1) / length) if length else 1.0

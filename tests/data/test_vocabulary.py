@@ -1,0 +1,117 @@
+"""Ids: sorted, counted on the training rows, and the same wherever they are computed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loka.core.exceptions import DataRefused
+from loka.data import Schema, build_vocabulary, hashed_vocabulary, vocabulary_from_dict
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
+from pyarrow import parquet  # noqa: E402
+
+from loka.data import vocabulary as vocabulary_module  # noqa: E402
+
+SCHEMA = Schema(label="y", dense=(), sparse=("a", "b"))
+
+
+def strings(*values: str | None) -> "pa.ChunkedArray":
+    return pa.chunked_array([pa.array(values, pa.string())])
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "t.parquet"
+    columns = {
+        "y": [0, 1, 0, 1, 0, 1],
+        "a": ["x", "w", "x", None, "w", "q"],
+        "b": [7, 7, 7, 30, 30, 5],
+    }
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def test_ids_are_the_sorted_categories_from_one(table: Path) -> None:
+    built = build_vocabulary(table, schema=SCHEMA, min_count=2)
+    assert built.categories == {"a": ("w", "x"), "b": ("30", "7")}  # sorted as strings
+    assert built.size("a") == 3
+    ids = built.encode("a", strings("x", "w", None, "q", "x"))
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [2, 1, 0, 0, 2]
+
+
+def test_only_the_given_rows_are_counted(table: Path) -> None:
+    assert build_vocabulary(table, schema=SCHEMA, rows=3).categories == {"a": ("x",), "b": ("7",)}
+    tail = build_vocabulary(table, schema=SCHEMA, first_row=3, min_count=1)
+    assert tail.categories == {"a": ("q", "w"), "b": ("30", "5")}
+
+
+def test_max_size_keeps_the_most_frequent_and_ties_go_by_name(table: Path) -> None:
+    built = build_vocabulary(table, schema=SCHEMA, min_count=1, max_size=1)
+    assert built.categories == {"a": ("w",), "b": ("7",)}
+
+
+def test_merging_in_small_steps_changes_nothing(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = build_vocabulary(table, schema=SCHEMA)
+    monkeypatch.setattr(vocabulary_module, "PENDING", 1)
+    monkeypatch.setattr("loka.data.rows.PARQUET_ROWS", 1)
+    assert build_vocabulary(table, schema=SCHEMA) == whole
+
+
+def test_json_round_trip_keeps_ids_and_digest(table: Path) -> None:
+    built = build_vocabulary(table, schema=SCHEMA)
+    for vocabulary in (built, hashed_vocabulary(50)):
+        again = vocabulary_from_dict(json.loads(json.dumps(vocabulary.to_dict())))
+        assert again == vocabulary
+        assert again.digest == vocabulary.digest
+    assert built.digest != build_vocabulary(table, schema=SCHEMA, min_count=1).digest
+    with pytest.raises(DataRefused, match="kind is 'plan'"):
+        vocabulary_from_dict({"kind": "plan"})
+
+
+def test_a_column_it_was_not_built_for_is_refused(table: Path) -> None:
+    with pytest.raises(DataRefused, match="no column c"):
+        build_vocabulary(table, schema=SCHEMA).size("c")
+
+
+def fnv1a(text: str) -> int:
+    """One string at a time, from the definition."""
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    value ^= value >> 33
+    value = value * 0xFF51AFD7ED558CCD % 2**64
+    return value ^ (value >> 33)
+
+
+def test_hash_equals_its_definition_and_missing_is_zero() -> None:
+    texts = ["", "a", "68fd1e64", "ünï", "a" * 40, "68fd1e64"]
+    values = strings("drop", *texts, None).slice(1)  # an offset into the buffers
+    ids = hashed_vocabulary(1000).encode("any", values)
+    assert ids.tolist() == [1 + fnv1a(text) % 1000 for text in texts] + [0]
+
+
+def test_hash_is_the_same_in_another_process() -> None:
+    code = (
+        "import pyarrow as pa; from loka.data import hashed_vocabulary;"
+        "print(hashed_vocabulary(9973).encode('c', pa.chunked_array([['u', 'v', 'w']])).tolist())"
+    )
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(other) == hashed_vocabulary(9973).encode("c", strings("u", "v", "w")).tolist()
+
+
+def test_hash_fills_its_buckets_evenly() -> None:
+    ids = hashed_vocabulary(16).encode("c", strings(*(f"{n:08x}" for n in range(8000))))
+    counts = np.bincount(ids, minlength=17)
+    assert counts[0] == 0
+    # 16 binomial cells of mean 500, deviation 21.7; 5 deviations.
+    assert np.abs(counts[1:] - 500).max() < 110
+
+
+def test_no_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match="buckets=0"):
+        hashed_vocabulary(0)

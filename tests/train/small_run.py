@@ -1,0 +1,86 @@
+"""A small model and rows whose training depends on everything a checkpoint has to hold.
+
+Dropout (random state), a table with sparse gradients, Adam moments, and a buffer outside
+the state dict that scales the next forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka.data.batch import Batch
+from loka.train import TrainConfig, train
+
+IDS = 50
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """`rows` clicks with a linear teacher; batch i is the same on every pass."""
+
+    rows: int = 1000
+    seed: int = 7
+    dense_features: int = 4
+    vocab_sizes: tuple[int, ...] = (IDS, IDS)
+
+    @property
+    def identity(self) -> str:
+        return f"random-{self.rows}-{self.seed}"
+
+    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+        for first in range(start * batch_size, self.rows, batch_size):
+            count = min(batch_size, self.rows - first)
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + first)
+            dense = torch.randn(count, self.dense_features, generator=generator)
+            sparse = torch.randint(IDS, (count, len(self.vocab_sizes)), generator=generator)
+            chance = torch.sigmoid(dense.sum(1) + (sparse[:, 0] % 3 - 1).float() - 1)
+            label = (torch.rand(count, generator=generator) < chance).float()
+            yield Batch(dense=dense, sparse=sparse, label=label)
+
+    def account(self) -> dict[str, int]:
+        return {}
+
+
+class SmallModel(nn.Module):
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(IDS, 8, sparse=True)
+        self.mlp = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.register_buffer("largest", torch.ones(()), persistent=False)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest.mul_(0.9).add_(0.1 * dense.detach().abs().max())
+        inputs = torch.cat([dense / self.largest, self.table(sparse).flatten(1)], dim=1)
+        return self.mlp(inputs).squeeze(1)
+
+
+def small_model(seed: int = 0) -> SmallModel:
+    torch.manual_seed(seed)
+    return SmallModel()
+
+
+def train_and_report(steps_done: Connection, checkpoints: Path, steps: int, pause: float) -> None:
+    """For a process of its own: sends each completed step, then the NE and where it resumed.
+
+    It sleeps `pause` seconds after each step, so that there is a time to kill it.
+    """
+    torch.set_num_threads(1)
+
+    def on_step(step: int) -> None:
+        steps_done.send(step)
+        time.sleep(pause)
+
+    config = TrainConfig(batch_size=16, precision="fp32", checkpoint_every=3)
+    source = RandomRows(16 * steps)
+    result = train(small_model(), source, config=config, checkpoints=checkpoints, on_step=on_step)
+    steps_done.send((result.train_ne, result.resumed_from))

@@ -1,0 +1,107 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loka.core.exceptions import NonFinite
+from loka.train import RunningNE, quality
+from loka.train.metrics import Ranking
+
+# Few distinct values, so that most examples hold ties across the classes.
+rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1), st.integers(0, 4)), min_size=2, max_size=40)
+
+
+def brute_force_auc(logits, labels, weights):
+    won = total = 0.0
+    for i in range(len(logits)):
+        for j in range(len(logits)):
+            if labels[i] == 1 and labels[j] == 0:
+                weight = weights[i] * weights[j]
+                total += weight
+                won += weight * (1.0 if logits[i] > logits[j] else 0.5 if logits[i] == logits[j] else 0.0)
+    return won / total if total else math.nan
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows)
+def test_auc_equals_counting_all_pairs(examples):
+    logits, labels, weights = (np.array(column) for column in zip(*examples, strict=True))
+    expected = brute_force_auc(logits, labels, np.ones(len(labels)))
+    assert quality(logits, labels).auc == pytest.approx(expected, abs=1e-14, nan_ok=True)
+    weighted = Ranking.of(logits.astype(float), labels == 1).auc(weights)
+    assert weighted == pytest.approx(brute_force_auc(logits, labels, weights), abs=1e-14, nan_ok=True)
+
+
+def test_predicting_the_base_rate_has_ne_one():
+    labels = np.r_[np.ones(317), np.zeros(9683)]
+    rate = labels.mean()
+    result = quality(np.full(10_000, math.log(rate / (1 - rate))), labels)
+    assert abs(result.ne - 1) < 1e-12
+    assert abs(result.calibration - 1) < 1e-12
+    assert result.auc == 0.5
+    assert (result.rows, result.base_rate) == (10_000, rate)
+
+
+def test_logloss_against_the_textbook_formula():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=1000), rng.integers(0, 2, 1000)
+    p = 1 / (1 + np.exp(-logits))
+    textbook = -np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p))
+    entropy = -(labels.mean() * np.log(labels.mean()) + (1 - labels.mean()) * np.log(1 - labels.mean()))
+    result = quality(logits, labels)
+    # Both are float64 sums of a thousand terms; 1 - p loses at most a few digits at |logit| < 4.
+    assert result.logloss == pytest.approx(textbook, rel=1e-12)
+    assert result.ne == pytest.approx(textbook / entropy, rel=1e-12)
+    assert result.calibration == pytest.approx(p.sum() / labels.sum(), rel=1e-12)
+
+
+def test_extreme_logits_stay_finite_and_exact():
+    right = quality([800.0, -800.0], [1, 0])
+    assert (right.logloss, right.auc, right.calibration) == (0.0, 1.0, 1.0)
+    wrong = quality([-800.0, 800.0], [1, 0])
+    assert (wrong.logloss, wrong.auc) == (800.0, 0.0)
+    # exp(-40) of loss: computing softplus(40) - 40 instead would give 0
+    assert quality([40.0, -40.0], [1, 0]).logloss == pytest.approx(math.exp(-40), rel=1e-12)
+
+
+def test_one_class_has_no_auc():
+    result = quality([0.5, 1.0], [0, 0])
+    assert math.isnan(result.auc)
+    assert math.isnan(result.ne)
+    assert math.isfinite(result.logloss)
+
+
+def test_refused_inputs():
+    with pytest.raises(NonFinite, match="1 of 3 logits"):
+        quality([0.0, math.nan, 1.0], [0, 1, 1])
+    with pytest.raises(ValueError, match="0 or 1"):
+        quality([0.0, 1.0], [0, 0.5])
+    with pytest.raises(ValueError, match=r"\(2,\) and labels \(3,\)"):
+        quality([0.0, 1.0], [0, 1, 1])
+
+
+def test_running_ne_equals_the_whole_and_survives_a_restart():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, generator=generator)
+    labels = (torch.rand(1000, generator=generator) < 0.3).float()
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    running = RunningNE()
+    for part in range(0, 1000, 64):
+        if part == 640:
+            state, running = running.state_dict(), RunningNE()
+            running.load_state_dict(state)
+        running.add(losses[part : part + 64], labels[part : part + 64])
+    assert running.rows == 1000
+    # Losses are float32 here and float64 in `quality`: one rounding, 6e-8, per loss.
+    assert running.ne() == pytest.approx(quality(logits, labels).ne, rel=1e-6)
+
+
+def test_running_state_is_a_copy():
+    running = RunningNE()
+    running.add(torch.ones(2), torch.tensor([0.0, 1.0]))
+    state = running.state_dict()
+    running.add(torch.ones(2), torch.tensor([0.0, 1.0]))
+    assert state["sums"].tolist() == [2.0, 1.0]

@@ -1,0 +1,226 @@
+"""Resuming continues bit for bit: after SIGKILL at random points, Ctrl-C, and in bf16."""
+
+import contextlib
+import multiprocessing
+import random
+import signal
+from dataclasses import replace
+
+import pytest
+import small_run
+import torch
+from small_run import RandomRows, small_model, train_and_report
+
+from loka.core.exceptions import CheckpointRefused
+from loka.train import TrainConfig, train
+
+CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)
+STEPS = 240
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Forks of a server that imported torch once: five imports would take most of the time."""
+    context = multiprocessing.get_context("forkserver")
+    # Building the first optimizer imports torch._dynamo, which takes as long as torch.
+    context.set_forkserver_preload(["loka.train", "torch._dynamo"])
+    return context
+
+
+def start(processes, folder, *, pause):
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=train_and_report, args=(sender, folder, STEPS, pause), daemon=True)
+    process.start()
+    sender.close()  # so that the end of the process is the end of the pipe
+    return process, receiver
+
+
+def rest_of(receiver):
+    messages = []
+    with contextlib.suppress(EOFError):
+        while True:
+            messages.append(receiver.recv())
+    return messages
+
+
+def final_state(folder):
+    file = folder / f"step-{STEPS:08d}" / "state.pt"
+    return torch.load(file, weights_only=True)
+
+
+def same(a, b, name="state"):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), name
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), name
+        for key in a:
+            same(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), name
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            same(left, right, f"{name}[{index}]")
+    else:
+        assert a == b, name
+
+
+def test_sigkill_at_random_points_changes_no_bit(tmp_path, processes):
+    _, straight = start(processes, tmp_path / "straight", pause=0)
+    points, reached = random.Random(0), 0
+    for _ in range(3):
+        process, receiver = start(processes, tmp_path / "killed", pause=0.01)
+        wanted = points.randint(5, 20)  # the kill lands anywhere after that many steps, saves included
+        steps = [receiver.recv() for _ in range(wanted)]
+        process.kill()
+        steps += rest_of(receiver)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
+        assert steps[0] <= reached + 1, "a step was skipped"
+        assert not reached or steps[0] > 1, "it started over instead of resuming"
+        reached = steps[-1]
+    _, resumed = start(processes, tmp_path / "killed", pause=0)
+    ne, resumed_from = rest_of(resumed)[-1]
+    assert resumed_from >= reached - 3  # a checkpoint every three steps
+    assert rest_of(straight)[-1] == (ne, None)
+    same(final_state(tmp_path / "killed"), final_state(tmp_path / "straight"))
+
+
+def weights(model):
+    return {**model.state_dict(), "largest": model.largest}
+
+
+def straight_run(config):
+    model = small_model()
+    result = train(model, RandomRows(), config=config)
+    return model, result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_interrupt_saves_the_completed_step_and_resumes_exactly(tmp_path, precision):
+    config = replace(CONFIG, precision=precision, max_rows=1777)
+    expected, whole = straight_run(config)
+
+    def interrupt_at_seven(step):
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_model(), RandomRows(), config=config, checkpoints=tmp_path, on_step=interrupt_at_seven)
+    model = small_model(seed=99)  # nothing of the fresh weights may survive
+    result = train(model, RandomRows(), config=config, checkpoints=tmp_path)
+    assert result.resumed_from == 7
+    same(weights(model), weights(expected))
+    assert (result.train_ne, result.rows, result.steps) == (whole.train_ne, 1777, whole.steps)
+
+
+def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
+    expected, _ = straight_run(CONFIG)
+    model = small_model()
+    calls = []
+
+    def press(*_):
+        calls.append(None)
+        if len(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    handle = model.mlp.register_forward_hook(press)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        handle.remove()
+    model = small_model(seed=99)
+    assert train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path).resumed_from == 6
+    same(weights(model), weights(expected))
+
+
+def test_an_interrupt_inside_a_step_saves_nothing(tmp_path):
+    calls = []
+
+    def interrupted(*_):
+        calls.append(None)
+        if len(calls) == 3:  # the random state has moved on from the end of step 2
+            raise KeyboardInterrupt
+
+    model = small_model()
+    model.mlp.register_forward_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    model = small_model()
+    first = train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    again = small_model(seed=99)
+    second = train(again, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    assert second.resumed_from == second.steps == first.steps
+    assert second.train_ne == first.train_ne
+    same(weights(again), weights(model))
+
+
+def test_a_buffer_made_on_first_use_comes_back(tmp_path):
+    class Lazy(small_run.SmallModel):
+        def forward(self, dense, sparse):
+            if "scale" not in self._buffers:
+                self.register_buffer("scale", dense.detach().abs().max(), persistent=False)
+            return super().forward(dense / self.scale, sparse)
+
+    def build():
+        torch.manual_seed(0)
+        return Lazy()
+
+    def interrupt(step):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    expected = build()
+    train(expected, RandomRows(), config=CONFIG)
+    with pytest.raises(KeyboardInterrupt):
+        train(build(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=interrupt)
+    model = build()
+    train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    assert torch.equal(model.scale, expected.scale)
+    same(weights(model), weights(expected))
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_message(tmp_path):
+    expected, _ = straight_run(CONFIG)
+    train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    newest, older = sorted(tmp_path.iterdir())[::-1]
+    (newest / "state.pt").write_bytes(b"")
+    model = small_model()
+    result = train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    assert result.resumed_from == int(older.name[5:])
+    assert newest.name in result.skipped_checkpoints[0]
+    same(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"config": replace(CONFIG, lr=0.5)}, "config.lr: 0.001 in the checkpoint, 0.5 now"),
+        ({"source": RandomRows(seed=8)}, "source.identity: 'random-1000-7'"),
+        ({"identity_extra": {"plan": "b"}}, "extra.plan: 'a' in the checkpoint, 'b' now"),
+    ],
+)
+def test_another_run_is_refused(tmp_path, changes, named):
+    usual = {"source": RandomRows(), "config": CONFIG, "identity_extra": {"plan": "a"}}
+    train(small_model(), **usual, checkpoints=tmp_path)
+    with pytest.raises(CheckpointRefused) as error:
+        train(small_model(), **{**usual, **changes}, checkpoints=tmp_path)
+    assert named in str(error.value)
+
+
+def test_logging_and_saving_more_often_is_the_same_run(tmp_path):
+    train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    watched = replace(CONFIG, log_every=1, checkpoint_every=1)
+    assert train(small_model(), RandomRows(), config=watched, checkpoints=tmp_path).resumed_from
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
+    train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
+    with pytest.raises(CheckpointRefused, match="already holds checkpoints"):
+        train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, resume=False)

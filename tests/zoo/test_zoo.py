@@ -1,0 +1,268 @@
+"""The models compute their papers' formulas and have the published GEMM shapes."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loka.core.exceptions import UnknownName
+from loka.zoo import build, presets
+from loka.zoo.dcn import CrossLayer, DCNv2
+from loka.zoo.dlrm import DLRM
+from loka.zoo.layers import Embeddings, mlp
+from loka.zoo.wukong import FactorizationBlock, Wukong, WukongLayer
+
+VOCAB = (4, 7, 3, 9)
+# float64, so that a wrong formula stands clear of rounding.
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def rows(count: int, dense_features: int = 5, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    sparse = torch.stack([torch.randint(size, (count,)) for size in VOCAB], dim=1)
+    return torch.randn(count, dense_features, dtype=dtype), sparse
+
+
+def linears(model: nn.Module) -> Counter[tuple[int, int]]:
+    return Counter((m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear))
+
+
+def published(name: str, size: str, sparse_features: int = 26) -> Counter[tuple[int, int]]:
+    with torch.device("meta"):
+        model = build(name, dense_features=13, vocab_sizes=(2,) * sparse_features, size=size)
+    return linears(model)
+
+
+def test_mlperf_dlrm_has_the_published_gemms() -> None:
+    bottom = [(13, 512), (512, 256), (256, 128)]
+    over = [(479, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
+    assert published("dlrm", "mlperf") == Counter(bottom + over)
+
+
+def test_mlperf_dcnv2_has_the_published_gemms() -> None:
+    bottom = [(13, 512), (512, 256), (256, 128)]
+    cross = [(3456, 512), (512, 3456)] * 3
+    over = [(3456, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
+    assert published("dcnv2", "mlperf") == Counter(bottom + cross + over)
+
+
+def test_bars_dcnv2_has_the_published_gemms() -> None:
+    cross = [(390, 390)] * 3
+    deep = [(390, 500), (500, 500), (500, 500)]
+    assert published("dcnv2", "bars") == Counter([*cross, *deep, (390 + 500, 1)])
+
+
+def test_wukong_half_gflop_has_the_published_gemms() -> None:
+    # 770 tokens: 769 embeddings and one dense token. The projections by Y have rank 24.
+    first = [(770, 24), (770, 8), (18480, 2048), (2048, 2048), (2048, 2048), (2048, 1280)]
+    second = [(16, 24), (16, 8), (384, 2048), (2048, 2048), (2048, 2048), (2048, 1280)]
+    top = [(2560, 1024), (1024, 512), (512, 1)]
+    # The shape tables leave out the dense MLP and the residual's projection.
+    rest = [(13, 512), (512, 256), (256, 160), (770, 16)]
+    assert published("wukong", "0.5gf", 769) == Counter(first + second + top + rest)
+
+
+def test_wukong_two_gflop_has_the_published_gemms() -> None:
+    first = [(770, 24), (770, 32), (18480, 2048), (2048, 2048), (2048, 2048), (2048, 5120)]
+    others = [(64, 24), (64, 32), (1536, 2048), (2048, 2048), (2048, 2048), (2048, 5120)] * 7
+    top = [(10240, 1024), (1024, 512), (512, 1)]
+    rest = [(13, 512), (512, 256), (256, 160), (770, 64)]
+    assert published("wukong", "2gf", 769) == Counter(first + others + top + rest)
+
+
+def test_fuxictr_wukong_has_the_published_gemms() -> None:
+    first = [(39, 8), (39, 40), (312, 512), (512, 2560)]
+    others = [(80, 8), (80, 40), (640, 512), (512, 2560)] * 2
+    top = [(5120, 512), (512, 256), (256, 1)]
+    assert published("wukong", "fuxictr") == Counter([*first, *others, *top, (39, 80)])
+
+
+@pytest.mark.parametrize(("name", "size"), presets())
+def test_every_preset_ends_in_one_logit_with_bias(name: str, size: str) -> None:
+    with torch.device("meta"):
+        model = build(name, dense_features=13, vocab_sizes=(2,) * 26, size=size)
+        logits = model(torch.empty(6, 13), torch.empty(6, 26, dtype=torch.int64))
+    assert logits.shape == (6,)
+    *_, last = (m for m in model.modules() if isinstance(m, nn.Linear))
+    assert last is model.logit
+    assert last.out_features == 1
+    assert last.bias is not None
+    assert all(p.is_meta for p in itertools.chain(model.parameters(), model.buffers()))
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong"])
+def test_small_models_train_every_parameter(name: str) -> None:
+    torch.manual_seed(0)
+    model = build(name, dense_features=5, vocab_sizes=VOCAB)
+    dense, sparse = rows(64, dtype=torch.float32)
+    label = torch.randint(2, (64,)).float()
+    nn.functional.binary_cross_entropy_with_logits(model(dense, sparse), label).backward()
+    for path, parameter in model.named_parameters():
+        assert parameter.grad is not None, path
+        grad = parameter.grad.to_dense()
+        assert torch.isfinite(grad).all(), path
+        assert grad.abs().max() > 0, path
+    assert model.front.embeddings.table.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong"])
+def test_small_models_give_the_mods_something_to_do(name: str) -> None:
+    kinds = Counter(type(m) for m in build(name, dense_features=5, vocab_sizes=VOCAB).modules())
+    assert kinds[nn.SiLU] >= 3
+    assert kinds[nn.LayerNorm] >= 3
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    for name in ("dlrm", "dcnv2", "wukong"):
+        model = build(name, dense_features=5, vocab_sizes=VOCAB).double()
+        dense, sparse = rows(9)
+        one = torch.cat([model(dense[i : i + 1], sparse[i : i + 1]) for i in range(9)])
+        torch.testing.assert_close(model(dense, sparse), one, **CLOSE)
+
+
+def test_embeddings_are_separate_tables_in_one() -> None:
+    embeddings = Embeddings(VOCAB, 6)
+    _, sparse = rows(11)
+    tables = embeddings.table.weight.split(list(VOCAB))
+    naive = torch.stack([table[sparse[:, i]] for i, table in enumerate(tables)], dim=1)
+    assert torch.equal(embeddings(sparse), naive)
+    assert list(embeddings.state_dict()) == ["table.weight"]
+    for table in tables:
+        assert table.abs().max() <= len(table) ** -0.5
+
+
+def test_dlrm_equals_a_loop_over_pairs() -> None:
+    torch.manual_seed(1)
+    model = DLRM(dense_features=5, vocab_sizes=VOCAB, embedding_dim=6, bottom=(8,), top=(16,)).double()
+    dense, sparse = rows(7)
+    bottom = model.front.dense(dense)
+    tokens = [bottom, *model.front.embeddings(sparse).unbind(1)]
+    dots = [(tokens[i] * tokens[j]).sum(1) for i in range(5) for j in range(i)]
+    expected = model.logit(model.top(torch.cat([bottom, torch.stack(dots, 1)], 1)))[:, 0]
+    torch.testing.assert_close(model(dense, sparse), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_cross_layer_equals_its_formula(rank: int | None) -> None:
+    layer = CrossLayer(10, rank=rank).double()
+    x0, x = torch.randn(2, 4, 10, dtype=torch.float64)
+    weight = layer.u.weight if rank is None else layer.u.weight @ layer.v.weight
+    for row in range(4):
+        expected = x0[row] * (weight @ x[row] + layer.u.bias) + x[row]
+        torch.testing.assert_close(layer(x0, x)[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_dcn_stacks_or_runs_in_parallel(parallel: bool) -> None:
+    model = DCNv2(
+        dense_features=5,
+        vocab_sizes=VOCAB,
+        embedding_dim=3,
+        bottom=None,
+        cross_layers=2,
+        rank=4,
+        deep=(8,),
+        parallel=parallel,
+    ).double()
+    dense, sparse = rows(6)
+    vectors = dense[:, :, None] * model.front.dense.vectors
+    x0 = torch.cat([vectors, model.front.embeddings(sparse)], dim=1).reshape(6, 27)
+    x = x0
+    for layer in model.cross:
+        x = layer(x0, x)
+    last = torch.cat([x, model.deep(x0)], 1) if parallel else model.deep(x)
+    torch.testing.assert_close(model(dense, sparse), model.logit(last)[:, 0], **CLOSE)
+
+
+@pytest.mark.parametrize("attention", [None, (12,)])
+def test_factorization_block_equals_the_paper(attention: tuple[int, ...] | None) -> None:
+    torch.manual_seed(2)
+    n, d, k, out = 5, 6, 3, 4
+    block = FactorizationBlock(
+        tokens=n,
+        dim=d,
+        out_tokens=out,
+        rank=k,
+        hidden=(16,),
+        attention=attention,
+        activation="gelu",
+        norm=True,
+    ).double()
+    x = torch.randn(8, n, d, dtype=torch.float64)
+    for row in range(8):
+        y = block.project.weight.T  # [n, k]
+        if attention is not None:
+            y = block.attend((x[row].T @ y).reshape(1, d * k)).reshape(n, k)
+        gram = torch.stack([torch.stack([x[row, i] @ x[row, j] for j in range(n)]) for i in range(n)])
+        expected = block.mlp(block.norm((gram @ y).reshape(1, n * k))).reshape(out, d)
+        torch.testing.assert_close(block(x)[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("tokens", [5, 7])
+def test_wukong_layer_equals_the_paper(tokens: int) -> None:
+    torch.manual_seed(3)
+    d, fm, lc = 6, 4, 3
+    layer = WukongLayer(
+        tokens=tokens,
+        dim=d,
+        fm_tokens=fm,
+        lc_tokens=lc,
+        rank=2,
+        hidden=(16,),
+        attention=None,
+        activation="silu",
+        norm=False,
+    ).double()
+    x = torch.randn(8, tokens, d, dtype=torch.float64)
+    linear = torch.einsum("on,bnd->bod", layer.lcb.linear.weight, x)
+    # The residual is projected exactly when the count of tokens changes.
+    assert isinstance(layer.residual, nn.Identity) == (tokens == fm + lc)
+    changes = tokens != fm + lc
+    residual = torch.einsum("on,bnd->bod", layer.residual.linear.weight, x) if changes else x
+    total = torch.cat([layer.fmb(x), linear], dim=1) + residual
+    centred = total - total.mean(-1, keepdim=True)
+    expected = centred / (centred.pow(2).mean(-1, keepdim=True) + layer.norm.eps).sqrt()
+    torch.testing.assert_close(layer(x), expected, **CLOSE)
+
+
+def test_attentive_wukong_trains_every_parameter() -> None:
+    torch.manual_seed(4)
+    model = Wukong(
+        dense_features=0,
+        vocab_sizes=VOCAB,
+        embedding_dim=6,
+        bottom=(8,),
+        layers=2,
+        fm_tokens=2,
+        lc_tokens=2,
+        rank=2,
+        hidden=(8,),
+        top=(8,),
+        attention=(8,),
+        activation="gelu",
+    )
+    dense, sparse = rows(32, 0, torch.float32)
+    model(dense, sparse).square().sum().backward()
+    for path, parameter in model.named_parameters():
+        assert parameter.grad is not None, path
+        assert parameter.grad.to_dense().abs().max() > 0, path
+
+
+def test_mlp_order_of_layers() -> None:
+    kinds = [type(layer) for layer in mlp(3, (4, 5), activation="silu", norm=True)]
+    assert kinds == [nn.Linear, nn.LayerNorm, nn.SiLU] * 2
+    plain = mlp(3, (4, 5), last_activation=False)
+    assert [type(layer) for layer in plain] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    wrong: list[dict[str, Any]] = [{"name": "dhen"}, {"name": "dlrm", "size": "2gf"}]
+    for arguments in wrong:
+        with pytest.raises(UnknownName, match=r"wukong: small, 0\.5gf, 2gf, fuxictr"):
+            build(**arguments, dense_features=1, vocab_sizes=(2,))
+    with pytest.raises(UnknownName, match="relu, silu, gelu"):
+        mlp(3, (4,), activation="mish")
+    with pytest.raises(ValueError, match="dense_features=0"):
+        build("dlrm", dense_features=0, vocab_sizes=(2, 2))
