@@ -101,19 +101,19 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> torch.Tensor
 
 
 def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Elementwise bound [M, N] on |tensor core result - scaled_mm|, on Hopper.
+    """Elementwise bound [M, N] on |tensor core result in `dtype` - float32 scaled_mm|, on Hopper.
 
     An FP8 instruction adds 32 products aligned to the largest one, in a register with 13
     fraction bits (DeepSeek-V3 report, 3.3.2: "about 14 bits"), so each of the 32 terms and
     the running sum lose at most 2^-13 of the largest magnitude present, which is at most
     S = sum |a||b|. With fast accumulation the running sum stays in that register for all
     K / 32 instructions; without it, it moves to float32 after every 4 of them. float32 sums
-    and the rounding of the result add K 2^-24 S and one rounding of the output dtype.
+    add K 2^-24 S, and the result is rounded once to `dtype` (half a step: 2^-8 in bf16).
     """
     absolute = dequantize(a).abs() @ dequantize(b).abs().t()
     instructions = -(-a.shape[1] // 32)
     kept_in_register = instructions if fast else min(instructions, 4)
     # Truncation is one-sided, so errors of successive instructions add.
     relative = (kept_in_register + 1) * 2.0**-13 + a.shape[1] * 2.0**-24
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-23
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24
     return relative * absolute + rounding * scaled_mm(a, b, dtype=torch.float32).abs()

@@ -5,7 +5,8 @@ register of about 14 bits, which is faster and less accurate (core/reference.py)
 
 The CPU kernels accept any side and any layout, so the rules of the GPU are written down here
 and asked on every machine: K and N must be multiples of 16, e5m2 cannot meet e5m2, and the
-blockwise recipe needs K in multiples of 128, Hopper, and CUDA 12.9.
+blockwise recipe needs K in multiples of 128, M of 4, Hopper, and CUDA 12.9. (Tried on an H200
+with torch 2.11: M is free otherwise, and results in float16 and float32 are right too.)
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
     if problem.target == "cpu":
         if fast:
             return "fast accumulation is a mode of the GPU's tensor cores"
+        if casts[0].granularity is Granularity.ROW and torch.__version__ < "2.13":
+            return f"torch {torch.__version__} has only tensorwise scales on the CPU"
         return "torch has no blockwise kernel on the CPU" if blocks else None
     gpu = capability(problem.target)
     if gpu is None or gpu < (8, 9):
@@ -58,8 +61,8 @@ def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
         return f"K={problem.k} is not a multiple of 128"
     if problem.m % 4:
         return f"M={problem.m} is not a multiple of 4, which the layout of the 1x128 scales needs"
-    if problem.dtype != "bfloat16":
-        return f"{problem.dtype} results; the blockwise kernel writes bfloat16"
+    if problem.dtype not in ("bfloat16", "float32"):
+        return f"{problem.dtype} results; the blockwise kernel writes bfloat16 or float32"
     if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
         return f"needs CUDA 12.9, this torch was built with {torch.version.cuda}"
     return None
@@ -69,7 +72,7 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     if problem.target == "cpu":
         return (1, 1, 1)
     if Granularity.GROUP_1X128 in _granularities(problem, recipe):
-        return (16, 16, 128)
+        return (4, 16, 128)
     return (1, 16, 16)
 
 
@@ -86,18 +89,23 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> torch
         scale_b = pad(b.scale, (0, round_up(groups, 4) - groups)).t()
         recipe_b = ScalingType.BlockWise128x128
     else:
-        scale_b = b.scale.t().contiguous()
+        scale_b = _column_major(b.scale)
         recipe_b = ScalingType.BlockWise1x128
     return scaled_mm(
         a.data,
         b.data.t(),
-        a.scale.t().contiguous().t(),
+        _column_major(a.scale),
         ScalingType.BlockWise1x128,
         scale_b,
         recipe_b,
         output_dtype=dtype,
         use_fast_accum=False,
     )
+
+
+def _column_major(scale: torch.Tensor) -> torch.Tensor:
+    """The layout that the kernel wants for 1x128 scales of either operand: [R, K/128], stride (1, R)."""
+    return scale.t().contiguous().t()
 
 
 def _scaled(
