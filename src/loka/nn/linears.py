@@ -19,8 +19,9 @@ PREDICTION_OUTPUTS = 8
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside torch.compile and DistributedDataParallel wrappers."""
     while True:
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-            model = model._orig_mod
+        compiled = model._modules.get("_orig_mod")  # naming OptimizedModule would import dynamo: 2 s
+        if compiled is not None:
+            model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         else:

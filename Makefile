@@ -1,0 +1,36 @@
+# `make demo` and `make test` do all the set-up: a virtual environment, torch first as one
+# exact build (so that nothing else pulls another), then the package with its dev group.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test lint types layers check clean
+
+demo: .venv/ready
+	$(BIN)/loka demo --out runs/demo
+
+# One torch thread a worker: two pools of threads on the same cores wait for each other.
+test: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+
+check: lint types layers test
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready
+	$(BIN)/mypy
+
+layers: .venv/ready
+	$(BIN)/lint-imports
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[data]' --group dev
+	touch .venv/ready
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

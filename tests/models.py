@@ -1,0 +1,60 @@
+"""Models that are not ours, with sides that fit nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def odd_mlp() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(13, 479), nn.LayerNorm(479), nn.SiLU(), nn.Linear(479, 1000), nn.ReLU(), nn.Linear(1000, 1)
+    )
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder with a scalar head; x [B, 7, 48] -> [B, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(48, 4, dim_feedforward=88, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
+        self.head = nn.Linear(48, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).mean(dim=1))
+
+
+def batches(model: nn.Module, count: int, rows: int = 40) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, 7, 48) if isinstance(model, Encoder) else (rows, 13)
+    made = []
+    for _ in range(count):
+        x = torch.randn(shape, generator=generator)
+        label = (x.reshape(rows, -1).sum(dim=1, keepdim=True) > 0).float()
+        made.append((x, label))
+    return made
+
+
+def train_steps(
+    model: nn.Module,
+    count: int,
+    *,
+    call: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    device: str = "cpu",
+    lr: float = 1e-3,
+) -> list[float]:
+    """`count` steps of Adam under bf16 autocast; the losses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    losses = []
+    for x, label in batches(model, count):
+        with torch.autocast(device, torch.bfloat16):
+            logits = (call or model)(x.to(device))
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), label.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,230 @@
+"""Fp8Linear: three GEMMs, each by its own candidate, in place and reversible."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import odd_mlp
+from torch import nn
+
+from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
+from loka.core.recipe import RECIPES, Gemm
+from loka.core.reference import dequantize, quantize
+from loka.kernels.run import kernel_runs, reset_kernel_runs
+from loka.nn import check_finite, convert_linear, find_linears, fp8_linears, health_of, reset_health, restore_linear
+from loka.nn.ops import site_gemm
+
+ROW = "emulated:rowwise_e4m3"
+CPU_CANDIDATES = [
+    "emulated:tensorwise_e4m3",
+    "emulated:rowwise_e4m3",
+    "emulated:rowwise_e4m3_pow2",
+    "emulated:blockwise_e4m3",
+    "torch:tensorwise_e4m3",
+]
+
+
+def converted(linear: nn.Linear, candidates: tuple[str, str, str]) -> nn.Linear:
+    convert_linear(linear, path="it", candidates=candidates)
+    return linear
+
+
+def fake_quantized(hp: torch.Tensor, gemm: Gemm, side: int, candidate: str) -> torch.Tensor:
+    casts = RECIPES[candidate.partition(":")[2]].casts(gemm)
+    assert casts is not None
+    return dequantize(quantize(hp, casts[side]))
+
+
+@pytest.mark.parametrize("candidate", CPU_CANDIDATES)
+@pytest.mark.parametrize(("rows", "fan_in", "fan_out"), [(33, 13, 479), (1, 479, 1000), (64, 1000, 16)])
+def test_forward_and_both_gradients_match_the_twin(
+    candidate: str, rows: int, fan_in: int, fan_out: int, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    linear = converted(nn.Linear(fan_in, fan_out).to(device), (candidate, candidate, candidate))
+    x = torch.randn(rows, fan_in)
+    placed = x.to(device).requires_grad_()
+    y = linear(placed)
+    grad = torch.randn(rows, fan_out)
+    y.backward(grad.to(device))
+    weight, bias = linear.weight.detach().cpu(), linear.bias.detach().cpu()
+    output = fake_quantized(x, Gemm.OUTPUT, 0, candidate) @ fake_quantized(weight, Gemm.OUTPUT, 1, candidate).t()
+    grad_input = (
+        fake_quantized(grad, Gemm.GRAD_INPUT, 0, candidate)
+        @ fake_quantized(weight.t(), Gemm.GRAD_INPUT, 1, candidate).t()
+    )
+    grad_weight = (
+        fake_quantized(grad.t(), Gemm.GRAD_WEIGHT, 0, candidate)
+        @ fake_quantized(x.t(), Gemm.GRAD_WEIGHT, 1, candidate).t()
+    )
+    # The same float32 products in another order, or Hopper's 13-bit sums (core/reference.py).
+    loose = device.type == "cuda" and candidate.startswith("torch")
+    tolerance = {"rtol": 2e-3, "atol": 2e-2} if loose else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(y.cpu(), output + bias, **tolerance)
+    torch.testing.assert_close(placed.grad.cpu(), grad_input, **tolerance)
+    torch.testing.assert_close(linear.weight.grad.cpu(), grad_weight, **tolerance)
+    torch.testing.assert_close(linear.bias.grad.cpu(), grad.sum(dim=0), rtol=1e-4, atol=1e-4)
+
+
+def test_each_gemm_runs_its_own_candidate() -> None:
+    linear = converted(nn.Linear(20, 30), ("emulated:rowwise_e4m3", "hp", "torch:tensorwise_e4m3"))
+    reset_kernel_runs()
+    linear(torch.randn(8, 20, requires_grad=True)).sum().backward()
+    assert kernel_runs() == {
+        ("emulated:rowwise_e4m3", "output"): 1,
+        ("hp", "grad_input"): 1,
+        ("torch:tensorwise_e4m3", "grad_weight"): 1,
+    }
+    assert {site: counts["runs"] for site, counts in health_of(linear).items()} == {
+        "it/output": 1,
+        "it/grad_weight": 1,
+    }
+
+
+def test_hp_gemms_equal_a_plain_linear_bit_for_bit() -> None:
+    plain = nn.Linear(50, 70, bias=False)
+    mixed = converted(copy.deepcopy(plain), ("hp", "hp", ROW))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(9, 50)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            left, right = plain(a), mixed(b)
+        assert torch.equal(left, right)
+        left.sum().backward()
+        right.sum().backward()
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_leading_dimensions_autocast_and_dtypes() -> None:
+    linear = converted(nn.Linear(24, 40), (ROW, ROW, ROW))
+    x = torch.randn(2, 3, 5, 24, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+    assert y.shape == (2, 3, 5, 40)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32
+    assert linear.weight.grad.dtype == torch.float32
+    assert linear(torch.randn(0, 24)).shape == (0, 40)
+
+
+def test_frozen_weight_and_input_without_gradient() -> None:
+    linear = converted(nn.Linear(24, 40), (ROW, ROW, ROW))
+    linear.weight.requires_grad_(False)
+    x = torch.randn(8, 24, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None
+    assert linear.weight.grad is None
+    assert health_of(linear)["it/grad_weight"]["runs"] == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None:
+    torch._dynamo.reset()
+    model = odd_mlp()
+    for path, linear in find_linears(model)[0].items():
+        convert_linear(linear, path=path, candidates=(ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3"))
+    x = torch.randn(16, 13)
+    eager = model(x)
+    eager.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    reset_health(model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)(x)
+    compiled.sum().backward()
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    for parameter, expected in zip(model.parameters(), gradients, strict=True):
+        # A value on a rounding boundary may fall to the other side when Inductor fuses the norm.
+        assert (parameter.grad - expected).norm() <= 0.02 * expected.norm() + 1e-6
+    assert all(counts["runs"] == 1 for site, counts in health_of(model).items() if site != "0/grad_input")
+
+
+def test_custom_op_keeps_its_contract() -> None:
+    health = torch.zeros(3, 3, dtype=torch.int64)
+    a, b = torch.randn(5, 7), torch.randn(3, 7)
+    torch.library.opcheck(
+        site_gemm, (a, b, health, 0, ROW, torch.bfloat16), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def test_nan_is_in_the_result_and_names_its_site() -> None:
+    torch.manual_seed(0)
+    model = odd_mlp()
+    for path, linear in find_linears(model)[0].items():
+        convert_linear(linear, path=path, candidates=(ROW, ROW, ROW))
+    check_finite(model)
+    x = torch.randn(6, 13)
+    model(x).sum().backward()
+    check_finite(model)
+    with torch.no_grad():
+        model[3].weight[5, 5] = float("nan")
+    assert torch.isnan(model(x)).any()
+    with pytest.raises(NonFinite, match="the first is 3/output") as caught:
+        check_finite(model)
+    assert "3/output: non-finite weight" in str(caught.value)
+    reset_health(model)
+    check_finite(model)
+
+
+def test_a_nan_gradient_names_its_site() -> None:
+    linear = converted(nn.Linear(8, 16), (ROW, ROW, ROW))
+    y = linear(torch.randn(4, 8, requires_grad=True))
+    y.backward(torch.full_like(y, float("nan")))
+    with pytest.raises(NonFinite, match="it/grad_input: non-finite grad_output"):
+        check_finite(linear)
+
+
+def test_restoring_leaves_nothing_behind() -> None:
+    plain = nn.Linear(6, 4)
+    before = set(vars(plain)), set(plain._buffers), len(plain._forward_pre_hooks)
+    keys = list(plain.state_dict())
+    linear = converted(plain, (ROW, ROW, ROW))
+    assert list(linear.state_dict()) == keys
+    clone = copy.deepcopy(linear)
+    for one in (linear, clone):
+        restore_linear(one)
+        assert type(one) is nn.Linear
+        assert (set(vars(one)), set(one._buffers), len(one._forward_pre_hooks)) == before
+        one(torch.randn(2, 6))
+
+
+def test_a_copy_has_its_own_counters() -> None:
+    linear = converted(nn.Linear(6, 4), (ROW, ROW, ROW))
+    clone = copy.deepcopy(linear)
+    clone(torch.randn(2, 6))
+    assert health_of(clone)["it/output"]["runs"] == 1
+    assert health_of(linear)["it/output"]["runs"] == 0
+
+
+def test_what_cannot_be_converted_is_refused() -> None:
+    with pytest.raises(UnknownName, match="rowwise_e9m9"):
+        convert_linear(nn.Linear(4, 4), path="x", candidates=("torch:rowwise_e9m9", "hp", "hp"))
+    linear = converted(nn.Linear(4, 4), (ROW, ROW, ROW))
+    with pytest.raises(NotConverted, match="converted already"):
+        convert_linear(linear, path="x", candidates=(ROW, ROW, ROW))
+
+    class Scaled(nn.Linear):
+        pass
+
+    with pytest.raises(NotConverted, match="Scaled"):
+        convert_linear(Scaled(4, 4), path="x", candidates=(ROW, ROW, ROW))
+
+
+def test_a_kernel_that_cannot_run_raises_and_never_falls_back() -> None:
+    linear = converted(nn.Linear(16, 16), ("torch:blockwise_e4m3", "hp", "hp"))
+    with pytest.raises(NoKernelFits, match="torch has no blockwise kernel on the CPU") as caught:
+        linear(torch.randn(4, 16))
+    assert "emulated:blockwise_e4m3" in str(caught.value)
+
+
+def test_transformer_inference_does_not_pass_the_fp8_layers_by() -> None:
+    """nn.TransformerEncoderLayer's fused path reads linear1.weight itself, in eval mode."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    for path in ("linear1", "linear2"):
+        convert_linear(getattr(layer, path), path=path, candidates=(ROW, "hp", "hp"))
+    with torch.no_grad():
+        layer(torch.randn(2, 5, 32))
+    assert {site: c["runs"] for site, c in health_of(layer).items()} == {"linear1/output": 1, "linear2/output": 1}
+    assert set(fp8_linears(layer)) == {"linear1", "linear2"}

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import torch
+from models import Encoder, odd_mlp
+from torch import nn
+
+from loka.nn import find_linears, signature, unwrap
+
+
+def test_every_linear_is_found_and_the_rest_explained() -> None:
+    found, skipped = find_linears(Encoder())
+    assert list(found) == [
+        "encoder.layers.0.linear1",
+        "encoder.layers.0.linear2",
+        "encoder.layers.1.linear1",
+        "encoder.layers.1.linear2",
+        "head",
+    ]
+    assert "raw parameters" in skipped["encoder.layers.0.self_attn"]
+    assert "subclass" in skipped["encoder.layers.0.self_attn.out_proj"]
+
+
+def test_filter_shared_modules_and_float64() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(4, 2), "d": nn.Linear(3, 3).double()})
+    found, skipped = find_linears(model, filter=lambda module, fqn: fqn != "c")
+    assert list(found) == ["a"]
+    assert skipped["c"] == "left out by the filter"
+    assert "float64" in skipped["d"]
+
+
+def test_wrappers_do_not_change_names() -> None:
+    model = odd_mlp()
+    compiled = torch.compile(model)
+    assert unwrap(compiled) is model
+    assert signature(compiled) == signature(model)
+
+
+def test_signature_differences_are_listed() -> None:
+    first, second = signature(odd_mlp()), signature(nn.Sequential(nn.Linear(13, 480), nn.Linear(4, 4)))
+    lines = first.differences(second)
+    assert "0 is 13 -> 479, bias in this model, 13 -> 480, bias there" in lines
+    assert "3 (479 -> 1000, bias) is in this model only" in lines
+    assert "1 (4 -> 4, bias) is missing in this model" in lines
+    assert not first.differences(first)
