@@ -13,7 +13,15 @@ from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownN
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.reference import dequantize, quantize
 from loka.kernels.run import kernel_runs, reset_kernel_runs
-from loka.nn import check_finite, convert_linear, find_linears, fp8_linears, health_of, reset_health, restore_linear
+from loka.nn import (
+    check_finite,
+    convert_linear,
+    find_linears,
+    fp8_linears,
+    health_of,
+    reset_health,
+    restore_linear,
+)
 from loka.nn.ops import site_gemm
 
 ROW = "emulated:rowwise_e4m3"
@@ -50,7 +58,9 @@ def test_forward_and_both_gradients_match_the_twin(
     grad = torch.randn(rows, fan_out)
     y.backward(grad.to(device))
     weight, bias = linear.weight.detach().cpu(), linear.bias.detach().cpu()
-    output = fake_quantized(x, Gemm.OUTPUT, 0, candidate) @ fake_quantized(weight, Gemm.OUTPUT, 1, candidate).t()
+    output = (
+        fake_quantized(x, Gemm.OUTPUT, 0, candidate) @ fake_quantized(weight, Gemm.OUTPUT, 1, candidate).t()
+    )
     grad_input = (
         fake_quantized(grad, Gemm.GRAD_INPUT, 0, candidate)
         @ fake_quantized(weight.t(), Gemm.GRAD_INPUT, 1, candidate).t()
@@ -125,7 +135,9 @@ def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None
     torch._dynamo.reset()
     model = odd_mlp()
     for path, linear in find_linears(model)[0].items():
-        convert_linear(linear, path=path, candidates=(ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3"))
+        convert_linear(
+            linear, path=path, candidates=(ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3")
+        )
     x = torch.randn(16, 13)
     eager = model(x)
     eager.sum().backward()
@@ -226,5 +238,8 @@ def test_transformer_inference_does_not_pass_the_fp8_layers_by() -> None:
         convert_linear(getattr(layer, path), path=path, candidates=(ROW, "hp", "hp"))
     with torch.no_grad():
         layer(torch.randn(2, 5, 32))
-    assert {site: c["runs"] for site, c in health_of(layer).items()} == {"linear1/output": 1, "linear2/output": 1}
+    assert {site: c["runs"] for site, c in health_of(layer).items()} == {
+        "linear1/output": 1,
+        "linear2/output": 1,
+    }
     assert set(fp8_linears(layer)) == {"linear1", "linear2"}

@@ -216,7 +216,11 @@ def train(
         built, opened.test, batch_size=batch_size, device=device, precision="bf16", track=bars
     )
     print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    print(f"held out: {quality(logits, labels)}")
+    judged = quality(logits, labels)
+    print(
+        f"held out: ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
+        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
+    )
     for site, counts in health_of(built).items():
         print(f"ran {counts['runs']} x {site}")
     for reason, count in {**opened.train.account(), **opened.test.account()}.items():

@@ -6,8 +6,10 @@
 
 with Cholesky factors of U + eps I and V + eps I, eps = 1e-6 of the mean diagonal. M is an
 EMA of W over the earlier snapshots, so that W_c is what training moved; after one snapshot
-nothing has moved, U and V are zero, and a draw is the weight itself. Sides above
-`full_covariance` keep the diagonal of U or V only.
+nothing has moved, U and V are zero, and a draw is the weight itself. U and V start from the
+identity times the energy of the first move: one move of N x K values determines neither, and
+whitening by a rank-deficient V blew U up (docs/log.md). Sides above `full_covariance` keep
+the diagonal of U or V only.
 """
 
 from __future__ import annotations
@@ -62,12 +64,11 @@ def update(learnt: MatrixNormal, weight: torch.Tensor) -> MatrixNormal:
     n, k = moved.shape
     started = bool(learnt.columns.any())
     rows = learnt.rows if started else _identity_like(learnt.rows)
-    columns = learnt.columns if started else _identity_like(learnt.columns)
+    columns = learnt.columns if started else _identity_like(learnt.columns) * (energy / (n * k))
     new_rows = _second_moment(_whiten(columns, moved.t()).t(), learnt.rows.dim()) / k
     new_columns = _second_moment(_whiten(rows, moved).t(), learnt.columns.dim()) / n
-    if started:
-        new_rows = _MOMENTUM * rows + (1 - _MOMENTUM) * new_rows
-        new_columns = _MOMENTUM * columns + (1 - _MOMENTUM) * new_columns
+    new_rows = _MOMENTUM * rows + (1 - _MOMENTUM) * new_rows
+    new_columns = _MOMENTUM * columns + (1 - _MOMENTUM) * new_columns
     scale = _mean_diagonal(new_rows)
     return MatrixNormal(
         snapshots=learnt.snapshots + 1, mean=mean, rows=new_rows / scale, columns=new_columns * scale

@@ -1,0 +1,122 @@
+"""The command line end to end, on small synthetic rows; errors are messages, not tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--rows", "3000", "--batch-size", "256"]
+
+
+def loka(*arguments: object, cwd: Path, fails: bool = False, **variables: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "loka", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+    assert (result.returncode != 0) == fails, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which probe, measure and plan ran."""
+    folder = tmp_path_factory.mktemp("cli")
+    loka("probe", "--model", "dcnv2", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
+    loka("measure", "stats", "--out", "report.json", "--candidate", "emulated:rowwise_e4m3", cwd=folder)
+    loka("plan", "report.json", "--out", "plan.json", cwd=folder)
+    return folder
+
+
+def test_doctor_explains_every_candidate(tmp_path: Path) -> None:
+    text = loka("doctor", "--target", "sm_80", cwd=tmp_path)
+    assert "sm_80 has no FP8 tensor cores" in text
+    assert "emulated:blockwise_e4m3" in text
+    assert "UnknownName" in loka("doctor", "--target", "h-200", cwd=tmp_path, fails=True)
+
+
+def test_stage_by_stage(folder: Path) -> None:
+    text = loka("train", "--model", "dcnv2", *SMALL, "--plan", "plan.json", cwd=folder)
+    assert "sites in FP8" in text
+    assert "held out: ne " in text
+    assert "deep.0/output" in text
+    loka("plan", "report.json", "--out", "other.json", "--force", "deep.*=hp", cwd=folder)
+    text = loka("diff", "plan.json", "other.json", cwd=folder)
+    assert "deep.0/output" in text
+    assert "forced by 'deep.*'" in text
+
+
+def test_plan_for_another_model(folder: Path) -> None:
+    text = loka("train", "--model", "wukong", *SMALL, "--plan", "plan.json", cwd=folder, fails=True)
+    assert "PlanMismatch" in text
+    assert "cross.0.v" in text
+    assert "Way out" in text
+
+
+def test_damaged_plan(folder: Path, tmp_path: Path) -> None:
+    plan = (folder / "plan.json").read_bytes()
+    (tmp_path / "plan.json").write_bytes(plan[: len(plan) // 2])
+    text = loka("train", "--model", "dcnv2", "--plan", "plan.json", cwd=tmp_path, fails=True)
+    assert "truncated" in text
+    (tmp_path / "plan.json").write_bytes(
+        plan.replace(b'"keep_prediction": true', b'"keep_prediction": false')
+    )
+    assert "edited" in loka("diff", "plan.json", "plan.json", cwd=tmp_path, fails=True)
+
+
+def test_unknown_model_data_and_device(tmp_path: Path) -> None:
+    assert "wukong:2gf" in loka("probe", "--model", "gpt", cwd=tmp_path, fails=True)
+    assert "one of" in loka("probe", "--model", "wukong:huge", cwd=tmp_path, fails=True)
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    text = loka("probe", "--data", "x.csv", cwd=tmp_path, fails=True)
+    assert "DataRefused" in text
+    assert "label" in text
+
+
+def test_own_model_by_factory(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, dense_features, vocab_sizes):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(dense_features, 37)\n"
+        "        self.b = torch.nn.Linear(37, 1)\n"
+        "    def forward(self, dense, sparse):\n"
+        "        return self.b(torch.relu(self.a(dense))).squeeze(1)\n"
+    )
+    text = loka("probe", "--model", "mine:Net", *SMALL, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert "written: stats" in text
+    assert (tmp_path / "stats" / "stats.json").exists()
+
+
+def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path: Path) -> None:
+    arguments = ("demo", "--model", "dcnv2", *SMALL, "--pairs", 2, "--out", "out")
+    text = loka(*arguments, cwd=tmp_path)
+    for part in (
+        "Plan for DCNv2",
+        "FP8 GEMMs that ran",
+        "paired difference",
+        "mean of 2 pairs",
+        "calibration",
+    ):
+        assert part in text
+    assert "never ran" not in text
+    made = tmp_path / "out" / "dcnv2"
+    assert {"stats", "report.json", "plan.json", "train.json"} <= {p.name for p in made.iterdir()}
+    content = json.loads((made / "train.json").read_text())["content"]
+    assert len(content["pairs"]) == 2
+    assert content["pairs"][0]["fp8"]["runs"]
+    again = loka(*arguments, cwd=tmp_path)
+    assert again.splitlines()[-12:] == text.splitlines()[-12:] or "paired difference" in again
+    assert json.loads((made / "train.json").read_text())["content"]["pairs"] == content["pairs"]
+    other = loka("demo", "--model", "dcnv2", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
+    assert "holds another demo" in other
+    assert "rows: 3000 there, 4000 now" in other

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Encoder, odd_mlp
+from torch import nn
+
+from loka import mods
+from loka.core.exceptions import NotConverted
+from loka.nn import BlockNorm, convert_linear, find_linears
+
+ALL = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
+
+
+def test_all_three_change_what_they_say() -> None:
+    model = odd_mlp()
+    changes = mods.apply(model, ALL)
+    assert model[0].bias is None
+    assert model[3].bias is None
+    assert model[5].bias is not None, "prediction layers keep their bias"
+    assert isinstance(model[1], BlockNorm)
+    assert isinstance(model[2], nn.Hardswish)
+    assert isinstance(model[4], nn.ReLU), "only what is named is replaced"
+    assert [(c.mod, c.path) for c in changes.changed] == [
+        ("NoBias", "0"),
+        ("NoBias", "1"),
+        ("NoBias", "3"),
+        ("BlockNorm", "1"),
+        ("HardSwish", "2"),
+    ]
+    printed = str(changes)
+    assert "LayerNorm(479) -> BlockNorm(479, block=256)" in printed
+    assert "kept: a prediction layer with 1 outputs" in printed
+    model(torch.randn(3, 13)).sum().backward()
+
+
+def test_filters_leave_modules_alone() -> None:
+    model = odd_mlp()
+    mods.apply(model, ALL, filter=lambda module, fqn: fqn not in ("0", "1", "2"))
+    assert model[0].bias is not None
+    assert isinstance(model[1], nn.LayerNorm)
+    assert isinstance(model[2], nn.SiLU)
+    assert model[3].bias is None
+
+
+def test_transformer_layers_still_run_in_their_fused_path() -> None:
+    """Taking linear1.bias from nn.TransformerEncoderLayer would crash its inference."""
+    model = Encoder().eval()
+    changes = mods.apply(model, ALL)
+    assert not changes.changed
+    assert all("reads its parameters directly" in c.what or "prediction" in c.what for c in changes.kept)
+    with torch.no_grad():
+        model(torch.randn(2, 7, 48))
+
+
+def test_a_shared_module_is_replaced_everywhere() -> None:
+    act = nn.SiLU()
+    model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
+    mods.apply(model, [mods.HardSwish()])
+    assert isinstance(model[1], nn.Hardswish)
+    assert isinstance(model[3], nn.Hardswish)
+
+
+def test_own_types_can_be_named() -> None:
+    model = odd_mlp()
+    mods.apply(model, [mods.HardSwish(replace=(nn.SiLU, nn.ReLU))])
+    assert isinstance(model[4], nn.Hardswish)
+
+
+def test_training_mode_is_kept_and_converted_models_are_refused() -> None:
+    model = odd_mlp().eval()
+    mods.apply(model, [mods.BlockNorm(128)])
+    assert not model[1].training
+    for path, linear in find_linears(model)[0].items():
+        convert_linear(linear, path=path, candidates=("emulated:rowwise_e4m3", "hp", "hp"))
+    with pytest.raises(NotConverted, match="revert"):
+        mods.apply(model, ALL)

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from models import Encoder, odd_mlp, train_steps
+from torch import nn
+
+import loka
+from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+
+
+def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
+    with loka.Probe(model, every=2, **options) as probe:
+        train_steps(model, steps)
+    return probe.stats()
+
+
+def test_training_with_a_probe_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    plain = odd_mlp()
+    watched = copy.deepcopy(plain)
+    train_steps(plain, 6)
+    probed(watched, 6)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
+
+
+def test_what_is_learnt() -> None:
+    stats = probed(odd_mlp())
+    assert (stats.steps, stats.sampled_steps) == (8, 4)
+    first, last = stats.layers["0"], stats.layers["5"]
+    assert (first.rows, first.calls, first.dtype, first.weight_dtype) == (40, 4, "bfloat16", "float32")
+    assert not first.needs_input_grad
+    assert last.needs_input_grad
+    assert list(stats.layers) == ["0", "3", "5"]
+    assert first.operands["input"].tensors["mean"].shape == (13,)
+    assert first.operands["input"].numbers["count"] == 160
+    assert first.operands["grad_output"].tensors["mean"].shape == (479,)
+    assert stats.layers["3"].operands["input"].tensors["scatter"].shape == (479, 479)
+    assert stats.layers["5"].operands["input"].tensors["factor"].shape == (64, 1000)
+
+
+def test_layers_that_are_not_called_say_so() -> None:
+    stats = probed(Encoder(), 2)
+    assert "encoder.layers.0.linear1" in stats.layers
+    assert "raw parameters" in stats.skipped["encoder.layers.0.self_attn"]
+
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(13, 1), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    assert "never called" in probed(Spare(), 2).skipped["spare"]
+
+
+def test_evaluation_and_unsampled_steps_are_not_counted() -> None:
+    model = odd_mlp()
+    with loka.Probe(model, every=3) as probe:
+        train_steps(model, 2)
+        with torch.no_grad():
+            model(torch.randn(4, 13))
+    assert (probe.stats().steps, probe.stats().sampled_steps) == (2, 1)
+
+
+def test_compiled_models_are_probed_and_stay_compiled() -> None:
+    torch._dynamo.reset()
+    model = odd_mlp()
+    compiled = torch.compile(model, backend="eager")
+    with loka.Probe(compiled, every=2) as probe:
+        train_steps(model, 4, call=compiled)
+    assert set(probe.stats().layers) == {"0", "3", "5"}
+    assert probe.stats().sampled_steps == 2
+    assert list(probe.stats().model.layers) == ["0", "3", "5"]
+
+
+def test_a_failing_step_leaves_no_hooks() -> None:
+    model = odd_mlp()
+    with pytest.raises(RuntimeError), loka.Probe(model, every=1):
+        model(torch.randn(4, 12))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    train_steps(model, 1)
+
+
+def test_saved_loaded_and_resumed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = odd_mlp()
+    twin = copy.deepcopy(model)
+    whole = probed(twin, 8, rows=1000)
+    folder = tmp_path / "stats"
+    with loka.Probe(model, every=2, rows=1000, save_to=folder) as probe:
+        train_steps(model, 4)
+    loaded = loka.Stats.load(folder)
+    assert loaded.digest() == probe.stats().digest()
+    assert len(list(folder.iterdir())) == 2
+    with loka.Probe(model, every=2, rows=1000, resume=loaded, save_to=folder) as probe:
+        train_steps(model, 4)
+    assert loka.Stats.load(folder).steps == 8
+    assert loka.Stats.load(folder).layers["0"].operands["input"].numbers["count"] == 160
+    assert whole.layers["0"].operands["input"].numbers["count"] == 160
+
+
+def test_resuming_equals_one_run() -> None:
+    """The same eight steps, watched in one go or in two."""
+    torch.manual_seed(0)
+    x = [torch.randn(30, 13) for _ in range(8)]
+    model = odd_mlp()
+
+    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+        with probe:
+            for rows in part:
+                model.zero_grad()
+                model(rows).sum().backward()
+        return probe.stats()
+
+    whole = run(loka.Probe(model, every=2), x)
+    half = run(loka.Probe(model, every=2), x[:4])
+    both = run(loka.Probe(model, every=2, resume=half), x[4:])
+    for path, layer in whole.layers.items():
+        for operand, distribution in layer.operands.items():
+            for name, tensor in distribution.tensors.items():
+                if name != "factor":
+                    torch.testing.assert_close(both.layers[path].operands[operand].tensors[name], tensor)
+
+
+def test_statistics_of_another_model_are_refused() -> None:
+    stats = probed(odd_mlp(), 2)
+    with pytest.raises(PlanMismatch, match="0 is 13 -> 8"):
+        loka.Probe(nn.Sequential(nn.Linear(13, 8)), resume=stats)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(LokaError, match="no linear layer"):
+        loka.Probe(nn.Sequential(nn.Conv1d(3, 3, 1)))
+
+
+@pytest.mark.parametrize("damage", ["truncate tensors", "truncate json", "delete tensors", "edit json"])
+def test_damaged_statistics_are_refused(tmp_path: Path, damage: str) -> None:
+    probed(odd_mlp(), 2).save(tmp_path)
+    record = tmp_path / "stats.json"
+    tensors = next(tmp_path.glob("tensors-*"))
+    if damage == "truncate tensors":
+        tensors.write_bytes(tensors.read_bytes()[:1000])
+    elif damage == "delete tensors":
+        tensors.unlink()
+    elif damage == "truncate json":
+        record.write_bytes(record.read_bytes()[:200])
+    else:
+        record.write_text(record.read_text().replace('"steps": 2', '"steps": 3'))
+    with pytest.raises(FileRefused, match="probe again"):
+        loka.Stats.load(tmp_path)

@@ -1,0 +1,85 @@
+"""Ratchets: what importing costs, which names are public, which way imports point."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import loka
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = [
+    "Budget",
+    "LokaError",
+    "Plan",
+    "Probe",
+    "Report",
+    "Stats",
+    "check_finite",
+    "convert",
+    "diff",
+    "health_of",
+    "kernel_runs",
+    "measure",
+    "mods",
+    "nn",
+    "plan",
+    "revert",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(loka.__all__) == PUBLIC
+    assert all(hasattr(loka, name) for name in PUBLIC)
+
+
+def test_importing_needs_torch_and_numpy_alone() -> None:
+    """Every other installed package is hidden; what torch itself imports stays visible."""
+    script = """
+import sys, torch, numpy
+before = set(sys.modules)
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in ("torch", "numpy", "loka"):
+            raise ImportError(f"{name} is hidden")
+        return None
+sys.meta_path.insert(0, Hidden())
+import loka
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+extra = new - set(sys.stdlib_module_names) - {"torch", "numpy", "loka"}
+assert not extra, extra
+assert "torch._dynamo" not in sys.modules
+model = torch.nn.Sequential(torch.nn.Linear(8, 16))
+with loka.Probe(model, every=2):
+    pass
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_imports_point_one_way() -> None:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+def test_files_stay_small() -> None:
+    long = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        if lines > (900 if "triton" in path.parts else 400):
+            long[str(path)] = lines
+    assert not long
+
+
+def test_nothing_loads_what_can_execute() -> None:
+    """torch.load only with weights_only, no pickle, no eval: a file must not run code."""
+    forbidden = re.compile(r"pickle\.loads?\(|Unpickler\(|(?<![.\w])(?:eval|exec)\(|allow_pickle=True|yaml\.load")
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text()
+        assert not forbidden.search(re.sub(r'""".*?"""', "", text, flags=re.S)), path
+        for call in re.findall(r"torch\.load\((.*)\)", text):
+            assert "weights_only=True" in call, path
