@@ -17,6 +17,13 @@ from loka.kernels import quantizer
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.quantize")
 
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 CASTS = [Cast(f, g, p) for f in Format for g in Granularity for p in (False, True)]
 
 

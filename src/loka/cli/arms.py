@@ -87,7 +87,7 @@ def run_arm(
         track=run.track,
     )
     arm = Arm(
-        name=name,
+        name=f"{name} (probed)" if probed else name,
         quality=quality(logits, labels),
         train_ne=trained.train_ne,
         rows_per_second=trained.rows_per_second,

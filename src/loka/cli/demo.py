@@ -125,14 +125,23 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
     def fresh(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = builder(data.train)
-        changes = mods.apply(model, MODS)
-        if seed == config.seed:
-            say(f"mods: {changes.summary()}")
+        mods.apply(model, MODS)
         return model.to(config.device)
+
+    def nudged(seed: int) -> nn.Module:
+        """The same weights times 1 + 1e-4 z: less than the 4e-3 that bf16 resolves."""
+        model = fresh(seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+                weight.mul_(1 + 1e-4 * noise)
+        return model
 
     def by_plan(seed: int, decided: Plan) -> nn.Module:
         return convert(fresh(seed), decided)
 
+    say(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
     bars = ProgressBars(name)
     run = ArmRun(
         data=data,
@@ -143,11 +152,14 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
         track=bars,
     )
     pairs: list[Pair] = []
+    noise = None
     decided: Plan | None = None
     for seed in range(config.seed, config.seed + config.pairs):
         bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
         if decided is None:
             decided = _decide(Stats.load(out / "stats"), config, out, say, bars)
+            control = run_arm(run, "nudged", seed, functools.partial(nudged, seed))
+            noise = paired_difference(bf16.logits, control.logits, bf16.labels, seed=seed)
         fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
         if not pairs:
             say(_proof(decided, fp8.arm))
@@ -157,6 +169,7 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
     comparison = Comparison(
         model=name,
         pairs=tuple(pairs),
+        noise=noise,
         context={**asdict(config), "rows_used": data.description, "plan": decided.summary()},
     )
     comparison.save(out / "train.json")

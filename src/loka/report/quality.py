@@ -5,6 +5,7 @@ from __future__ import annotations
 from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.train.compare import Comparison
+from loka.train.paired import AcrossPairs, PairedDifference
 
 
 def quality_table(comparison: Comparison) -> str:
@@ -27,32 +28,28 @@ def quality_table(comparison: Comparison) -> str:
             )
     header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
     lines = [format_table(header, rows), "", "paired difference, plan minus bf16, with 95 % interval:"]
-    differences = [
-        (
-            f"seed {pair.seed}",
-            _signed(pair.difference.ne_percent, 4) + " %",
-            _signed(pair.difference.auc, 5),
-            _signed(pair.difference.calibration, 4),
-            pair.difference.verdict,
-        )
-        for pair in comparison.pairs
-    ]
+    differences = [(f"seed {pair.seed}", *_columns(pair.difference), "") for pair in comparison.pairs]
+    if comparison.noise is not None:
+        differences.append(("noise: bf16, weights nudged by 1e-4", *_columns(comparison.noise), ""))
     across = comparison.across
     if across is not None:
-        differences.append(
-            (
-                f"mean of {across.pairs} pairs",
-                _signed(across.ne_percent, 4) + " %",
-                _signed(across.auc, 5),
-                _signed(across.calibration, 4),
-                across.verdict,
-            )
-        )
+        differences.append((f"mean of {across.pairs} pairs", *_columns(across), across.verdict))
     lines.append(format_table(("", "ne, relative", "auc", "calibration", "within 0.02 % NE?"), differences))
     lines.append(
-        "A pair's interval covers the choice of held-out rows; the one over pairs covers training seeds too."
+        "A pair's interval covers the choice of held-out rows. Training amplifies any change, however small: "
+        "the noise row shows by how much, and the mean over pairs covers it."
     )
+    if across is None:
+        lines.append("One pair cannot say whether NE is within 0.02 %: --pairs 4 or more can.")
     return "\n".join(lines)
+
+
+def _columns(difference: PairedDifference | AcrossPairs) -> tuple[str, str, str]:
+    return (
+        _signed(difference.ne_percent, 4) + " %",
+        _signed(difference.auc, 5),
+        _signed(difference.calibration, 4),
+    )
 
 
 def _signed(estimate: Estimate, digits: int) -> str:

@@ -38,10 +38,15 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All pairs of a model; `context` says what was run on what."""
+    """All pairs of a model; `context` says what was run on what.
+
+    `noise` is the first pair's bf16 run against itself with its initial weights nudged by less
+    than bf16 resolves: what training makes of a change that nobody would call one.
+    """
 
     model: str
     pairs: tuple[Pair, ...]
+    noise: PairedDifference | None = None
     context: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,5 +86,6 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
         "model": comparison.model,
         "context": dict(comparison.context),
         "pairs": pairs,
+        "noise": _difference(comparison.noise) if comparison.noise else None,
         "across": {**_difference(across), "pairs": across.pairs} if across else None,
     }

@@ -267,7 +267,9 @@ def quantize_fused(
                 BLOCK_C=block_c,
             )
         else:
-            block_c = min(128 if cast.granularity is not Granularity.ROW else _TILE, _power(columns))
+            block_c = (
+                _row_block(columns) if cast.granularity is Granularity.ROW else min(128, _power(columns))
+            )
             block_r = 128 if cast.granularity is Granularity.BLOCK_128X128 else max(_TILE // block_c, 1)
             grid = (triton.cdiv(rows, block_r), scale.shape[1])
             _quantize_groups[grid](
@@ -319,6 +321,11 @@ def _tensor_partials(hp: torch.Tensor) -> tuple[torch.Tensor, int]:
         lying, partial, *lying.shape, *lying.stride(), BLOCK_R=block_r, BLOCK_C=block_c
     )
     return partial, parts
+
+
+def _row_block(columns: int) -> int:
+    """Columns held at a time: the whole row if it fits a tile, else stretches that waste little."""
+    return _power(columns) if columns <= _TILE else 1024
 
 
 def _power(value: int) -> int:
