@@ -73,7 +73,7 @@ def default_config(
         models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
         data=str(data) if data else None,
         rows=rows or (800_000 if gpu else 50_000),
-        batch_size=batch_size or (8192 if gpu else 512),
+        batch_size=batch_size or (8192 if gpu else 256),
         pairs=pairs or (1 if gpu else 2),
         seed=seed,
         device=device,

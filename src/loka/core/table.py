@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -22,9 +23,4 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str
 
 
 def _is_number(cell: str) -> bool:
-    return (
-        not cell
-        or cell[0].isdigit()
-        or (cell[0] in "+-." and len(cell) > 1 and cell[1].isdigit())
-        or cell == "-"
-    )
+    return cell in ("", "-") or re.fullmatch(r"[+-]?\d+(\.\d+)?x?", cell) is not None
