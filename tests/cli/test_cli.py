@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,28 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path: Path) 
     other = loka("demo", "--model", "dcnv2", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
     assert "holds another demo" in other
     assert "rows: 3000 there, 4000 now" in other
+
+
+def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first checkpoints, twice; then the same command, by plan."""
+    arguments = ["train", "--model", "dcnv2", *SMALL, "--plan", folder / "plan.json", "--checkpoint-every", 2]
+    whole = loka(*arguments, "--checkpoints", "whole", cwd=tmp_path)
+    command = [sys.executable, "-m", "loka", *map(str, arguments), "--checkpoints", "killed"]
+    for wanted in ("step-00000002", "step-00000006"):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "killed" / wanted).exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    resumed = loka(*arguments, "--checkpoints", "killed", cwd=tmp_path)
+    assert "continued from step" in resumed
+
+    def judged(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.startswith(("held out", "ran "))]
+
+    assert judged(resumed) == judged(whole)
+    assert len(judged(whole)) > 3

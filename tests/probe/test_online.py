@@ -59,6 +59,30 @@ def test_layers_that_are_not_called_say_so() -> None:
     assert "never called" in probed(Spare(), 2).skipped["spare"]
 
 
+def test_keyword_inputs_and_frozen_weights() -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(13, 1)
+            self.fc.weight.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(input=x)
+
+    stats = probed(Keyword(), 2)
+    assert not stats.layers["fc"].needs_weight_grad
+    report = loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"])
+    assert list(report.sites) == ["fc/output"]
+    assert "frozen" in report.skipped["fc/grad_weight"]
+
+
+def test_nothing_sampled_is_nothing_to_measure() -> None:
+    with loka.Probe(odd_mlp()) as probe:
+        pass
+    with pytest.raises(LokaError, match="gradients enabled"):
+        loka.measure(probe.stats(), device="cpu")
+
+
 def test_evaluation_and_unsampled_steps_are_not_counted() -> None:
     model = odd_mlp()
     with loka.Probe(model, every=3) as probe:

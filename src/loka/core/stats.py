@@ -43,7 +43,8 @@ class LinearStats:
     """One linear layer: `rows` is the largest number of input rows in a call.
 
     `dtype` is the compute dtype its output had, `order` its place in the forward pass;
-    without `needs_input_grad` (a first layer) its grad_input GEMM never runs.
+    without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
+    `needs_weight_grad` (a frozen one) its grad_weight.
     """
 
     rows: int
@@ -52,6 +53,7 @@ class LinearStats:
     dtype: str
     weight_dtype: str
     needs_input_grad: bool
+    needs_weight_grad: bool
     operands: Mapping[str, Distribution]
 
 
@@ -127,6 +129,7 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             "dtype": layer.dtype,
             "weight_dtype": layer.weight_dtype,
             "needs_input_grad": layer.needs_input_grad,
+            "needs_weight_grad": layer.needs_weight_grad,
             "operands": operands,
         }
     content = {

@@ -30,6 +30,10 @@ class Fp8Linear(nn.Linear):
     loka_hook: torch.utils.hooks.RemovableHandle
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.is_nested:  # nn.TransformerEncoder packs padded sequences so, in inference
+            parts = input.unbind()
+            packed = self(torch.cat(parts)).split([part.shape[0] for part in parts])
+            return torch.nested.as_nested_tensor(list(packed), layout=input.layout)
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))

@@ -18,7 +18,7 @@ import torch
 
 from loka.core.device import fingerprint
 from loka.core.error import Estimate, estimate_mean, mere, sqnr_db
-from loka.core.exceptions import FileRefused
+from loka.core.exceptions import FileRefused, LokaError
 from loka.core.problem import DTYPES, Problem, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -82,7 +82,14 @@ def measure(
 
     Raises:
         UnknownName: a candidate that does not exist.
+        LokaError: no step was sampled, so nothing was learnt.
     """
+    if not stats.layers:
+        raise LokaError(
+            "these statistics hold no layer to measure",
+            why=[f"{path}: {reason}" for path, reason in stats.skipped.items()],
+            way_out="probe at least one step, with gradients enabled",
+        )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = settings or Settings()
     if candidates is None:
@@ -187,7 +194,10 @@ def _gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]
         gemms.append(Gemm.GRAD_INPUT)
     else:
         skipped[site_name(path, Gemm.GRAD_INPUT)] = "its input needs no gradient, so it never runs"
-    gemms.append(Gemm.GRAD_WEIGHT)
+    if layer.needs_weight_grad:
+        gemms.append(Gemm.GRAD_WEIGHT)
+    else:
+        skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
     return gemms, skipped
 
 

@@ -34,6 +34,7 @@ class _Learnt:
     dtype: str = ""
     weight_dtype: str = ""
     needs_input_grad: bool = False
+    needs_weight_grad: bool = False
     input: gaussian.Gaussian | None = None
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None
@@ -152,7 +153,7 @@ class Probe:
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
         for path, linear in self._linears.items():
-            self._step_hooks.append(linear.register_forward_hook(self._observer(path)))
+            self._step_hooks.append(linear.register_forward_hook(self._observer(path), with_kwargs=True))
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._detach()
@@ -165,17 +166,23 @@ class Probe:
             self._stance.__exit__(None, None, None)
             self._stance = None
 
-    def _observer(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], torch.Tensor], None]:
-        def observe(linear: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _observer(
+        self, path: str
+    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], torch.Tensor], None]:
+        def observe(
+            linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+        ) -> None:
             assert isinstance(linear, nn.Linear)
+            given = args[0] if args else kwargs["input"]
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 learnt = self._learnt.setdefault(path, _Learnt(order=len(self._learnt)))
-                rows = args[0].reshape(-1, linear.in_features)
+                rows = given.reshape(-1, linear.in_features)
                 learnt.rows = max(learnt.rows, rows.shape[0])
                 learnt.calls += 1
                 learnt.dtype = dtype_name(output.dtype)
                 learnt.weight_dtype = dtype_name(linear.weight.dtype)
-                learnt.needs_input_grad |= args[0].requires_grad
+                learnt.needs_input_grad |= given.requires_grad
+                learnt.needs_weight_grad |= linear.weight.requires_grad
                 learnt.input = self._add(learnt.input, rows)
                 if learnt.weight is None:
                     learnt.weight = matrix_normal.first_snapshot(
@@ -226,6 +233,7 @@ def _to_record(learnt: _Learnt) -> LinearStats:
         dtype=learnt.dtype,
         weight_dtype=learnt.weight_dtype,
         needs_input_grad=learnt.needs_input_grad,
+        needs_weight_grad=learnt.needs_weight_grad,
         operands={name: distribution.to("cpu") for name, distribution in operands.items()},
     )
 
@@ -239,6 +247,7 @@ def _from_record(layer: LinearStats, device: torch.device) -> _Learnt:
         dtype=layer.dtype,
         weight_dtype=layer.weight_dtype,
         needs_input_grad=layer.needs_input_grad,
+        needs_weight_grad=layer.needs_weight_grad,
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
         grad_output=(
