@@ -177,3 +177,20 @@ def test_a_step_does_not_synchronize() -> None:
         model(x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: loka.Plan) -> None:
+    name, decision = next((n, d) for n, d in mlp_plan.decisions.items() if d.candidate != "hp")
+    lost = dataclasses.replace(decision, path="9")
+    bent = dataclasses.replace(decision, problem=dataclasses.replace(decision.problem, n=7))
+    for wrong, message in ((lost, "no such layer"), (bent, "does not fit")):
+        model = odd_mlp()
+        with pytest.raises(PlanMismatch, match=message):
+            loka.convert(model, dataclasses.replace(mlp_plan, decisions={**mlp_plan.decisions, name: wrong}))
+        assert not loka.nn.fp8_linears(model)
+
+
+def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) -> None:
+    towers = nn.ModuleDict({"a": loka.convert(odd_mlp(), mlp_plan), "b": loka.convert(odd_mlp(), mlp_plan)})
+    loka.revert(towers)
+    assert not any(isinstance(module, Fp8Linear) for module in towers.modules())

@@ -116,6 +116,10 @@ def test_unknown_candidates_and_damaged_reports(stats: loka.Stats, tmp_path: Pat
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(FileRefused, match="measure again"):
         loka.Report.load(path)
+    damaged = path.read_bytes()
+    with pytest.raises(FileRefused, match="will not overwrite"):
+        loka.measure(stats, device="cpu", settings=QUICK, out=path)
+    assert path.read_bytes() == damaged
 
 
 @pytest.mark.gpu

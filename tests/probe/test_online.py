@@ -178,3 +178,40 @@ def test_damaged_statistics_are_refused(tmp_path: Path, damage: str) -> None:
         record.write_text(record.read_text().replace('"steps": 2', '"steps": 3'))
     with pytest.raises(FileRefused, match="probe again"):
         loka.Stats.load(tmp_path)
+
+
+def test_nested_probes_leave_the_compiler_on() -> None:
+    torch._dynamo.reset()
+    model = odd_mlp()
+    with loka.Probe(model, every=1), loka.Probe(model, every=1):
+        train_steps(model, 1)
+    compiled = torch.compile(nn.Linear(4, 4), backend="eager")
+    compiled(torch.randn(2, 4))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    inside = odd_mlp()
+    inside.compile()
+    with pytest.raises(LokaError, match="in place"), loka.Probe(inside):
+        pass
+
+
+def test_a_root_that_is_a_linear_and_hooks_of_the_user() -> None:
+    model = nn.Linear(13, 1)
+    model.register_forward_hook(lambda module, args, output: output * 1.0)
+    stats = probed(model, 2)
+    assert list(stats.layers) == [""]
+    assert stats.layers[""].operands["grad_output"].numbers["count"] == 40
+
+
+def test_resuming_with_another_full_covariance_is_refused() -> None:
+    stats = probed(odd_mlp(), 2)
+    with pytest.raises(LokaError, match="full_covariance"):
+        loka.Probe(odd_mlp(), full_covariance=64, resume=stats)
+
+
+def test_batches_without_a_finite_row_give_no_sites() -> None:
+    model = nn.Sequential(nn.Linear(13, 16), nn.Linear(16, 1))
+    with loka.Probe(model, every=1) as probe:
+        model(torch.full((4, 13), float("nan"))).sum().backward()
+    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"])
+    assert not report.sites
+    assert "no finite row" in report.skipped["0/output"]

@@ -42,9 +42,9 @@ DataFile = Annotated[
     Path | None, typer.Option("--data", help="Criteo TSV, parquet or CSV; synthetic rows without it.")
 ]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
-Rows = Annotated[int, typer.Option(help="Size of the synthetic world, held-out rows included.")]
-BatchSize = Annotated[int, typer.Option(help="Rows in a step.")]
-Seed = Annotated[int, typer.Option(help="Of the initial weights, the synthetic rows and the samples.")]
+Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 
 
@@ -61,13 +61,13 @@ def demo(
     data: DataFile = None,
     model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
-    rows: Annotated[int | None, typer.Option(help="Size of the synthetic world.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows in a step.")] = None,
-    pairs: Annotated[int | None, typer.Option(help="Training seeds to compare over.")] = None,
+    rows: Annotated[int | None, typer.Option(min=10, help="Size of the synthetic world.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows in a step.")] = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Training seeds to compare over.")] = None,
     seed: Seed = 0,
     device: Device = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
-    min_speedup: Annotated[float | None, typer.Option(help="Least speed-up worth having.")] = None,
+    min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     config = default_config(
@@ -89,7 +89,7 @@ def probe(
     model: ModelName = "wukong",
     data: DataFile = None,
     out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
-    every: Annotated[int, typer.Option(help="A step in so many is sampled.")] = 20,
+    every: Annotated[int, typer.Option(min=1, help="A step in so many is sampled.")] = 20,
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
@@ -141,7 +141,7 @@ def plan(
     out: Annotated[Path, typer.Option(help="Plan file.")] = Path("plan.json"),
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
-    min_speedup: Annotated[float, typer.Option(help="Least speed-up over bf16 worth having.")] = 1.05,
+    min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
     keep: Annotated[
         list[str] | None, typer.Option(help="Pattern of sites to keep in hp; repeatable.")
     ] = None,
@@ -176,7 +176,7 @@ def train(
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder to save to; a run found there is continued.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
@@ -252,6 +252,9 @@ def main() -> None:
     try:
         app()
     except LokaError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

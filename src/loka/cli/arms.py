@@ -6,6 +6,7 @@ goes on from its newest checkpoint.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ def run_arm(
     done = _read(folder)
     if done is not None:
         return done
+    stats = run.out / "stats"
+    if probed:
+        _drop_unwatched(folder / "checkpoints", stats)
     model = build()
     config = TrainConfig(
         batch_size=run.batch_size,
@@ -68,7 +72,11 @@ def run_arm(
         checkpoint_every=_CHECKPOINT_EVERY,
         keep_checkpoints=1,
     )
-    with _probe(model, run) if probed else nullcontext():
+    watch = None
+    if probed:
+        probe = Probe(model, every=run.probe_every, save_to=stats, resume=_saved_stats(stats))
+        watch = _Watch(probe, stats)
+    with watch.probe if watch else nullcontext():
         trained = train(
             model,
             run.data.train,
@@ -77,7 +85,10 @@ def run_arm(
             checkpoints=folder / "checkpoints",
             track=run.track,
             check=check_finite,
+            on_step=watch.keep if watch else None,
         )
+    for message in trained.skipped_checkpoints:
+        print(message)
     logits, labels = evaluate(
         model,
         run.data.test,
@@ -98,14 +109,39 @@ def run_arm(
     return result
 
 
-def _probe(model: nn.Module, run: ArmRun) -> Probe:
-    """The probe, going on from statistics that an interrupted run left."""
-    folder = run.out / "stats"
+@dataclass(frozen=True)
+class _Watch:
+    """A probe whose statistics are saved with every checkpoint, so that both resume together."""
+
+    probe: Probe
+    folder: Path
+
+    def keep(self, step: int) -> None:
+        if step % _CHECKPOINT_EVERY == 0:
+            self.probe.stats().save(self.folder)
+
+
+def _saved_stats(folder: Path) -> Stats | None:
     try:
-        earlier = Stats.load(folder)
+        return Stats.load(folder)
     except FileRefused:
-        earlier = None
-    return Probe(model, every=run.probe_every, save_to=folder, save_every=_CHECKPOINT_EVERY, resume=earlier)
+        return None
+
+
+def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
+    """Starts the probed arm over when its statistics do not reach its newest checkpoint.
+
+    A kill between the two saves leaves steps that trained without being watched.
+    """
+    newest = max((int(path.name[5:]) for path in checkpoints.glob("step-*")), default=0)
+    stats = _saved_stats(folder)
+    watched = stats.steps if stats else 0
+    if newest == watched:
+        return
+    print(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
+    for leftover in (checkpoints, folder):
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
 def _candidates(model: nn.Module) -> list[list[Any]]:

@@ -72,9 +72,9 @@ def default_config(
     return DemoConfig(
         models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
         data=str(data) if data else None,
-        rows=rows or (800_000 if gpu else 50_000),
-        batch_size=batch_size or (8192 if gpu else 256),
-        pairs=pairs or (1 if gpu else 2),
+        rows=(800_000 if gpu else 50_000) if rows is None else rows,
+        batch_size=(8192 if gpu else 256) if batch_size is None else batch_size,
+        pairs=(1 if gpu else 2) if pairs is None else pairs,
         seed=seed,
         device=device,
         min_sqnr_db=standard.min_sqnr_db if min_sqnr_db is None else min_sqnr_db,
@@ -106,7 +106,10 @@ def _claim(out: Path, config: DemoConfig) -> None:
     file = out / "demo.json"
     wanted = json.loads(json.dumps(asdict(config)))
     if file.exists():
-        found = json.loads(file.read_text())
+        try:
+            found = dict(json.loads(file.read_text()))
+        except (ValueError, TypeError) as error:
+            raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
         if found != wanted:
             different = [
                 f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]

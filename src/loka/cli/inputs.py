@@ -68,7 +68,7 @@ def model_builder(name: str) -> Build:
         )
     try:
         factory = getattr(importlib.import_module(head), tail)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UnknownName(
             f"cannot find the model {name!r}",
             why=[str(error)],
@@ -76,7 +76,14 @@ def model_builder(name: str) -> Build:
         ) from error
 
     def built(source: Source) -> nn.Module:
-        model = factory(dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
+        try:
+            model = factory(dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
+        except TypeError as error:
+            raise LokaError(
+                f"cannot call {name}",
+                why=[str(error)],
+                way_out="it is called with dense_features and vocab_sizes",
+            ) from error
         if not isinstance(model, nn.Module):
             raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
         return model
@@ -87,6 +94,8 @@ def model_builder(name: str) -> Build:
 def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnknownName(f"--device {device!r}", way_out="cpu, cuda, or cuda:1")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise LokaError(
             f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu"

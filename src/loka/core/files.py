@@ -77,12 +77,12 @@ def read_record(
         return FileRefused(f"cannot use {path} as a {kind}", why=[reason], way_out=remedy)
 
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError:
         raise refuse("there is no such file") from None
     except OSError as error:
         raise refuse(f"it cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(f"it is not complete JSON ({error}); it was truncated or overwritten") from error
     if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
         raise refuse("it lacks the fields kind, version, sha256 and content")
@@ -94,8 +94,12 @@ def read_record(
         raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
     try:
         return parse(record["content"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise refuse(f"its content is not that of a {kind} ({type(error).__name__}: {error})") from error
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -147,12 +147,15 @@ def _to_json(plan: Plan) -> dict[str, Any]:
 
 def _from_json(content: Mapping[str, Any]) -> Plan:
     estimates = ("sqnr_db", "mere", "microseconds", "hp_microseconds", "speedup")
+    model = ModelSignature.from_json(content["model"])
     decisions = {}
     for name, entry in content["decisions"].items():
+        if not isinstance(entry["candidate"], str) or entry["path"] not in model.layers:
+            raise ValueError(f"decision {name} names no layer of the model, or no candidate")
         fields = {key: estimate_from_json(entry[key]) for key in estimates}
         decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
     return Plan(
-        model=ModelSignature.from_json(content["model"]),
+        model=model,
         machine=Fingerprint.from_json(content["machine"]),
         budget=Budget.from_json(content["budget"]),
         timed=content["timed"],

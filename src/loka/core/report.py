@@ -11,7 +11,7 @@ from typing import Any
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
-from loka.core.problem import Problem
+from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
@@ -41,7 +41,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """All candidates at one site; `kernels` maps a candidate to the library it needs."""
+    """All candidates at one site."""
 
     path: str
     problem: Problem
@@ -123,7 +123,12 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def problem_from_json(content: Mapping[str, Any]) -> Problem:
-    return Problem(**{**content, "gemm": Gemm(content["gemm"])})
+    problem = Problem(**{**content, "gemm": Gemm(content["gemm"])})
+    if problem.dtype not in DTYPES or not all(
+        isinstance(side, int) and side > 0 for side in (problem.m, problem.n, problem.k)
+    ):
+        raise ValueError(f"{problem} is no problem")
+    return problem
 
 
 def _to_json(report: Report) -> dict[str, Any]:
@@ -155,11 +160,16 @@ def _to_json(report: Report) -> dict[str, Any]:
 
 
 def _from_json(content: Mapping[str, Any]) -> Report:
+    model = ModelSignature.from_json(content["model"])
     sites = {}
     for name, site in content["sites"].items():
+        if site["path"] not in model.layers:
+            raise ValueError(f"site {name} is of no layer of the model")
         measurements = {}
         for candidate, entry in site["measurements"].items():
             errors = {key: estimate_from_json(value) for key, value in entry["errors"].items()}
+            if not entry["unsupported"] and not {"sqnr_db", "mere"} <= set(errors):
+                raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
             measurements[candidate] = Measurement(
                 errors={key: value for key, value in errors.items() if value is not None},
                 microseconds=estimate_from_json(entry["microseconds"]),
@@ -170,7 +180,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
             path=site["path"], problem=problem_from_json(site["problem"]), measurements=measurements
         )
     return Report(
-        model=ModelSignature.from_json(content["model"]),
+        model=model,
         machine=Fingerprint.from_json(content["machine"]),
         stats_digest=content["stats_digest"],
         settings=content["settings"],

@@ -145,7 +145,10 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
     layers = {}
     for path, layer in content["layers"].items():
-        assert layer["dtype"] in DTYPES
+        if not {layer["dtype"], layer["weight_dtype"]} <= set(DTYPES) or layer["rows"] < 0:
+            raise ValueError(f"layer {path} has a dtype or a number of rows that cannot be")
+        if not {"input", "weight"} <= set(layer["operands"]):
+            raise ValueError(f"layer {path} lacks the statistics of its input or weight")
         operands = {
             operand: Distribution(
                 kind=entry["kind"],

@@ -9,12 +9,15 @@ from torch import nn
 
 from loka.core.device import fingerprint
 from loka.core.exceptions import NotConverted, PlanMismatch
-from loka.core.plan import Plan
+from loka.core.plan import Decision, Plan
+from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP
+from loka.core.signature import LinearShape
 from loka.kernels.registry import require_supported
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
-from loka.nn.linears import find_linears, signature, unwrap
+from loka.nn.linears import find_linears, signature
+from loka.nn.unwrap import unwrap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,6 +67,13 @@ def revert(model: M) -> M:
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
     differences = signature(model).differences(plan.model)
+    differences += [
+        f"{d.site} is planned as {d.problem}, which does not fit {plan.model.layers[d.path]}"
+        if d.path in plan.model.layers
+        else f"{d.site} is planned, but the plan's model has no such layer"
+        for d in plan.decisions.values()
+        if d.path not in plan.model.layers or not _fits(d, plan.model.layers[d.path])
+    ]
     if differences:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this "
@@ -71,6 +81,20 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
             why=differences,
             way_out="apply the same mods as when probing, or probe, measure and plan this model",
         )
+
+
+def _fits(decision: Decision, shape: LinearShape) -> bool:
+    problem = decision.problem
+    rows = problem.k if problem.gemm is Gemm.GRAD_WEIGHT else problem.m
+    wanted = linear_problem(
+        problem.gemm,
+        rows=rows,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        dtype=problem.dtype,
+        target=problem.target,
+    )
+    return problem == wanted
 
 
 def _check_machine(linears: dict[str, nn.Linear], plan: Plan) -> None:

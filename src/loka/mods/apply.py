@@ -9,7 +9,8 @@ from torch import nn
 from loka.core.exceptions import NotConverted
 from loka.mods.change import Change, Changes, Mod
 from loka.nn.fp8_linear import fp8_linears
-from loka.nn.linears import Filter, unwrap
+from loka.nn.linears import Filter
+from loka.nn.unwrap import unwrap
 
 
 def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None) -> Changes:

@@ -5,7 +5,8 @@ from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's i
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
-from loka.nn.linears import find_linears, is_prediction, signature, unwrap
+from loka.nn.linears import find_linears, is_prediction, signature
+from loka.nn.unwrap import unwrap
 
 __all__ = [
     "BlockNorm",

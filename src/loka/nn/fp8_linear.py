@@ -6,6 +6,8 @@ It is the same module object with another class: parameters, hooks, shared refer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -15,10 +17,16 @@ from loka.core.report import HP, site_name
 from loka.kernels.quantizer import BAD_A, BAD_B, RUNS
 from loka.kernels.registry import candidate_named
 from loka.nn.ops import GEMMS, LinearGemms
+from loka.nn.unwrap import unwrap
+
+_AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)  # autocast leaves other dtypes alone
 
 
 class Fp8Linear(nn.Linear):
     """y = x W^T + b with FP8 GEMMs where the plan says so; x [..., in] -> y [..., out].
+
+    `loka_health` int64 [3, 3] is an attribute, not a buffer: DistributedDataParallel would
+    overwrite every rank's flags with those of rank 0.
 
     Made by `convert_linear`. Runs in the input's dtype, or autocast's where that is on, as
     nn.Linear does; quantizes from the stored weight, so float32 weights are rounded once.
@@ -34,14 +42,29 @@ class Fp8Linear(nn.Linear):
             parts = input.unbind()
             packed = self(torch.cat(parts)).split([part.shape[0] for part in parts])
             return torch.nested.as_nested_tensor(list(packed), layout=input.layout)
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{self.loka_path}: input has {input.shape[-1]} features, the layer takes {self.in_features}"
+            )
         kind = input.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.is_autocast_enabled(kind) and input.dtype in _AUTOCAST:
             input = input.to(torch.get_autocast_dtype(kind))
+        elif input.dtype != self.weight.dtype:
+            raise TypeError(
+                f"{self.loka_path}: input is {input.dtype}, the weight {self.weight.dtype}; "
+                "cast one, or use torch.autocast"
+            )
         rows = input.reshape(-1, self.in_features)
         output = LinearGemms.apply(rows, self.weight, self.loka_health, self.loka_candidates)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
-        return output.view(*input.shape[:-1], self.out_features)
+        # As F.linear does: a plain view of a custom function's output refuses in-place ops.
+        return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], self.out_features])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
+        super()._apply(fn, recurse)
+        self.loka_health = fn(self.loka_health)
+        return self
 
     def extra_repr(self) -> str:
         decided = ", ".join(f"{gemm}={name}" for gemm, name in zip(GEMMS, self.loka_candidates, strict=True))
@@ -79,8 +102,8 @@ def convert_linear(linear: nn.Linear, *, path: str, candidates: tuple[str, str, 
     assert isinstance(linear, Fp8Linear)
     linear.loka_path = path
     linear.loka_candidates = candidates
-    health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=linear.weight.device)
-    linear.register_buffer("loka_health", health, persistent=False)
+    with torch.inference_mode(False):  # an inference tensor could not be counted in later
+        linear.loka_health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=linear.weight.device)
     linear.loka_hook = linear.register_forward_pre_hook(_stay_in_python)
 
 
@@ -92,8 +115,9 @@ def restore_linear(linear: Fp8Linear) -> None:
 
 
 def fp8_linears(model: nn.Module) -> dict[str, Fp8Linear]:
-    """The converted layers by the path they were converted under."""
-    return {m.loka_path: m for m in model.modules() if isinstance(m, Fp8Linear)}
+    """The converted layers by their module path in `model` (a bare layer by its own name)."""
+    modules = unwrap(model).named_modules()
+    return {path or m.loka_path: m for path, m in modules if isinstance(m, Fp8Linear)}
 
 
 def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:

@@ -38,4 +38,4 @@ def check_finite(model: nn.Module) -> None:
 def reset_health(model: nn.Module) -> None:
     """Forgets counts and flags of every FP8 site."""
     for linear in fp8_linears(model).values():
-        linear.loka_health.zero_()
+        linear.loka_health.data.zero_()  # see nn/ops.py

@@ -9,23 +9,13 @@ from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
 from loka.nn.fp8_linear import Fp8Linear
+from loka.nn.unwrap import unwrap
 
 Filter = Callable[[nn.Module, str], bool]
 """As in torchao: (module, fully qualified name) -> whether to include it."""
 
 PREDICTION_OUTPUTS = 8
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile and DistributedDataParallel wrappers."""
-    while True:
-        compiled = model._modules.get("_orig_mod")  # naming OptimizedModule would import dynamo: 2 s
-        if compiled is not None:
-            model = compiled
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_linears(
@@ -43,8 +33,10 @@ def find_linears(
             assert isinstance(module, nn.Linear)
             if filter is not None and not filter(module, path):
                 skipped[path] = "left out by the filter"
-            elif module.weight.dtype is torch.float64:
-                skipped[path] = "float64 weights; FP8 GEMMs accumulate in float32"
+            elif module.weight.dtype not in _DTYPES:
+                skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
+            elif 0 in module.weight.shape:
+                skipped[path] = f"an empty weight {tuple(module.weight.shape)}"
             else:
                 found[path] = module
         elif isinstance(module, nn.Linear):

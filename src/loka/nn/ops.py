@@ -17,7 +17,7 @@ from loka.kernels.run import run_gemm
 GEMMS = (Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)
 
 
-@torch.library.custom_op("loka::site_gemm", mutates_args=("health",))
+@torch.library.custom_op("loka::site_gemm", mutates_args=())
 def site_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -28,9 +28,12 @@ def site_gemm(
 ) -> torch.Tensor:
     """a [M, K] @ b [N, K]^T in `dtype` through `candidate`; `gemm` indexes GEMMS.
 
-    `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py.
+    `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py. It is write-only telemetry
+    that no result depends on, so the op is declared without side effects and writes through
+    `.data`: a declared mutation would make autograd refuse the backward of a compiled model
+    after any other forward, because the buffer that backward also takes had changed.
     """
-    return run_gemm(candidate, a, b, gemm=GEMMS[gemm], dtype=dtype, health=health[gemm])
+    return run_gemm(candidate, a, b, gemm=GEMMS[gemm], dtype=dtype, health=health.data[gemm])
 
 
 @site_gemm.register_fake

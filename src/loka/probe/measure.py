@@ -127,10 +127,18 @@ def _untracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
 
 
 def _continue_from(path: Path, fresh: Report) -> Report:
+    """An unfinished report of the same measurement goes on; another report is replaced.
+
+    Raises FileRefused when the file is no whole report: it may be somebody's only copy.
+    """
+    if not path.exists():
+        return fresh
     try:
         earlier = Report.load(path)
-    except FileRefused:
-        return fresh
+    except FileRefused as error:
+        raise FileRefused(
+            f"will not overwrite {path}", why=error.why, way_out="choose another file, or remove this one"
+        ) from error
     same = (
         earlier.stats_digest == fresh.stats_digest
         and earlier.machine == fresh.machine
@@ -186,9 +194,15 @@ def _measure_layer(
 
 def _gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]:
     """The GEMMs that run in training, and why another does not."""
+    empty = [
+        name for name, learnt in layer.operands.items() if name != "weight" and not learnt.numbers["count"]
+    ]
+    if empty:
+        reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
+        return [], {site_name(path, gemm): reason for gemm in Gemm}
     gemms, skipped = [Gemm.OUTPUT], {}
     if "grad_output" not in layer.operands:
-        reason = "no gradient reached this layer while it was probed"
+        reason = "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
         return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
     if layer.needs_input_grad:
         gemms.append(Gemm.GRAD_INPUT)

@@ -21,7 +21,30 @@ from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.problem import dtype_name
 from loka.core.stats import LinearStats, Stats
 from loka.nn.linears import Filter, find_linears, signature
+from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
+
+
+class _Eager:
+    """torch.compile stands aside while any probe's sampled step runs; nested probes count."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._stance: Any = None
+
+    def acquire(self) -> None:
+        if self._depth == 0:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._depth += 1
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._stance.__exit__(None, None, None)
+
+
+_eager = _Eager()
 
 
 @dataclass
@@ -93,7 +116,7 @@ class Probe:
         self._learnt: dict[str, _Learnt] = {}
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
-        self._stance: Any = None
+        self._eager = False
         if not self._linears:
             raise LokaError(
                 f"{self._signature.name} has no linear layer to probe",
@@ -104,6 +127,11 @@ class Probe:
             self._restore(resume)
 
     def __enter__(self) -> Probe:
+        if unwrap(self._model)._compiled_call_impl is not None:
+            raise LokaError(
+                "model.compile() compiled this module in place, so single steps cannot be watched",
+                way_out="use compiled = torch.compile(model), and Probe(compiled)",
+            )
         begin = self._model.register_forward_pre_hook(self._begin)
         end = self._model.register_forward_hook(self._end, always_call=True)
         self._root_hooks = [begin, end]
@@ -116,7 +144,7 @@ class Probe:
         for hook in self._root_hooks:
             hook.remove()
         self._root_hooks = []
-        if self._save_to is not None:
+        if self._save_to is not None and self._sampled:
             self.stats().save(self._save_to)
 
     def stats(self) -> Stats:
@@ -129,7 +157,8 @@ class Probe:
                 skipped[path] = (
                     "never called in a sampled step; its parent may read its weight directly"
                     if self._sampled
-                    else "no step was sampled"
+                    else "no step was sampled: the probed module itself was never called with gradients "
+                    "enabled (probe the wrapper that you call)"
                 )
         return Stats(
             model=self._signature,
@@ -150,10 +179,12 @@ class Probe:
         if not sampled:
             return
         self._sampled += 1
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
+        _eager.acquire()
+        self._eager = True
         for path, linear in self._linears.items():
-            self._step_hooks.append(linear.register_forward_hook(self._observer(path), with_kwargs=True))
+            self._step_hooks.append(
+                linear.register_forward_hook(self._observer(path), with_kwargs=True, prepend=True)
+            )
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._detach()
@@ -162,9 +193,9 @@ class Probe:
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks = []
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        if self._eager:
+            _eager.release()
+            self._eager = False
 
     def _observer(
         self, path: str
@@ -174,6 +205,8 @@ class Probe:
         ) -> None:
             assert isinstance(linear, nn.Linear)
             given = args[0] if args else kwargs["input"]
+            if given.is_nested:
+                given = torch.cat(given.unbind())
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 learnt = self._learnt.setdefault(path, _Learnt(order=len(self._learnt)))
                 rows = given.reshape(-1, linear.in_features)
@@ -190,7 +223,7 @@ class Probe:
                     )
                 else:
                     learnt.weight = matrix_normal.update(learnt.weight, linear.weight)
-            if output.requires_grad:
+            if output.requires_grad and not output.is_nested:
                 output.register_hook(lambda grad: self._observe_grad(learnt, grad))
 
         return observe
@@ -212,6 +245,17 @@ class Probe:
             raise PlanMismatch(
                 "these statistics are of another model", why=differences, way_out="probe this model afresh"
             )
+        for path, layer in stats.layers.items():
+            for operand, learnt in layer.operands.items():
+                kept_in_full = "scatter" in learnt.tensors
+                if learnt.kind == gaussian.KIND and kept_in_full != (
+                    learnt.tensors["mean"].shape[0] <= self._full_covariance
+                ):
+                    raise LokaError(
+                        f"{path}, {operand}: these statistics were kept with another full_covariance "
+                        f"than {self._full_covariance}",
+                        way_out="resume with the value of the first run",
+                    )
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         for path, layer in stats.layers.items():
             if path in self._linears:

@@ -1,7 +1,7 @@
 """Everything a run needs to continue bit for bit, as plain tensors and numbers.
 
-Model, optimizers, sums for NE, random generators, and every buffer: converted modules may
-own buffers outside the state dict (scales, histories) that the next step depends on.
+Model, optimizers, sums for NE, random generators, every buffer, and the counters of FP8
+layers: modules may own buffers outside the state dict that the next step depends on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
+from loka.nn import fp8_linears
 from loka.train.metrics import RunningNE
 
 
@@ -24,6 +25,7 @@ def capture(
     """The state as it is now. Tensors are shared, not copied: save it before the next step."""
     return {
         "model": model.state_dict(),
+        "fp8": {path: linear.loka_health for path, linear in fp8_linears(model).items()},
         "buffers": dict(model.named_buffers(remove_duplicate=False)),
         "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
         "running": running.state_dict(),
@@ -44,6 +46,8 @@ def restore(
         model.load_state_dict(state["model"])
         for name, value in state["buffers"].items():
             _restore_buffer(model, name, value)
+        for layer, linear in fp8_linears(model).items():
+            linear.loka_health.copy_(state["fp8"][layer])
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         running.load_state_dict(state["running"])
