@@ -146,3 +146,51 @@ def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path
 
     assert judged(resumed) == judged(whole)
     assert len(judged(whole)) > 3
+
+
+def test_a_killed_demo_watches_every_step_again(tmp_path: Path) -> None:
+    """SIGKILL during the probed run; the rerun's statistics cover all of its steps."""
+    arguments = [
+        "demo",
+        "--model",
+        "dcnv2",
+        "--rows",
+        18_000,
+        "--batch-size",
+        64,
+        "--pairs",
+        1,
+        "--out",
+        "out",
+    ]
+    command = [sys.executable, "-m", "loka", *map(str, arguments)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    checkpoint = tmp_path / "out" / "dcnv2" / "arms" / "bf16-0" / "checkpoints" / "step-00000200"
+    deadline = time.monotonic() + 120
+    while not checkpoint.exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert "of 225 steps sampled" in loka(*arguments, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("probe", "--rows", 1),
+        ("probe", "--batch-size", 0),
+        ("probe", "--device", "tpu"),
+        ("probe", "--model", "math:pi"),
+        ("probe", "--model", ":x"),
+        ("demo", "--pairs", -1),
+        ("plan", "absent.json"),
+        ("measure", "absent"),
+        ("doctor", "--target", "hopper"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_answered_with_a_message(wrong: tuple[object, ...], tmp_path: Path) -> None:
+    assert loka(*wrong, cwd=tmp_path, fails=True).strip()
