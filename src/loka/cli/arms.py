@@ -57,7 +57,7 @@ def run_arm(
     run: ArmRun, name: str, seed: int, build: Callable[[], nn.Module], *, probed: bool = False
 ) -> ArmResult:
     """Trains `build()` in bf16 (or by the plan it was converted with) and evaluates it."""
-    folder = run.out / "arms" / f"{name}-{seed}"
+    folder = run.out / "arms" / f"{name.replace(' ', '-')}-{seed}"
     done = _read(folder)
     if done is not None:
         return done

@@ -155,14 +155,15 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
         track=bars,
     )
     pairs: list[Pair] = []
-    noise = None
+    control = noise = None
     decided: Plan | None = None
     for seed in range(config.seed, config.seed + config.pairs):
         bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
         if decided is None:
             decided = _decide(Stats.load(out / "stats"), config, out, say, bars)
-            control = run_arm(run, "nudged", seed, functools.partial(nudged, seed))
-            noise = paired_difference(bf16.logits, control.logits, bf16.labels, seed=seed)
+            nudge = run_arm(run, "bf16 nudged", seed, functools.partial(nudged, seed))
+            control = nudge.arm
+            noise = paired_difference(bf16.logits, nudge.logits, bf16.labels, seed=seed)
         fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
         if not pairs:
             say(_proof(decided, fp8.arm))
@@ -172,6 +173,7 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
     comparison = Comparison(
         model=name,
         pairs=tuple(pairs),
+        control=control,
         noise=noise,
         context={**asdict(config), "rows_used": data.description, "plan": decided.summary()},
     )

@@ -10,22 +10,14 @@ from loka.train.paired import AcrossPairs, PairedDifference
 
 def quality_table(comparison: Comparison) -> str:
     """NE, log loss, AUC and calibration of both arms of every pair, and their differences."""
+    arms = [(pair.seed, arm) for pair in comparison.pairs for arm in (pair.bf16, pair.fp8)]
+    if comparison.control is not None:
+        arms.insert(1, (comparison.pairs[0].seed, comparison.control))
     rows = []
-    for pair in comparison.pairs:
-        for arm in (pair.bf16, pair.fp8):
-            q = arm.quality
-            rows.append(
-                (
-                    pair.seed,
-                    arm.name,
-                    f"{q.ne:.5f}",
-                    f"{q.logloss:.5f}",
-                    f"{q.auc:.5f}",
-                    f"{q.calibration:.4f}",
-                    f"{arm.train_ne:.5f}",
-                    f"{arm.rows_per_second:.0f}",
-                )
-            )
+    for seed, arm in arms:
+        q = arm.quality
+        numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
+        rows.append((seed, arm.name, *numbers, f"{arm.train_ne:.5f}", f"{arm.rows_per_second:.0f}"))
     header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
     lines = [format_table(header, rows), "", "paired difference, plan minus bf16, with 95 % interval:"]
     differences = [(f"seed {pair.seed}", *_columns(pair.difference), "") for pair in comparison.pairs]

@@ -40,12 +40,14 @@ class Pair:
 class Comparison:
     """All pairs of a model; `context` says what was run on what.
 
-    `noise` is the first pair's bf16 run against itself with its initial weights nudged by less
-    than bf16 resolves: what training makes of a change that nobody would call one.
+    `control` is bf16 once more with its initial weights nudged by less than bf16 resolves, and
+    `noise` its difference from the first pair's bf16: what training makes of a change that
+    nobody would call one.
     """
 
     model: str
     pairs: tuple[Pair, ...]
+    control: Arm | None = None
     noise: PairedDifference | None = None
     context: Mapping[str, Any] = field(default_factory=dict)
 
@@ -86,6 +88,7 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
         "model": comparison.model,
         "context": dict(comparison.context),
         "pairs": pairs,
+        "control": _arm(comparison.control) if comparison.control else None,
         "noise": _difference(comparison.noise) if comparison.noise else None,
         "across": {**_difference(across), "pairs": across.pairs} if across else None,
     }
