@@ -40,7 +40,10 @@ def diagnose(target: str | None = None) -> str:
     ]
     found = library_versions()
     if found:
-        lines += ["", "Kernel libraries present: " + ", ".join(f"{k} {v}" for k, v in found.items())]
+        lines += [
+            "",
+            "Libraries whose versions a plan records: " + ", ".join(f"{k} {v}" for k, v in found.items()),
+        ]
     return "\n".join(lines)
 
 

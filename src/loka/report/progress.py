@@ -24,5 +24,6 @@ class ProgressBars:
     def __call__(self, items: Iterable[T], description: str, total: int) -> Iterator[T]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         shown = f"{self._label} {description}".strip()
-        with Progress(*columns, console=self._console, transient=True) as progress:
+        silent = not self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=silent) as progress:
             yield from progress.track(items, description=shown, total=total)
