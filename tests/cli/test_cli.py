@@ -82,6 +82,18 @@ def test_unknown_model_data_and_device(tmp_path: Path) -> None:
     assert "label" in text
 
 
+def test_what_was_replaced_is_counted_over_both_parts(tmp_path: Path) -> None:
+    """80 training rows and 20 held out; a value is missing in 10 and in 3 of them, once a pass."""
+    columns = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    lines = [",".join(columns)]
+    for row in range(100):
+        dense = ["" if (row < 10 or row >= 97) and i == 0 else "1" for i in range(13)]
+        lines.append(",".join([str(row % 3 // 2), *dense, *["a"] * 26]))
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    text = loka("train", "--model", "dcnv2", "--data", "rows.csv", "--batch-size", 32, cwd=tmp_path)
+    assert "rows read: 13 missing dense values" in text
+
+
 def test_own_model_by_factory(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"

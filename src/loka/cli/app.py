@@ -223,9 +223,8 @@ def train(
     )
     for site, counts in health_of(built).items():
         print(f"ran {counts['runs']} x {site}")
-    for reason, count in {**opened.train.account(), **opened.test.account()}.items():
-        if count:
-            print(f"rows read: {count} {reason}")
+    for line in opened.account():
+        print(line)
 
 
 def _log(line: TrainLog) -> None:

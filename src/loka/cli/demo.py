@@ -96,9 +96,8 @@ def run_demo(config: DemoConfig, *, out: Path, say: Say = print) -> dict[str, Co
     for name in config.models:
         say(f"\n== {name}")
         results[name] = _run_model(name, config, data, out / name.replace(":", "-"), say)
-    for reason, count in {**data.train.account(), **data.test.account()}.items():
-        if count:
-            say(f"rows read: {count} {reason} (all passes together)")
+    for line in data.account():
+        say(line)
     return results
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ class Data:
     train: Source
     test: Source
     description: str
+
+    def account(self) -> list[str]:
+        """A line for each reason for which values or rows of either part were replaced or skipped.
+
+        Counts what this process read, every pass over the rows included.
+        """
+        total = Counter(self.train.account()) + Counter(self.test.account())  # drops zero counts
+        return [f"rows read: {count} {reason} (all passes together)" for reason, count in total.items()]
 
 
 def open_data(path: Path | None, *, rows: int, seed: int, holdout: float = 0.2) -> Data:
