@@ -25,7 +25,7 @@ from loka.core.stats import Stats
 from loka.nn import check_finite, fp8_linears, health_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig, evaluate, quality, train
+from loka.train import TrainConfig, evaluate, newest_step, quality, train
 from loka.train.compare import Arm
 
 _KIND, _VERSION = "loka-arm", 1
@@ -133,7 +133,7 @@ def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
 
     A kill between the two saves leaves steps that trained without being watched.
     """
-    newest = max((int(path.name[5:]) for path in checkpoints.glob("step-*")), default=0)
+    newest = newest_step(checkpoints)
     stats = _saved_stats(folder)
     watched = stats.steps if stats else 0
     if newest == watched:

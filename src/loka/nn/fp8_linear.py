@@ -19,7 +19,8 @@ from loka.kernels.registry import candidate_named
 from loka.nn.ops import GEMMS, LinearGemms
 from loka.nn.unwrap import unwrap
 
-_AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)  # autocast leaves other dtypes alone
+# What an FP8 layer computes in. Autocast recasts these too, and leaves every other dtype alone.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Fp8Linear(nn.Linear):
@@ -47,7 +48,7 @@ class Fp8Linear(nn.Linear):
                 f"{self.loka_path}: input has {input.shape[-1]} features, the layer takes {self.in_features}"
             )
         kind = input.device.type
-        if torch.is_autocast_enabled(kind) and input.dtype in _AUTOCAST:
+        if torch.is_autocast_enabled(kind) and input.dtype in DTYPES:
             input = input.to(torch.get_autocast_dtype(kind))
         elif input.dtype != self.weight.dtype:
             raise TypeError(

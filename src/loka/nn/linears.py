@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
-from loka.nn.fp8_linear import Fp8Linear
+from loka.nn.fp8_linear import DTYPES, Fp8Linear
 from loka.nn.unwrap import unwrap
 
 Filter = Callable[[nn.Module, str], bool]
 """As in torchao: (module, fully qualified name) -> whether to include it."""
 
 PREDICTION_OUTPUTS = 8
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def find_linears(
@@ -33,7 +31,7 @@ def find_linears(
             assert isinstance(module, nn.Linear)
             if filter is not None and not filter(module, path):
                 skipped[path] = "left out by the filter"
-            elif module.weight.dtype not in _DTYPES:
+            elif module.weight.dtype not in DTYPES:
                 skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
             elif 0 in module.weight.shape:
                 skipped[path] = f"an empty weight {tuple(module.weight.shape)}"

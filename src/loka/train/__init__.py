@@ -1,6 +1,6 @@
 """Training with checkpoints that resume bit for bit, and quality with honest intervals."""
 
-from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, save
+from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.config import TrainConfig
 from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
 from loka.train.metrics import Quality, RunningNE, quality
@@ -22,6 +22,7 @@ __all__ = [
     "build_optimizers",
     "evaluate",
     "load_newest",
+    "newest_step",
     "paired_difference",
     "quality",
     "save",

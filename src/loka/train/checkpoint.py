@@ -103,6 +103,11 @@ def holds_checkpoints(folder: Path) -> bool:
     return bool(_newest_first(folder))
 
 
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint in `folder`, usable or not; 0 when there is none."""
+    return max(map(_step_of, _newest_first(folder)), default=0)
+
+
 def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The state in `path`. FileRefused: damaged. CheckpointRefused: of another run."""
     manifest = read_record(
