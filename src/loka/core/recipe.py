@@ -67,6 +67,12 @@ class Cast:
     granularity: Granularity
     power_of_two: bool = False
 
+    @property
+    def name(self) -> str:
+        """Such as "e4m3_row" or "e5m2_tensor"; measurements of quantization go by it."""
+        suffix = "_pow2" if self.power_of_two else ""
+        return f"{self.format.name}_{self.granularity.name}{suffix}".lower()
+
 
 Casts = tuple[Cast, Cast]
 
@@ -120,6 +126,8 @@ RECIPES: dict[str, Recipe] = {
             grad_input=(_GROUP, _BLOCK),
             grad_weight=(_GROUP, _GROUP),
         ),
+        # Square blocks on both sides: a tensor and its transpose share data and scales.
+        _everywhere("block128_e4m3", Granularity.BLOCK_128X128),
     )
 }
 

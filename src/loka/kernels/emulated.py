@@ -24,12 +24,13 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     return (1, 1, 1)
 
 
-def _run(a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
     return scaled_mm(a, b, dtype=dtype)
 
 
 EMULATED = Kernel(
     name="emulated",
+    library="emulated",
     summary="FP8 rounding in plain PyTorch; exact on any device, no speed",
     recipes=tuple(RECIPES),
     unsupported=_unsupported,

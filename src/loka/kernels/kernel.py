@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -14,8 +15,20 @@ from loka.core.reference import Quantized
 Multiples = tuple[int, int, int]
 
 
+class Run(Protocol):
+    """out [M, N] = A [M, K] @ B [N, K]^T in `dtype`; `algorithm` picks one where a kernel has several."""
+
+    def __call__(
+        self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0
+    ) -> torch.Tensor: ...
+
+
 def nothing_missing() -> str | None:
     return None
+
+
+def one_algorithm(problem: Problem, recipe: Recipe) -> int:
+    return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +36,30 @@ class Kernel:
     """A way to compute out [M, N] = A [M, K] @ B [N, K]^T from quantized operands.
 
     Attributes:
+        library: whose kernel it is: "torch", "torchao", "fbgemm", "deep_gemm", "cublaslt", "emulated".
         unsupported: why this problem, with its exact sides, cannot run on its target under this
-            recipe, or None. Answers on any machine for any target; nothing is executed.
+            recipe, or None. Answers on any machine for any target; nothing is executed or imported.
         multiples: what to pad M, N and K to beforehand (zeros are exact). Where padding cures
             `unsupported`, LoKA pads.
         run: computes; only called for what `unsupported` accepts.
         missing: why the library cannot be used on this machine at all, or None.
+        algorithms: how many algorithms `run` can choose from for a problem it supports; asked on
+            the GPU only. Measuring searches them and the candidate's name pins the winner.
+        fast: accumulates all of K in the tensor core's register of about 14 bits
+            (core/reference.accumulation_bound).
         emulates: True for a stand-in that shows the numerics and has no speed.
+        never_run: why the authors could not run it anywhere; shown wherever it is listed.
     """
 
     name: str
+    library: str
     summary: str
     recipes: tuple[str, ...]
     unsupported: Callable[[Problem, Recipe], str | None]
     multiples: Callable[[Problem, Recipe], Multiples]
-    run: Callable[[Quantized, Quantized, torch.dtype], torch.Tensor]
+    run: Run
     missing: Callable[[], str | None] = nothing_missing
+    algorithms: Callable[[Problem, Recipe], int] = one_algorithm
+    fast: bool = False
     emulates: bool = False
+    never_run: str | None = None

@@ -1,16 +1,20 @@
 """Every kernel, one line each, and the questions generic code asks of them.
 
-A candidate is written "kernel:recipe", for example "torch:rowwise_e4m3".
+A candidate is written "kernel:recipe", for example "torch:rowwise_e4m3". Where a kernel has several
+algorithms for a problem, "kernel:recipe@3" pins one, counted from 0 in the library's own order.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Recipe
+from loka.core.reference import Quantized
 from loka.kernels.emulated import EMULATED
 from loka.kernels.kernel import Kernel
 from loka.kernels.torch_scaled import TORCH, TORCH_FAST
@@ -27,24 +31,34 @@ KERNELS: dict[str, Kernel] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel with a recipe."""
+    """A kernel with a recipe, and an algorithm of it where one was pinned."""
 
     kernel: Kernel
     recipe: Recipe
+    algorithm: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.kernel.name}:{self.recipe.name}"
+        pinned = "" if self.algorithm is None else f"@{self.algorithm}"
+        return f"{self.kernel.name}:{self.recipe.name}{pinned}"
 
     def padded(self, problem: Problem) -> Problem:
         """The problem that runs, after LoKA's zero padding."""
         return problem.padded(self.kernel.multiples(problem, self.recipe))
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Why this candidate cannot run `problem` even when padded, or None."""
+        """Why this candidate cannot run `problem` here even when padded, or None."""
+        return self.illegal(problem) or self.kernel.missing()
+
+    def illegal(self, problem: Problem) -> str | None:
+        """Why it cannot run `problem` wherever its library is installed, or None."""
         if self.recipe.casts(problem.gemm) is None:
             return f"{self.recipe.name} does not define {problem.gemm}"
-        return self.kernel.missing() or self.kernel.unsupported(self.padded(problem), self.recipe)
+        return self.kernel.unsupported(self.padded(problem), self.recipe)
+
+    def run(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+        """out [M, N] in `dtype` from operands quantized and padded for this candidate."""
+        return self.kernel.run(a, b, dtype, algorithm=self.algorithm or 0)
 
 
 @functools.cache
@@ -59,9 +73,10 @@ def all_candidates() -> tuple[Candidate, ...]:
 @functools.cache
 def candidate_named(name: str) -> Candidate:
     """Raises UnknownName, listing every candidate."""
+    head, _, algorithm = name.partition("@")
     for candidate in all_candidates():
-        if candidate.name == name:
-            return candidate
+        if candidate.name == head and (algorithm.isdecimal() or head == name):
+            return replace(candidate, algorithm=int(algorithm)) if algorithm else candidate
     known = ", ".join(candidate.name for candidate in all_candidates())
     raise UnknownName(f"no candidate is called {name!r}", way_out=f"'hp', or one of {known}")
 

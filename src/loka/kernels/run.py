@@ -65,6 +65,6 @@ def run_gemm(
         padded = chosen.padded(problem)
         quantized_a = quantize_operand(a, casts[0], padded=(padded.m, padded.k), health=health, slot=BAD_A)
         quantized_b = quantize_operand(b, casts[1], padded=(padded.n, padded.k), health=health, slot=BAD_B)
-        out = chosen.kernel.run(quantized_a, quantized_b, dtype)
+        out = chosen.run(quantized_a, quantized_b, dtype)
         _RUNS[candidate, gemm.value] += 1
         return out[:m, :n].contiguous()

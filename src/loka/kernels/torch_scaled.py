@@ -76,7 +76,7 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     return (1, 16, 16)
 
 
-def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool) -> torch.Tensor:
+def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
     granularity = a.cast.granularity
     if granularity is Granularity.TENSOR:
         return _scaled(a, b, a.scale.reshape(()), b.scale.reshape(()), dtype, fast)
@@ -121,6 +121,7 @@ def _scaled(
 
 TORCH = Kernel(
     name="torch",
+    library="torch",
     summary="torch._scaled_mm and F.scaled_mm, float32 accumulation",
     recipes=_RECIPES,
     unsupported=functools.partial(_unsupported, fast=False),
@@ -130,6 +131,8 @@ TORCH = Kernel(
 
 TORCH_FAST = Kernel(
     name="torch_fast",
+    library="torch",
+    fast=True,
     summary="torch._scaled_mm with fast accumulation",
     recipes=tuple(name for name in _RECIPES if not name.startswith("blockwise")),
     unsupported=functools.partial(_unsupported, fast=True),
