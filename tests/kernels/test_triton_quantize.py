@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import dequantize, expand_scale, quantize
+from loka.core.reference import Quantized, dequantize, expand_scale, quantize
 from loka.kernels import quantizer
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
@@ -25,28 +25,64 @@ def device() -> torch.device:
 
 
 CASTS = [Cast(f, g, p) for f in Format for g in Granularity for p in (False, True)]
+E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
-def check(hp: torch.Tensor, cast: Cast, padded: tuple[int, int], device: torch.device) -> None:
-    twin = quantize(hp, cast, padded=padded)
-    placed = hp.to(device)
-    assert hp.stride() == placed.stride()
-    out = fused.quantize_fused(placed, cast, padded=padded)
+def check(out: Quantized, twin: Quantized, inner: tuple[int, int]) -> None:
+    """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
+    cast = twin.cast
+    assert out.cast == cast
+    assert out.shape == twin.shape
+    assert out.data.is_contiguous()
     assert torch.equal(out.scale.cpu(), twin.scale)
-    assert out.shape == padded
     got, expected = dequantize(out).cpu(), dequantize(twin)
-    if device.type == "cuda":
+    assert (got[inner[0] :] == 0).all()
+    assert (got[:, inner[1] :] == 0).all()
+    if out.data.is_cuda:
         assert torch.equal(got, expected)
         return
     step = expected.abs() * 2.0**-cast.format.mantissa
-    floor = expand_scale(twin.scale, cast, *padded) * cast.format.smallest_subnormal
+    floor = expand_scale(twin.scale, cast, *twin.shape) * cast.format.smallest_subnormal
     off_by_a_step = (got - expected).abs() <= torch.maximum(step, floor) * 1.001
     mantissa, _ = torch.frexp(twin.data.float())
     lost_carry = (mantissa.abs() == 0.5) & torch.isclose(got * 2, expected)
     assert bool((off_by_a_step | lost_carry).all())
     assert lost_carry.logical_and(~off_by_a_step).float().mean() < 0.05
-    assert (got[hp.shape[0] :] == 0).all()
-    assert (got[:, hp.shape[1] :] == 0).all()
+
+
+def check_pair(
+    hp: torch.Tensor,
+    row: Cast | None,
+    column: Cast | None,
+    padded: tuple[int, int],
+    device: torch.device,
+    given: torch.Tensor | None = None,
+) -> None:
+    placed = hp.to(device)
+    assert hp.stride() == placed.stride()
+    turned = (padded[1], padded[0])
+    sides = (
+        quantizer.Side(cast=row, padded=padded) if row else None,
+        quantizer.Side(cast=column, padded=turned) if column else None,
+    )
+    scale = given.to(device) if given is not None else None
+    out_row, out_column = fused.quantize_pair_fused(placed, row=sides[0], column=sides[1], given=scale)
+    assert (out_row is None) == (row is None)
+    assert (out_column is None) == (column is None)
+    if row:
+        check(out_row, quantize(hp, row, padded=padded, scale=given), tuple(hp.shape))
+    if column:
+        check(out_column, quantize(hp.t(), column, padded=turned, scale=given), tuple(hp.t().shape))
+
+
+def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> torch.Tensor:
+    hp = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    hp[7 % rows] = 0
+    hp[9 % rows] *= 1e-9
+    hp[11 % rows] *= 1e20
+    hp[:, 3 % columns] = 0
+    hp = hp.to(dtype)
+    return hp.t().contiguous().t() if transposed else hp
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +98,88 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.name)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_matches_the_twin(cast: Cast, transposed: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_one_copy_matches_the_twin(
+    cast: Cast, transposed: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    hp = nasty(70, 150, dtype, transposed=transposed)
+    check_pair(hp, cast, None, (80, 256), device)
+    check_pair(hp, None, cast, (70, 150), device)
+
+
+@pytest.mark.parametrize("column", list(Granularity), ids=str)
+@pytest.mark.parametrize("row", list(Granularity), ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_pair_matches_two_twins(
+    row: Granularity, column: Granularity, transposed: bool, device: torch.device
+) -> None:
+    """Every granularity with every other, and the two copies in different formats."""
+    hp = nasty(150, 300, torch.bfloat16, transposed=transposed)
+    check_pair(hp, E4M3[row], Cast(Format.E5M2, column), (160, 384), device)
+    check_pair(hp, E4M3[row], E4M3[column], (150, 300), device)
+
+
+def test_copies_may_be_padded_differently(device: torch.device) -> None:
+    hp = nasty(70, 150, torch.bfloat16, transposed=False)
+    for row, column in ((Granularity.TENSOR, Granularity.ROW), (Granularity.GROUP_1X128,) * 2):
+        sides = (
+            quantizer.Side(cast=E4M3[row], padded=(72, 512)),
+            quantizer.Side(cast=E4M3[column], padded=(160, 384)),
+        )
+        first, second = fused.quantize_pair_fused(hp.to(device), row=sides[0], column=sides[1])
+        check(first, quantize(hp, E4M3[row], padded=(72, 512)), (70, 150))
+        check(second, quantize(hp.t(), E4M3[column], padded=(160, 384)), (150, 70))
+
+
+@pytest.mark.parametrize("cast", [c for c in CASTS if c.granularity is Granularity.TENSOR], ids=str)
+def test_a_given_scale_saturates_and_reports_the_maximum(cast: Cast, device: torch.device) -> None:
+    """Delayed scaling: half of the true scale, so that the largest elements lie beyond the format."""
     hp = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
-    hp[7] = 0
-    hp[9] *= 1e-9
-    hp[11] *= 1e20
-    hp = hp.to(dtype)
-    hp = hp.t().contiguous().t() if transposed else hp
-    check(hp, cast, (80, 256), device)
-    check(hp, cast, (70, 150), device)
+    given = hp.abs().amax().view(1) / cast.format.max / 2
+    check_pair(hp, cast, cast, (80, 256), device, given=given)
+    side = quantizer.Side(cast=cast, padded=(70, 150))
+    seen = torch.zeros(1, dtype=torch.int32, device=device)
+    out, _ = fused.quantize_pair_fused(
+        hp.to(device), row=side, column=None, given=given.to(device), seen=seen
+    )
+    assert out.data.float().abs().max().item() == cast.format.max
+    assert seen.view(torch.float32).item() == hp.abs().max().item()
+    twin_seen = torch.zeros(1, dtype=torch.int32)
+    quantizer.quantize_pair(hp, row=side, column=None, given=given, seen=twin_seen)
+    assert torch.equal(twin_seen, seen.cpu())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_given_scale_hides_nothing(bad: float, device: torch.device) -> None:
+    hp = torch.randn(70, 150)
+    hp[40, 130] = bad
+    cast = E4M3[Granularity.TENSOR]
+    row = quantizer.Side(cast=cast, padded=(70, 150), flag=1, count=0)
+    column = quantizer.Side(cast=cast, padded=(150, 70), flag=5, count=3)
+    given = torch.full((1,), 0.01)
+    for run in (fused.quantize_pair_fused, quantizer.quantize_pair):
+        place = device if run is fused.quantize_pair_fused else torch.device("cpu")
+        health = torch.zeros(9, dtype=torch.int64, device=place)
+        first, second = run(hp.to(place), row=row, column=column, given=given.to(place), health=health)
+        assert [place for place, count in enumerate(health.tolist()) if count] == [0, 1, 3, 5]
+        if run is fused.quantize_pair_fused and device.type == "cpu":
+            continue  # the interpreter casts NaN to a number (triton 3.9)
+        assert torch.isnan(first.data.float()).nonzero().tolist() == [[40, 130]]
+        assert torch.isnan(second.data.float()).nonzero().tolist() == [[130, 40]]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8192), (4097, 3), (1000, 1003), (65, 129)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8192), (4097, 3), (1000, 1003), (65, 129), (2048, 2048)])
 def test_odd_shapes_on_the_gpu(shape: tuple[int, int]) -> None:
+    hp = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape))
+    padded = (-(-shape[0] // 16) * 16, -(-shape[1] // 128) * 128)
     for cast in CASTS:
-        hp = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape))
-        check(hp, cast, (-(-shape[0] // 16) * 16, -(-shape[1] // 128) * 128), torch.device("cuda"))
+        check_pair(hp, cast, None, padded, torch.device("cuda"))
+        check_pair(hp, None, cast, padded, torch.device("cuda"))
+        for other in E4M3.values():
+            check_pair(hp.bfloat16(), other, cast, padded, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("granularity", list(Granularity), ids=str)
@@ -91,25 +189,43 @@ def test_nan_stays_and_raises_the_flag(
 ) -> None:
     hp = torch.randn(40, 200, device=device)
     hp = hp.t().contiguous().t() if transposed else hp
-    cast = Cast(Format.E4M3, granularity)
-    health = torch.zeros(3, dtype=torch.int64, device=device)
-    fused.quantize_fused(hp, cast, padded=(48, 256), health=health, slot=quantizer.BAD_B)
-    assert health.tolist() == [0, 0, 0]
+    row = quantizer.Side(cast=E4M3[granularity], padded=(48, 256), flag=2)
+    column = quantizer.Side(cast=E4M3[granularity], padded=(256, 48), flag=7, count=6)
+    health = torch.zeros(3, 3, dtype=torch.int64, device=device)
+    fused.quantize_pair_fused(hp, row=row, column=column, health=health)
+    assert health.tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
     hp[3, 3] = float("nan")
-    out = fused.quantize_fused(hp, cast, padded=(48, 256), health=health, slot=quantizer.BAD_A)
-    assert torch.isnan(dequantize(out)[3, :128]).all()
-    if granularity is Granularity.ROW:
-        assert torch.isfinite(dequantize(out)[4:]).all()
-    assert health.tolist() == [1, 1, 0]
+    for sides in ((row, None), (None, column), (row, column)):
+        health.zero_()
+        first, second = fused.quantize_pair_fused(hp, row=sides[0], column=sides[1], health=health)
+        if first:
+            assert torch.isnan(dequantize(first)[3, :128]).all()
+        if second:
+            assert torch.isnan(dequantize(second)[3, :40]).all()
+        if first and granularity is Granularity.ROW:
+            assert torch.isfinite(dequantize(first)[4:]).all()
+        one = int(second is not None)
+        assert health.flatten().tolist() == [0, 0, int(first is not None), 0, 0, 0, one, one, 0]
 
 
-def test_contract_over_many_partial_maxima(device: torch.device) -> None:
-    """The largest element may lie in any stretch of columns."""
+def test_the_largest_element_may_lie_anywhere(device: torch.device) -> None:
     for place in (0, 4095, 4096, 8999):
         hp = torch.ones(9000, 20, device=device).t()
         hp[7, place] = 1000.0
         for granularity in (Granularity.ROW, Granularity.TENSOR):
-            cast = Cast(Format.E4M3, granularity)
-            out = fused.quantize_fused(hp, cast, padded=(32, 9008))
+            side = quantizer.Side(cast=E4M3[granularity], padded=(32, 9008))
+            out, _ = fused.quantize_pair_fused(hp, row=side, column=None)
             assert out.scale.max().item() == pytest.approx(1000 / 448)
             assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
+
+
+def test_scales_lie_as_the_libraries_read_them(device: torch.device) -> None:
+    """1x128 column-major with rows padded to 4; 128x128 with columns padded to 4 (kernels/layouts.py)."""
+    hp = torch.randn(90, 640, device=device)
+    group = quantizer.Side(cast=E4M3[Granularity.GROUP_1X128], padded=(90, 640))
+    block = quantizer.Side(cast=E4M3[Granularity.BLOCK_128X128], padded=(640, 256))
+    first, second = fused.quantize_pair_fused(hp, row=group, column=block)
+    assert (first.scale.shape, first.scale.stride()) == ((90, 5), (1, 92))
+    assert (second.scale.shape, second.scale.stride()) == ((5, 2), (4, 1))
+    beyond = second.scale.as_strided((5, 4), (4, 1))[:, 2:]
+    assert (beyond == 0).all()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.recipe import Cast
+from loka.core.recipe import Cast, Granularity
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -34,17 +34,30 @@ class Quantized:
         return self.data.shape[0], self.data.shape[1]
 
 
-def quantize(hp: torch.Tensor, cast: Cast, *, padded: tuple[int, int] | None = None) -> Quantized:
+def quantize(
+    hp: torch.Tensor,
+    cast: Cast,
+    *,
+    padded: tuple[int, int] | None = None,
+    scale: torch.Tensor | None = None,
+) -> Quantized:
     """Quantizes `hp` [R, C], any float dtype and strides, with current scales.
 
-    `padded` are the sides of `Quantized.data`; the rest is filled with exact zeros.
+    `padded` are the sides of `Quantized.data`; the rest is filled with exact zeros. A `scale`
+    given for a tensor cast, float32 [1], is used instead of the current one; what lies beyond
+    it saturates, and NaN or infinity makes its element NaN.
     """
     rows, columns = padded or (hp.shape[0], hp.shape[1])
     values = hp.float()
     if (rows, columns) != tuple(hp.shape):
         values = torch.nn.functional.pad(values, (0, columns - hp.shape[1], 0, rows - hp.shape[0]))
     group_rows, group_columns = cast.granularity.group(rows, columns)
-    scale = scale_of(_group_amax(values, group_rows, group_columns), cast)
+    if scale is None:
+        scale = scale_of(_group_amax(values, group_rows, group_columns), cast)
+    else:
+        assert cast.granularity is Granularity.TENSOR, "one given scale is a tensor scale"
+        scale = scale.reshape(1, 1)
+        values = values.where(values.isfinite(), torch.nan)  # no scale of its own would show it
     fmax = cast.format.max
     scaled = values / expand_scale(scale, cast, rows, columns)
     # Clamp before the cast: torch <= 2.11 turns an e4m3 overflow into NaN, 2.12+ saturates.
