@@ -70,7 +70,7 @@ def test_agrees_with_the_reference(
             unit = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
             bound = shape[2] * 2.0**-23 * absolute + unit * expected.abs()
         else:
-            bound = accumulation_bound(qa, qb, fast=candidate.kernel.name == "torch_fast", dtype=dtype)
+            bound = accumulation_bound(qa, qb, fast=candidate.kernel.fast, dtype=dtype)
         gap = (out.cpu().float() - expected).abs()
         share = (gap / (bound + 1e-37)).max().item()
         assert share <= 1, f"{shape}: off by {share:.2f} of the bound"

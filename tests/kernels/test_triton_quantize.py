@@ -219,9 +219,10 @@ def test_the_largest_element_may_lie_anywhere(device: torch.device) -> None:
             assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
 
 
-def test_scales_lie_as_the_libraries_read_them(device: torch.device) -> None:
+@pytest.mark.gpu
+def test_scales_lie_as_the_libraries_read_them() -> None:
     """1x128 column-major with rows padded to 4; 128x128 with columns padded to 4 (kernels/layouts.py)."""
-    hp = torch.randn(90, 640, device=device)
+    hp = torch.randn(90, 640, device="cuda")
     group = quantizer.Side(cast=E4M3[Granularity.GROUP_1X128], padded=(90, 640))
     block = quantizer.Side(cast=E4M3[Granularity.BLOCK_128X128], padded=(640, 256))
     first, second = fused.quantize_pair_fused(hp, row=group, column=block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,17 +13,18 @@ from torch import nn
 from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.reference import dequantize, quantize
-from loka.kernels.run import kernel_runs, reset_kernel_runs
+from loka.kernels.run import kernel_runs, reset_kernel_runs, run_gemm
 from loka.nn import (
     check_finite,
     convert_linear,
     find_linears,
     fp8_linears,
     health_of,
+    ops,
     reset_health,
     restore_linear,
 )
-from loka.nn.ops import site_gemm
+from loka.nn.ops import layer_pass, linear_backward, linear_forward
 
 ROW = "emulated:rowwise_e4m3"
 CPU_CANDIDATES = [
@@ -153,11 +155,70 @@ def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None
     assert all(counts["runs"] == 1 for site, counts in health_of(model).items() if site != "0/grad_input")
 
 
-def test_custom_op_keeps_its_contract() -> None:
+BLOCK = "emulated:blockwise_e4m3"
+
+
+@pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])
+def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
+    """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
-    a, b = torch.randn(5, 7), torch.randn(3, 7)
-    # Not test_schema: the op writes its counters unseen, on purpose (nn/ops.py).
-    torch.library.opcheck(site_gemm, (a, b, health, 0, ROW, torch.bfloat16), test_utils=("test_faketensor",))
+    x, weight, dy = torch.randn(5, 7), torch.randn(3, 7), torch.randn(5, 3)
+    # Not test_schema: the ops write their counters unseen, on purpose (nn/ops.py).
+    checks = {"test_utils": ("test_faketensor",)}
+    kept = (names[2] != "hp", names[1] != "hp")
+    torch.library.opcheck(linear_forward, (x, weight, health, *names, *kept), **checks)
+    _, low_x, x_scale, low_weight, weight_scale = linear_forward(x, weight, health, *names, *kept)
+    operands = (
+        low_x if x_scale.numel() else x,
+        x_scale,
+        low_weight if weight_scale.numel() else weight,
+        weight_scale,
+    )
+    for wanted in ((True, True), (True, False), (False, True)):
+        arguments = (dy, *operands, health, *names[1:], *wanted, 7, torch.float32)
+        torch.library.opcheck(linear_backward, arguments, **checks)
+
+
+@pytest.mark.parametrize("names", list(itertools.product(["hp", ROW, BLOCK], repeat=3)), ids=str)
+def test_sharing_a_quantization_changes_nothing(names: tuple[str, str, str], device: torch.device) -> None:
+    """All mixtures of precisions: the layer gives bit for bit what its three GEMMs give alone."""
+    torch.manual_seed(0)
+    x, weight, dy = torch.randn(33, 130), torch.randn(48, 130), torch.randn(33, 48)
+    x, weight, dy = (tensor.to(device) for tensor in (x.bfloat16(), weight, dy.bfloat16()))
+    health = torch.zeros(3, 3, dtype=torch.int64, device=device)
+    y, dx, dw = layer_pass(x, weight, dy, health, names)
+    alone = (
+        run_gemm(names[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype),
+        run_gemm(names[1], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=x.dtype),
+        run_gemm(names[2], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight.dtype),
+    )
+    for got, expected in zip((y, dx, dw), alone, strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    assert health[:, 0].tolist() == [int(name != "hp") for name in names]
+    assert (health[:, 1:] == 0).all()
+
+
+def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = ops.quantize_pair
+
+    def counted(hp: torch.Tensor, **sides: object) -> object:
+        calls.append((tuple(hp.shape), sides["row"] is not None, sides["column"] is not None))
+        return real(hp, **sides)
+
+    monkeypatch.setattr(ops, "quantize_pair", counted)
+    linear = converted(nn.Linear(24, 40), (ROW, ROW, BLOCK))
+    x = torch.randn(8, 24, requires_grad=True)
+    y = linear(x)
+    saved = {tensor.dtype for tensor in y.grad_fn.next_functions[0][0].next_functions[0][0].saved_tensors}
+    assert saved == {torch.float8_e4m3fn, torch.float32}
+    y.sum().backward()
+    assert calls == [((8, 24), True, True), ((40, 24), True, True), ((8, 40), True, True)]
+    calls.clear()
+    with torch.no_grad():
+        linear(x)
+    assert calls == [((8, 24), True, False), ((40, 24), True, False)]
 
 
 def test_nan_is_in_the_result_and_names_its_site() -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.recipe import Cast
+from loka.core.problem import round_up
+from loka.core.recipe import Cast, Granularity
 from loka.core.reference import Quantized, quantize
 
 RUNS, BAD_A, BAD_B = 0, 1, 2
@@ -33,6 +34,21 @@ class Side:
     padded: tuple[int, int]
     flag: int = -1
     count: int = -1
+
+
+def empty_scale(cast: Cast, sides: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Unwritten scales [groups of rows, groups of columns] of a quantized tensor, as they lie in memory.
+
+    On CUDA 1x128 scales are column-major with rows padded to 4 floats, 128x128 scales row-major
+    with columns padded to 4: what cuBLASLt, CUTLASS and DeepGEMM read without a copy.
+    """
+    group_rows, group_columns = cast.granularity.group(*sides)
+    high, wide = -(-sides[0] // group_rows), -(-sides[1] // group_columns)
+    if device.type == "cuda" and cast.granularity is Granularity.GROUP_1X128:
+        return torch.empty(wide, round_up(high, 4), dtype=torch.float32, device=device).t()[:high]
+    if device.type == "cuda" and cast.granularity is Granularity.BLOCK_128X128:
+        return torch.empty(high, round_up(wide, 4), dtype=torch.float32, device=device)[:, :wide]
+    return torch.empty(high, wide, dtype=torch.float32, device=device)
 
 
 def quantize_operand(

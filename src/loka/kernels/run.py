@@ -6,14 +6,16 @@ This is the only place that calls a kernel, so its counter proves what ran.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
-from loka.core.problem import Problem, dtype_name, target_of
-from loka.core.recipe import Gemm
+from loka.core.problem import DTYPES, Problem, dtype_name, target_of
+from loka.core.recipe import Casts, Gemm
+from loka.core.reference import Quantized
 from loka.core.report import HP
 from loka.kernels.quantizer import BAD_A, BAD_B, quantize_operand
-from loka.kernels.registry import require_supported
+from loka.kernels.registry import Candidate, require_supported
 
 _RUNS: Counter[tuple[str, str]] = Counter()
 
@@ -30,6 +32,46 @@ def reset_kernel_runs() -> None:
     _RUNS.clear()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledGemm:
+    """A candidate that was found fit for a problem: how to quantize for it, and how to run it.
+
+    `padded_a` and `padded_b` are the sides that the quantized operands must have.
+    """
+
+    name: str
+    candidate: Candidate
+    problem: Problem
+    casts: Casts
+    padded_a: tuple[int, int]
+    padded_b: tuple[int, int]
+
+    def __call__(self, a: Quantized, b: Quantized) -> torch.Tensor:
+        """out [M, N] from operands quantized by `casts` into the padded sides."""
+        out = self.candidate.run(a, b, DTYPES[self.problem.dtype])
+        _RUNS[self.name, self.problem.gemm.value] += 1
+        return out[: self.problem.m, : self.problem.n].contiguous()
+
+
+def scaled_gemm(name: str, problem: Problem) -> ScaledGemm:
+    """The candidate as a function for exactly this problem.
+
+    Raises NoKernelFits: the candidate cannot run it; nothing else is tried.
+    """
+    candidate = require_supported(name, problem)
+    casts = candidate.recipe.casts(problem.gemm)
+    assert casts is not None
+    padded = candidate.padded(problem)
+    return ScaledGemm(
+        name=name,
+        candidate=candidate,
+        problem=problem,
+        casts=casts,
+        padded_a=(padded.m, padded.k),
+        padded_b=(padded.n, padded.k),
+    )
+
+
 def run_gemm(
     candidate: str,
     a: torch.Tensor,
@@ -42,29 +84,23 @@ def run_gemm(
     """out [M, N] = a [M, K] @ b [N, K]^T in `dtype`, through `candidate`.
 
     Args:
-        candidate: "hp", or "kernel:recipe".
+        candidate: "hp", which computes in the dtype of `a`, or "kernel:recipe".
         a, b: high-precision operands with any strides.
         health: int64 [3] that receives [runs, non-finite A, non-finite B].
 
     Raises:
         NoKernelFits: the candidate cannot run this problem; nothing else is tried.
     """
-    m, k = a.shape
-    n = b.shape[0]
     # Autocast would recast the float32 operands of the emulated kernel.
     with torch.autocast(a.device.type, enabled=False):
         if candidate == HP:
             _RUNS[candidate, gemm.value] += 1
-            return a.to(dtype) @ b.to(dtype).t()
+            return (a @ b.to(a.dtype).t()).to(dtype)
+        (m, k), n = a.shape, b.shape[0]
         if 0 in (m, n, k):
             return torch.zeros(m, n, dtype=dtype, device=a.device)
         problem = Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target_of(a.device))
-        chosen = require_supported(candidate, problem)
-        casts = chosen.recipe.casts(gemm)
-        assert casts is not None
-        padded = chosen.padded(problem)
-        quantized_a = quantize_operand(a, casts[0], padded=(padded.m, padded.k), health=health, slot=BAD_A)
-        quantized_b = quantize_operand(b, casts[1], padded=(padded.n, padded.k), health=health, slot=BAD_B)
-        out = chosen.run(quantized_a, quantized_b, dtype)
-        _RUNS[candidate, gemm.value] += 1
-        return out[:m, :n].contiguous()
+        run = scaled_gemm(candidate, problem)
+        low_a = quantize_operand(a, run.casts[0], padded=run.padded_a, health=health, slot=BAD_A)
+        low_b = quantize_operand(b, run.casts[1], padded=run.padded_b, health=health, slot=BAD_B)
+        return run(low_a, low_b)

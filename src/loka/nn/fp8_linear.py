@@ -56,7 +56,9 @@ class Fp8Linear(nn.Linear):
                 "cast one, or use torch.autocast"
             )
         rows = input.reshape(-1, self.in_features)
-        output = LinearGemms.apply(rows, self.weight, self.loka_health, self.loka_candidates)
+        training = torch.is_grad_enabled()
+        keep = (training and self.weight.requires_grad, training and rows.requires_grad)
+        output = LinearGemms.apply(rows, self.weight, self.loka_health, self.loka_candidates, keep)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.

@@ -1,58 +1,279 @@
-"""The site's GEMM as one opaque custom op: quantization and kernel, invisible to a compiler.
+"""The GEMMs of a linear layer as two opaque custom ops: quantization and kernels, unseen by a compiler.
+
+    forward    y  = x W^T                             x [T, in], W [out, in]
+    backward   dx = dy W,  dW = dy^T x                dy [T, out]
 
 An exposed scale tensor would let Inductor change its strides, which kernels with a fixed
-scale layout then read out of bounds; inside one op nothing can be rearranged. The op has a
-fake, so torch.compile sees shapes and dtypes and graphs stay whole.
+scale layout then read out of bounds; inside an op nothing can be rearranged. The ops have
+fakes, so torch.compile sees shapes and dtypes and graphs stay whole.
+
+Each of x, W and dy feeds two GEMMs, once transposed. Where both run in FP8, one pass makes both
+copies, and what backward needs is kept as FP8 (one byte an element instead of two or four).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
-from loka.kernels.run import run_gemm
+from loka.core.reference import Quantized
+from loka.core.report import HP
+from loka.kernels.quantizer import BAD_A, BAD_B, RUNS, Side, empty_scale, quantize_operand, quantize_pair
+from loka.kernels.registry import candidate_named
+from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
 
 GEMMS = (Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)
 
 
-@torch.library.custom_op("loka::site_gemm", mutates_args=())
-def site_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """The sides of a linear layer for one call, and where."""
+
+    rows: int
+    features: int
+    outputs: int
+    device: torch.device
+
+    def fp8(self, gemm: Gemm, name: str, dtype: torch.dtype) -> ScaledGemm | None:
+        """The FP8 GEMM, or None for "hp" and for an empty problem."""
+        if name == HP or 0 in (self.rows, self.features, self.outputs):
+            return None
+        return scaled_gemm(name, self.problem(gemm, dtype))
+
+    def problem(self, gemm: Gemm, dtype: torch.dtype) -> Problem:
+        return linear_problem(
+            gemm,
+            rows=self.rows,
+            in_features=self.features,
+            out_features=self.outputs,
+            dtype=dtype_name(dtype),
+            target=target_of(self.device),
+        )
+
+    def second_side(self, gemm: Gemm, name: str) -> Side | None:
+        """Operand B of a backward GEMM, made ahead of it; asks no kernel, so sides may be symbols."""
+        if name == HP:
+            return None
+        candidate = candidate_named(name)
+        casts = candidate.recipe.casts(gemm)
+        assert casts is not None
+        padded = candidate.padded(self.problem(gemm, torch.bfloat16))
+        return Side(cast=casts[1], padded=(padded.n, padded.k), flag=_place(gemm, BAD_B))
+
+
+def _place(gemm: Gemm, slot: int) -> int:
+    """In the flat health [3, 3]."""
+    return 3 * GEMMS.index(gemm) + slot
+
+
+def _first_side(run: ScaledGemm) -> Side:
+    gemm = run.problem.gemm
+    return Side(cast=run.casts[0], padded=run.padded_a, flag=_place(gemm, BAD_A), count=_place(gemm, RUNS))
+
+
+@torch.library.custom_op("loka::linear_forward", mutates_args=())
+def linear_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
     health: torch.Tensor,
-    gemm: int,
-    candidate: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """a [M, K] @ b [N, K]^T in `dtype` through `candidate`; `gemm` indexes GEMMS.
+    output: str,
+    grad_input: str,
+    grad_weight: str,
+    keep_input: bool,
+    keep_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, in] @ weight [out, in]^T through candidate `output`, and what backward wants of its operands.
+
+    Returns y [T, out] in the dtype of x; x^T quantized for `grad_weight` and its scale, if
+    `keep_input`; weight^T quantized for `grad_input` and its scale, if `keep_weight`. What is
+    not kept is empty.
 
     `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py. It is write-only telemetry
-    that no result depends on, so the op is declared without side effects and writes through
+    that no result depends on, so the ops are declared without side effects and write through
     `.data`: a declared mutation would make autograd refuse the backward of a compiled model
     after any other forward, because the buffer that backward also takes had changed.
     """
-    return run_gemm(candidate, a, b, gemm=GEMMS[gemm], dtype=dtype, health=health.data[gemm])
+    layer = _layer(x, weight)
+    run = layer.fp8(Gemm.OUTPUT, output, x.dtype)
+    if run is None:
+        y = run_gemm(output, x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
+        return y, *_parts(None, x), *_parts(None, x)
+    second = Side(cast=run.casts[1], padded=run.padded_b, flag=_place(Gemm.OUTPUT, BAD_B))
+    low_x, kept_x = quantize_pair(
+        x,
+        row=_first_side(run),
+        column=layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep_input else None,
+        health=health.data,
+    )
+    low_weight, kept_weight = quantize_pair(
+        weight,
+        row=second,
+        column=layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep_weight else None,
+        health=health.data,
+    )
+    assert low_x is not None
+    assert low_weight is not None
+    return run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
 
-@site_gemm.register_fake
+@linear_forward.register_fake
 def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
     health: torch.Tensor,
-    gemm: int,
-    candidate: str,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+    output: str,
+    grad_input: str,
+    grad_weight: str,
+    keep_input: bool,
+    keep_weight: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer = _layer(x, weight)
+    shares = output != HP
+    kept_x = layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if shares and keep_input else None
+    kept_weight = layer.second_side(Gemm.GRAD_INPUT, grad_input) if shares and keep_weight else None
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    return y, *_parts(_unwritten(kept_x, x.device), x), *_parts(_unwritten(kept_weight, x.device), x)
+
+
+@torch.library.custom_op("loka::linear_backward", mutates_args=())
+def linear_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    health: torch.Tensor,
+    grad_input: str,
+    grad_weight: str,
+    want_input: bool,
+    want_weight: bool,
+    features: int,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx [T, features] in the dtype of dy and dW [out, features] in `weight_dtype`; empty if not wanted.
+
+    `x` is the input [T, features], or its transpose as `linear_forward` quantized it; `weight`
+    likewise. A scale is empty where its tensor is in high precision.
+    """
+    layer = _Layer(rows=dy.shape[0], features=features, outputs=dy.shape[1], device=dy.device)
+    dx = dy.new_empty(0)
+    dw = dy.new_empty(0, dtype=weight_dtype)
+    if dy.numel() == 0:
+        dx = dy.new_zeros(layer.rows, features) if want_input else dx
+        return dx, dw.new_zeros(layer.outputs, features) if want_weight else dw
+    run_input = layer.fp8(Gemm.GRAD_INPUT, grad_input, dy.dtype) if want_input else None
+    run_weight = layer.fp8(Gemm.GRAD_WEIGHT, grad_weight, weight_dtype) if want_weight else None
+    low = turned = None
+    if run_input or run_weight:
+        low, turned = quantize_pair(
+            dy,
+            row=_first_side(run_input) if run_input else None,
+            column=_first_side(run_weight) if run_weight else None,
+            health=health.data,
+        )
+    if run_input and low:
+        dx = run_input(low, _second(run_input, weight, weight_scale, health.data))
+    elif want_input:
+        dx = run_gemm(grad_input, dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
+    if run_weight and turned:
+        dw = run_weight(turned, _second(run_weight, x, x_scale, health.data))
+    elif want_weight:
+        dw = run_gemm(grad_weight, dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
+    return dx, dw
+
+
+@linear_backward.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    health: torch.Tensor,
+    grad_input: str,
+    grad_weight: str,
+    want_input: bool,
+    want_weight: bool,
+    features: int,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dx = dy.new_empty(dy.shape[0], features) if want_input else dy.new_empty(0)
+    dw = (
+        dy.new_empty(dy.shape[1], features, dtype=weight_dtype)
+        if want_weight
+        else dy.new_empty(0, dtype=weight_dtype)
+    )
+    return dx, dw
+
+
+def _layer(x: torch.Tensor, weight: torch.Tensor) -> _Layer:
+    return _Layer(rows=x.shape[0], features=x.shape[1], outputs=weight.shape[0], device=x.device)
+
+
+def _parts(quantized: Quantized | None, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An op returns tensors: data and scale, both empty for what is not kept."""
+    if quantized is None:
+        return like.new_empty(0), like.new_empty(0)
+    return quantized.data, quantized.scale
+
+
+def _unwritten(side: Side | None, device: torch.device) -> Quantized | None:
+    if side is None:
+        return None
+    data = torch.empty(*side.padded, dtype=side.cast.format.dtype, device=device)
+    return Quantized(data, empty_scale(side.cast, side.padded, device), side.cast)
+
+
+def _second(run: ScaledGemm, b: torch.Tensor, scale: torch.Tensor, health: torch.Tensor) -> Quantized:
+    """Operand B of a backward GEMM: as forward kept it, or quantized now from its transpose."""
+    if scale.numel():
+        return Quantized(b, scale, run.casts[1])
+    gemm = GEMMS.index(run.problem.gemm)
+    return quantize_operand(b.t(), run.casts[1], padded=run.padded_b, health=health[gemm], slot=BAD_B)
+
+
+def layer_pass(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    grad_output: torch.Tensor,
+    health: torch.Tensor,
+    candidates: tuple[str, str, str],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, dx and dW of a linear layer by three candidates, quantization shared, without autograd.
+
+    x [T, in], weight [out, in], grad_output [T, out], health int64 [3, 3]. It is what an
+    Fp8Linear runs in a training step, for timing.
+    """
+    _, grad_input, grad_weight = candidates
+    y, kept_x, x_scale, kept_weight, weight_scale = linear_forward(
+        x, weight, health, *candidates, grad_weight != HP, grad_input != HP
+    )
+    dx, dw = linear_backward(
+        grad_output,
+        kept_x if x_scale.numel() else x,
+        x_scale,
+        kept_weight if weight_scale.numel() else weight,
+        weight_scale,
+        health,
+        grad_input,
+        grad_weight,
+        True,
+        True,
+        x.shape[1],
+        weight.dtype,
+    )
+    return y, dx, dw
 
 
 class LinearGemms(torch.autograd.Function):
     """y [T, out] = x [T, in] @ weight [out, in]^T, each of the three GEMMs by its candidate.
 
-    Saves x and weight in high precision; both are quantized again in backward, in the layouts
-    that the gradient GEMMs contract over.
+    What a backward GEMM in FP8 needs of x and weight is saved quantized where `output` is in
+    FP8 too; otherwise x and weight are saved as they are.
     """
 
     @staticmethod
@@ -62,20 +283,41 @@ class LinearGemms(torch.autograd.Function):
         weight: torch.Tensor,
         health: torch.Tensor,
         candidates: tuple[str, str, str],
+        keep: tuple[bool, bool],
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
+        output, grad_input, grad_weight = candidates
+        share_x = keep[0] and output != HP and grad_weight != HP
+        share_weight = keep[1] and output != HP and grad_input != HP
+        y, kept_x, x_scale, kept_weight, weight_scale = linear_forward(
+            x, weight, health, *candidates, share_x, share_weight
+        )
+        ctx.save_for_backward(
+            kept_x if share_x else x, x_scale, kept_weight if share_weight else weight, weight_scale
+        )
         ctx.health = health
         ctx.candidates = candidates
-        return site_gemm(x, weight, health, 0, candidates[0], x.dtype)
+        ctx.features = x.shape[1]
+        ctx.weight_dtype = weight.dtype
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        health, candidates = ctx.health, ctx.candidates
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_input = site_gemm(grad_output, weight.t(), health, 1, candidates[1], x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight = site_gemm(grad_output.t(), x.t(), health, 2, candidates[2], x.dtype)
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_input, grad_weight, None, None
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        _, grad_input, grad_weight = ctx.candidates
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        dx, dw = linear_backward(
+            grad_output,
+            x,
+            x_scale,
+            weight,
+            weight_scale,
+            ctx.health,
+            grad_input,
+            grad_weight,
+            want_x,
+            want_weight,
+            ctx.features,
+            ctx.weight_dtype,
+        )
+        return dx if want_x else None, dw if want_weight else None, None, None, None

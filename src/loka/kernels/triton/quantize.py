@@ -11,9 +11,7 @@ one read. A tensor scale, or a row scale of a copy that shares its pass, needs i
 a memset, a launch that takes maxima, and the launch that casts. Rows of a single row copy fit
 one program, so they need one launch too. A given (delayed) scale always needs one.
 
-Layouts of the scales are those that cuBLASLt, CUTLASS and DeepGEMM read without a copy: 1x128
-scales column-major with rows padded to 4 floats, 128x128 scales row-major with columns padded
-to 4.
+Scales lie in memory as `kernels.quantizer.empty_scale` says.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from loka.core.problem import round_up
 from loka.core.recipe import Granularity
 from loka.core.reference import Quantized
-from loka.kernels.quantizer import Side
+from loka.kernels.quantizer import Side, empty_scale
 
 _TINY = torch.finfo(torch.float32).tiny
 _TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -417,17 +414,12 @@ def _prepare(side: Side | None, device: torch.device, given: torch.Tensor | None
     if given is not None:
         assert granularity is Granularity.TENSOR, "one given scale is a tensor scale"
         return _Copy(out, given.view(1, 1), _GIVEN.value, -1)
+    scale = empty_scale(side.cast, side.padded, device)
     if granularity is Granularity.GROUP_1X128:
-        groups = triton.cdiv(columns, 128)
-        lying = torch.empty(groups, round_up(rows, 4), dtype=torch.float32, device=device)
-        return _Copy(out, lying.t()[:rows], _GROUP.value, -1)
+        return _Copy(out, scale, _GROUP.value, -1)
     if granularity is Granularity.BLOCK_128X128:
-        wide = triton.cdiv(columns, 128)
-        blocks = torch.empty(triton.cdiv(rows, 128), round_up(wide, 4), dtype=torch.float32, device=device)
-        return _Copy(out, blocks[:, :wide], _BLOCK.value, -1)
-    per_row = granularity is Granularity.ROW
-    scale = torch.empty(rows if per_row else 1, 1, dtype=torch.float32, device=device)
-    return _Copy(out, scale, _MAXIMA.value, int(per_row))
+        return _Copy(out, scale, _BLOCK.value, -1)
+    return _Copy(out, scale, _MAXIMA.value, int(granularity is Granularity.ROW))
 
 
 def _take_maxima(
