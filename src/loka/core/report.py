@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from loka.core.recipe import Gemm
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
-_KIND, _VERSION = "loka-report", 1
+_KIND, _VERSION = "loka-report", 2
 _WAY_OUT = "measure again with `loka measure STATS --out REPORT`"
 
 HP = "hp"  # the candidate that is always there: the model's own precision
@@ -30,22 +31,31 @@ def site_name(path: str, gemm: Gemm) -> str:
 class Measurement:
     """One candidate at one site. `errors` by measure name; times only where a GPU was there.
 
+    `rounds` is how long it stayed in the race of the site: a name that left early was clearly
+    slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
+    `microseconds` of candidates with different `rounds` were taken at different clocks.
     `unsupported` gives the reason when the candidate cannot run; nothing else is set then.
     """
 
     errors: Mapping[str, Estimate] = field(default_factory=dict)
     microseconds: Estimate | None = None
     speedup: Estimate | None = None
+    rounds: int | None = None
     unsupported: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
-    """All candidates at one site."""
+    """All candidates at one site. `unfinished` says what of its timing is missing, and why.
+
+    Where a kernel had several algorithms for the problem and was timed, the fastest one's
+    pinned name "kernel:recipe@3" stands in place of "kernel:recipe".
+    """
 
     path: str
     problem: Problem
     measurements: Mapping[str, Measurement]
+    unfinished: str | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +64,16 @@ class SiteReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Measurements of a model on one machine. `complete` is False while measuring goes on."""
+    """Measurements of a model on one machine.
+
+    Attributes:
+        skipped: sites and layers without measurements, and why there are none to make.
+        sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
+            layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
+            the row-major copy and of the transposed one. Only of timed layers.
+        notes: what was not measured in full, and why.
+        complete: everything was measured in full; measuring again goes on with what is missing.
+    """
 
     model: ModelSignature
     machine: Fingerprint
@@ -62,6 +81,8 @@ class Report:
     settings: Mapping[str, Any]
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     complete: bool = True
 
     @property
@@ -77,30 +98,52 @@ class Report:
         return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
 
     def __str__(self) -> str:
-        rows = []
-        for site in self.sites.values():
-            problem = site.problem
-            for candidate, measured in site.measurements.items():
-                sqnr, speedup = measured.errors.get("sqnr_db"), measured.speedup
-                rows.append(
-                    (
-                        site.name,
-                        f"{problem.m}x{problem.n}x{problem.k}",
-                        candidate,
-                        f"{sqnr.value:.1f}" if sqnr else "-",
-                        f"{measured.errors['mere'].value:.3f}" if "mere" in measured.errors else "-",
-                        f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
-                        f"{speedup.value:.2f}x" if speedup else "-",
-                        measured.unsupported or "",
-                    )
-                )
         header = ("site", "MxNxK", "candidate", "sqnr_db", "mere", "us", "speed-up", "unsupported")
-        state = "" if self.complete else " (incomplete: measuring was interrupted)"
+        rows = [row for site in self.sites.values() for row in _rows(site)]
+        state = "" if self.complete else " (incomplete: measure again to go on)"
         lines = [f"Report of {self.model.name} on {self.machine}{state}", format_table(header, rows)]
-        if not self.timed:
+        if not self.timed and self.machine.target == "cpu":
             lines.append("Not timed: this machine has no GPU; errors only.")
+        for path, tensors in self.sharing.items():
+            best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
+            lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _rows(site: SiteReport) -> list[tuple[str, ...]]:
+    """hp first, then the fastest; those that cannot run in one row."""
+    problem = site.problem
+    place = (site.name, f"{problem.m}x{problem.n}x{problem.k}")
+
+    def rank(item: tuple[str, Measurement]) -> tuple[bool, float]:
+        time = item[1].microseconds
+        return item[0] != HP, time.value if time else 0.0
+
+    rows: list[tuple[str, ...]] = []
+    for candidate, measured in sorted(site.measurements.items(), key=rank):
+        if not measured.unsupported:
+            sqnr, speedup = measured.errors.get("sqnr_db"), measured.speedup
+            numbers = (
+                f"{sqnr.value:.1f}" if sqnr else "-",
+                f"{measured.errors['mere'].value:.3f}" if "mere" in measured.errors else "-",
+                f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
+                f"{speedup.value:.2f}x" if speedup else "-",
+            )
+            rows.append((*place, candidate, *numbers, ""))
+    reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
+    if reasons:
+        told = "; ".join(
+            f"{reason} ({count})" if count > 1 else f"{reason}" for reason, count in reasons.items()
+        )
+        rows.append((*place, f"({reasons.total()} more)", "", "", "", "", told))
+    return rows
+
+
+def _most_saved(tensor: str, pairs: Mapping[str, Estimate]) -> str:
+    best = max(pairs, key=lambda pair: pairs[pair].value)
+    return f"{tensor} {best} {pairs[best].value:.1f} us"
 
 
 def number_to_json(value: float) -> float | str:
@@ -116,6 +159,13 @@ def estimate_to_json(estimate: Estimate | None) -> list[float | str] | None:
 
 def estimate_from_json(content: list[float | str] | None) -> Estimate | None:
     return None if content is None else Estimate(*(float(v) for v in content))
+
+
+def required_estimate(content: list[float | str] | None) -> Estimate:
+    estimate = estimate_from_json(content)
+    if estimate is None:
+        raise ValueError("an estimate is missing")
+    return estimate
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -139,6 +189,7 @@ def _to_json(report: Report) -> dict[str, Any]:
                 "errors": {key: estimate_to_json(value) for key, value in measured.errors.items()},
                 "microseconds": estimate_to_json(measured.microseconds),
                 "speedup": estimate_to_json(measured.speedup),
+                "rounds": measured.rounds,
                 "unsupported": measured.unsupported,
             }
             for candidate, measured in site.measurements.items()
@@ -147,7 +198,15 @@ def _to_json(report: Report) -> dict[str, Any]:
             "path": site.path,
             "problem": problem_to_json(site.problem),
             "measurements": measurements,
+            "unfinished": site.unfinished,
         }
+    sharing = {
+        path: {
+            tensor: {pair: estimate_to_json(saved) for pair, saved in pairs.items()}
+            for tensor, pairs in tensors.items()
+        }
+        for path, tensors in report.sharing.items()
+    }
     return {
         "model": report.model.to_json(),
         "machine": report.machine.to_json(),
@@ -155,6 +214,8 @@ def _to_json(report: Report) -> dict[str, Any]:
         "settings": dict(report.settings),
         "sites": sites,
         "skipped": dict(report.skipped),
+        "sharing": sharing,
+        "notes": list(report.notes),
         "complete": report.complete,
     }
 
@@ -174,11 +235,22 @@ def _from_json(content: Mapping[str, Any]) -> Report:
                 errors={key: value for key, value in errors.items() if value is not None},
                 microseconds=estimate_from_json(entry["microseconds"]),
                 speedup=estimate_from_json(entry["speedup"]),
+                rounds=entry["rounds"],
                 unsupported=entry["unsupported"],
             )
         sites[name] = SiteReport(
-            path=site["path"], problem=problem_from_json(site["problem"]), measurements=measurements
+            path=site["path"],
+            problem=problem_from_json(site["problem"]),
+            measurements=measurements,
+            unfinished=site["unfinished"],
         )
+    sharing = {
+        path: {
+            tensor: {pair: required_estimate(saved) for pair, saved in pairs.items()}
+            for tensor, pairs in tensors.items()
+        }
+        for path, tensors in content["sharing"].items()
+    }
     return Report(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
@@ -186,5 +258,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         settings=content["settings"],
         sites=sites,
         skipped=content["skipped"],
+        sharing=sharing,
+        notes=tuple(content["notes"]),
         complete=content["complete"],
     )

@@ -1,46 +1,224 @@
-"""Timing of GPU work: CUDA-graph replays, interleaved, with quantiles and paired ratios.
+"""Timing of GPU work as a race: CUDA-graph replays, interleaved, the hopeless dropped early.
 
-Each function is captured once, `calls` times over, into a graph. A round replays every graph
-once in random order, with the L2 cache overwritten in between, so clock drift and cache
-state fall on all alike. The ratio to the baseline is taken within a round: sequential means
-pick the wrong winner of a 2 % gap in 12-18 % of cases, the median of paired log-ratios in
-0.1 % at 25 rounds.
+A round replays the graph of every function still in the race once, in random order, with the
+L2 cache overwritten in between, so clock drift and cache state fall on all alike. Names are
+compared within rounds: sequential means pick the wrong winner of a 2 % gap in 12-18 % of
+cases, the median of paired log-ratios in 0.1 % at 25 rounds.
+
+Most of 25 candidates are hopeless, so a fixed number of rounds spends most of its time on
+what nobody will run. The race looks at the samples after every few rounds, drops whoever is
+clearly slower than the leader, and ends when nothing is left open. `race` is this logic and
+knows no GPU; `time_interleaved` captures the graphs and samples them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from loka.core.error import Estimate
 
+Sample = Callable[[Sequence[str], int], Mapping[str, Sequence[float]]]
+"""(names, rounds) -> microseconds of each name in each round; rounds are paired over names."""
+
+# The level of the interval on which a name is dropped. The race looks at most 10 times (after
+# 9, 15, ... 60 rounds) and drops on the lower end, so a name that in truth equals the leader is
+# dropped in at most 10 * 0.25 % = 2.5 % of races (union bound, distribution-free).
+LEVEL = 0.995
+TIE = 0.01  # names within 1 % of the leader are equal to it for every purpose
+MAX_ROUNDS = 60
+_BATCH = 6
+
 _CACHE_BYTES = 256 << 20  # several times the 60 MB L2 of an H200
+_REPLAY_MICROSECONDS = 2000.0  # of the baseline: long against the 0.5 us resolution of events
+_MAX_CALLS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Microseconds of one call (median and its interval) and speed-up over the baseline."""
+    """One function: microseconds of a call, and the baseline's time over its own.
+
+    Medians with distribution-free 95 % intervals, unbounded below 6 rounds. `speedup` comes from
+    the rounds shared with the baseline, so clock drift cancels; `microseconds` of functions that
+    left the race at different times were taken at different clocks.
+    """
 
     microseconds: Estimate
     speedup: Estimate
+    rounds: int
 
 
-def median_interval(samples: Sequence[float]) -> Estimate:
-    """Median with a distribution-free 95 % interval from order statistics.
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What a race found. `samples` are microseconds by round, from the first round on.
 
-    Ranks n/2 -+ 0.98 sqrt(n), the normal approximation of the sign test (Conover 1999, 3.2).
+    Attributes:
+        winner: the fastest of those still running at the end; near-ties are not separated.
+        ended: "decided", or "rounds" or "deadline" when those ran out with something open.
+        failures: functions that raised, with the error's first line; they have no timing.
+    """
+
+    timings: Mapping[str, Timing]
+    samples: Mapping[str, tuple[float, ...]]
+    winner: str
+    rounds: int
+    ended: Literal["decided", "rounds", "deadline"]
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+def median_interval(samples: Sequence[float], level: float = 0.95) -> Estimate:
+    """Median with a distribution-free interval from order statistics (sign test, exact).
+
+    Unbounded where so few samples allow no interval of this level (fewer than 6 for 95 %).
     """
     ordered = sorted(samples)
     count = len(ordered)
-    half = 0.98 * math.sqrt(count)
-    low = max(math.floor(count / 2 - half), 0)
-    high = min(math.ceil(count / 2 + half), count - 1)
-    middle = ordered[count // 2] if count % 2 else (ordered[count // 2 - 1] + ordered[count // 2]) / 2
-    return Estimate(middle, ordered[low], ordered[high])
+    middle = statistics.median(ordered)
+    rank = _rank(count, level)
+    if rank == 0:
+        return Estimate(middle, -math.inf, math.inf)
+    return Estimate(middle, ordered[rank - 1], ordered[count - rank])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rank(count: int, level: float) -> int:
+    """The largest r with P(Binomial(count, 1/2) < r) <= (1 - level) / 2."""
+    total = rank = 0
+    while True:
+        total += math.comb(count, rank)
+        if total / 2**count > (1 - level) / 2:
+            return rank
+        rank += 1
+
+
+def race(
+    sample: Sample,
+    names: Sequence[str],
+    *,
+    baseline: str,
+    keep: Collection[str] = (),
+    rivals: Mapping[str, Collection[str]] | None = None,
+    tie: float = TIE,
+    max_rounds: int = MAX_ROUNDS,
+    deadline: float | None = None,
+) -> Race:
+    """Samples `names` until each is clearly slower than its leader, tied with it, or time is up.
+
+    After each batch of rounds a name is compared with the fastest of its rivals by the median of
+    paired log-ratios. One whose interval at `LEVEL` lies above zero leaves with its samples. The
+    rest is decided when every interval lies within `tie` and every speed-up is known to `tie`.
+
+    Args:
+        sample: measures; called for fewer names as the race goes on.
+        baseline: speed-ups are over it; it is never dropped.
+        keep: further names that are never dropped.
+        rivals: for each name, those that may drive it out; by default all. A fast candidate
+            that a budget may refuse must not drive out one that the budget would admit.
+        deadline: of `time.monotonic()`. At least one batch is sampled, whatever the time.
+
+    Raises ValueError for an unknown baseline and fewer than one round.
+    """
+    if baseline not in names:
+        raise ValueError(f"baseline {baseline!r} is not among {sorted(names)}")
+    if max_rounds < 1:
+        raise ValueError(f"max_rounds is {max_rounds}; a race needs at least one")
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    running = list(names)
+    protected = {baseline, *keep}
+    rounds = 0
+    batch = _first_look()
+    ended: Literal["decided", "rounds", "deadline"] | None = None
+    while ended is None:
+        batch = min(batch, max_rounds - rounds)
+        for name, times in sample(tuple(running), batch).items():
+            samples[name].extend(times)
+        rounds += batch
+        batch = _BATCH
+        slower, undecided = _judge(samples, running, baseline, rivals, tie)
+        running = [name for name in running if name not in slower or name in protected]
+        if not undecided:
+            ended = "decided"
+        elif rounds >= max_rounds:
+            ended = "rounds"
+        elif deadline is not None and time.monotonic() >= deadline:
+            ended = "deadline"
+    return Race(
+        timings={name: _timing(samples[baseline], times) for name, times in samples.items()},
+        samples={name: tuple(times) for name, times in samples.items()},
+        winner=_fastest(_standings(samples, running)),
+        rounds=rounds,
+        ended=ended,
+    )
+
+
+def _first_look() -> int:
+    """The fewest rounds that can separate two names at `LEVEL`: 9, all of one sign."""
+    return next(count for count in range(1, 64) if _rank(count, LEVEL))
+
+
+def _judge(
+    samples: Mapping[str, Sequence[float]],
+    running: Sequence[str],
+    baseline: str,
+    rivals: Mapping[str, Collection[str]] | None,
+    tie: float,
+) -> tuple[set[str], set[str]]:
+    """Who is clearly slower than its leader, and who is neither that nor settled."""
+    standings = _standings(samples, running)
+    slower, undecided = set(), set()
+    for name in running:
+        against = [n for n in running if n == name or rivals is None or n in rivals.get(name, ())]
+        leader = _fastest({n: standings[n] for n in against})
+        if leader != name:
+            behind = median_interval(_log_ratios(samples[name], samples[leader]), LEVEL)
+            if behind.low > 0:
+                slower.add(name)
+                continue
+            if not (behind.low >= -tie and behind.high <= tie):
+                undecided.add(name)
+        if name != baseline:
+            speedup = median_interval(_log_ratios(samples[baseline], samples[name]))
+            if speedup.high - speedup.low > 2 * tie:
+                undecided.add(name)
+    return slower, undecided
+
+
+def _standings(samples: Mapping[str, Sequence[float]], running: Sequence[str]) -> dict[str, float]:
+    """Median log time of each name against the middle of its rounds: drift falls out."""
+    logs = {name: [math.log(time) for time in samples[name]] for name in running}
+    middles = [statistics.median(together) for together in zip(*logs.values(), strict=True)]
+    return {
+        name: statistics.median(own - middle for own, middle in zip(times, middles, strict=True))
+        for name, times in logs.items()
+    }
+
+
+def _fastest(standings: Mapping[str, float]) -> str:
+    return min(standings, key=lambda name: (standings[name], name))
+
+
+def _log_ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """Of the rounds both ran in: everyone is there from the first round until it leaves."""
+    return [math.log(a / b) for a, b in zip(above, below, strict=False)]
+
+
+def _timing(baseline: Sequence[float], times: Sequence[float]) -> Timing:
+    ratio = median_interval(_log_ratios(baseline, times))
+    microseconds = median_interval(times)
+    return Timing(
+        microseconds=replace(microseconds, low=max(microseconds.low, 0.0)),
+        speedup=Estimate(math.exp(ratio.value), math.exp(ratio.low), math.exp(ratio.high)),
+        rounds=len(times),
+    )
 
 
 def time_interleaved(
@@ -48,11 +226,18 @@ def time_interleaved(
     *,
     baseline: str,
     device: torch.device,
-    calls: int = 8,
-    rounds: int = 25,
+    keep: Collection[str] = (),
+    rivals: Mapping[str, Collection[str]] | None = None,
+    tie: float = TIE,
+    max_rounds: int = MAX_ROUNDS,
+    deadline: float | None = None,
     seed: int = 0,
-) -> dict[str, Timing]:
-    """Times each function under a CUDA graph. A function should rotate its own buffers.
+) -> Race:
+    """Races `functions` under CUDA graphs; arguments as for `race`.
+
+    A function should rotate its own buffers: each of the 1 to 8 calls captured in a graph is a
+    call of it. One that raises is in `failures` and the others go on; what the baseline raises,
+    and an error after which CUDA is unusable, is raised.
 
     Raises ValueError off CUDA and for an unknown baseline.
     """
@@ -60,50 +245,132 @@ def time_interleaved(
         raise ValueError(f"times are taken under CUDA graphs; {device} has none")
     if baseline not in functions:
         raise ValueError(f"baseline {baseline!r} is not among {sorted(functions)}")
-    graphs = {name: _capture(function, calls, device) for name, function in functions.items()}
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
-    order = list(graphs)
-    generator = random.Random(seed)
+    with torch.cuda.device(device):
+        cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=device)
+        graphs, failures, calls = _capture_all(functions, baseline)
+        generator = random.Random(seed)
+
+        def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+            order = list(names)
+            events = []
+            for _ in range(rounds):
+                generator.shuffle(order)
+                for name in order:
+                    cache.fill_(1)
+                    events.append((name, *_replay(graphs[name])))
+            torch.cuda.synchronize()
+            samples: dict[str, list[float]] = {name: [] for name in names}
+            for name, begin, end in events:
+                samples[name].append(_elapsed(begin, end) / calls)
+            return samples
+
+        found = race(
+            sample,
+            list(graphs),
+            baseline=baseline,
+            keep=keep,
+            rivals=rivals,
+            tie=tie,
+            max_rounds=max_rounds,
+            deadline=deadline,
+        )
+    return replace(found, failures=failures)
+
+
+def _capture_all(
+    functions: Mapping[str, Callable[[], object]], baseline: str
+) -> tuple[dict[str, torch.cuda.CUDAGraph], dict[str, str], int]:
+    """The graphs, why a function has none, and how many calls each graph holds."""
+    # All graphs share one memory pool, so that 25 of them need the memory of one: each writes
+    # its intermediates and outputs over the others'. That is sound because graphs are replayed
+    # one after another, each writes before it reads, and nobody reads an output afterwards.
+    pool = torch.cuda.graph_pool_handle()
+    _warm_up(functions[baseline])
+    alone = _capture(functions[baseline], 1, pool)
+    alone.replay()
+    events = [_replay(alone) for _ in range(3)]
+    torch.cuda.synchronize()
+    once = min(_elapsed(begin, end) for begin, end in events)
+    calls = max(1, min(_MAX_CALLS, round(_REPLAY_MICROSECONDS / once)))
+    graphs, failures = {}, {}
+    for name, function in functions.items():
+        try:
+            with _stream_restored():
+                if name != baseline:
+                    _warm_up(function)
+                graphs[name] = _capture(function, calls, pool)
+        except Exception as error:
+            if name == baseline:
+                raise
+            if not still_usable():
+                raise
+            failures[name] = first_line(error)
+            pool = torch.cuda.graph_pool_handle()  # a failed capture may still be recording to the old one
     for graph in graphs.values():
         graph.replay()
-    events = []
-    for _ in range(rounds):
-        generator.shuffle(order)
-        for name in order:
-            cache.fill_(1)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            events.append((name, begin, end))
-    torch.cuda.synchronize(device)
-    for name, begin, end in events:
-        samples[name].append(begin.elapsed_time(end) * 1e3 / calls)
-    return {
-        name: Timing(
-            microseconds=median_interval(times),
-            speedup=_ratio(samples[baseline], times),
-        )
-        for name, times in samples.items()
-    }
+    return graphs, failures, calls
 
 
-def _ratio(baseline: Sequence[float], times: Sequence[float]) -> Estimate:
-    logs = [math.log(base / time) for base, time in zip(baseline, times, strict=True)]
-    estimate = median_interval(logs)
-    return Estimate(math.exp(estimate.value), math.exp(estimate.low), math.exp(estimate.high))
-
-
-def _capture(function: Callable[[], object], calls: int, device: torch.device) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+def _warm_up(function: Callable[[], object]) -> None:
+    """Compiles kernels and creates library handles outside the capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles kernels and creates library handles outside the capture
+        for _ in range(3):
             function()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize()  # a fault of this function must not surface in the next one
+
+
+def _capture(function: Callable[[], object], calls: int, pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            function()
+    raised: Exception | None = None
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            try:
+                for _ in range(calls):
+                    function()
+            except Exception as error:
+                raised = error
+                raise
+    except Exception:
+        if raised is not None:  # ending a broken capture raises an error of its own over the cause
+            raise raised from None
+        raise
     return graph
+
+
+@contextlib.contextmanager
+def _stream_restored() -> Iterator[None]:
+    """torch.cuda.graph leaves its own stream current when ending the capture raises."""
+    before = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    return begin, end
+
+
+def _elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Microseconds, never zero: logarithms are taken of them."""
+    return max(begin.elapsed_time(end) * 1e3, 1e-3)
+
+
+def still_usable() -> bool:
+    """Whether CUDA still works: after an illegal memory access every later call fails too."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
