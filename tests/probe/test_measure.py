@@ -124,7 +124,7 @@ def test_unknown_candidates_and_damaged_reports(stats: loka.Stats, tmp_path: Pat
 
 @pytest.mark.gpu
 def test_times_on_a_gpu(stats: loka.Stats) -> None:
-    report = loka.measure(stats, device="cuda", settings=Settings(max_draws=4, rounds=5))
+    report = loka.measure(stats, device="cuda", settings=Settings(max_draws=4, max_rounds=9))
     assert report.timed
     for site in report.sites.values():
         hp = site.measurements["hp"]

@@ -24,6 +24,7 @@ from loka.dispatch import plan as plan_report
 from loka.nn import check_finite, health_of
 from loka.probe import Probe
 from loka.probe import measure as measure_stats
+from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, TrainLog, evaluate, quality
 from loka.train import train as train_model
@@ -122,6 +123,13 @@ def measure(
     ),
     device: Device = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")] = False,
 ) -> None:
     """Error, and on a GPU time, of every candidate at every site."""
     report = measure_stats(
@@ -129,6 +137,8 @@ def measure(
         device=choose_device(device),
         candidates=candidate,
         out=out,
+        cache=None if no_cache else cache or default_folder(),
+        time_limit=time_limit,
         track=ProgressBars("measure"),
     )
     print(report)

@@ -1,6 +1,7 @@
 """Where is FP8 safe, and where is it fast: online statistics, offline measurement."""
 
-from loka.probe.measure import Settings, measure
+from loka.probe.measure import measure
 from loka.probe.online import Probe
+from loka.probe.settings import Settings
 
 __all__ = ["Probe", "Settings", "measure"]

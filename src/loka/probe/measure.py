@@ -1,63 +1,39 @@
 """The offline half of Probe: error and time of every candidate at every site.
 
-Operands are drawn from the learnt statistics, every candidate runs on the same draws, and
-its result is compared with the float32 product of the same operands. Draws go on until the
-95 % interval of `sqnr_db` is narrow enough. On a GPU the true problem is then timed with its
-quantization, under CUDA graphs, interleaved with bf16 (core/timing.py).
+Errors of all layers come first (probe/errors.py), for they need the least and decide the most.
+On a GPU the sites are then timed (probe/times.py), and what shared quantization saves
+(probe/sharing.py), until everything is done or the time is up. The report is saved on the way,
+and measuring again goes on with what is missing.
 """
 
 from __future__ import annotations
 
-import itertools
+import importlib
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from loka.core.device import fingerprint
-from loka.core.error import Estimate, estimate_mean, mere, sqnr_db
 from loka.core.exceptions import FileRefused, LokaError
-from loka.core.problem import DTYPES, Problem, linear_problem, target_of
+from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
-from loka.core.timing import Timing, time_interleaved
 from loka.kernels.registry import all_candidates, candidate_named
-from loka.kernels.run import run_gemm
-from loka.probe.draw import Sampler, sampler
+from loka.probe.cache import TimesCache
+from loka.probe.errors import draw_errors
+from loka.probe.settings import Settings
+from loka.probe.timed import NOT_TIMED, Timer, time_layer
 
 T = TypeVar("T")
 Track = Callable[[Iterable[T], str, int], Iterable[T]]
 """(items, description, total) -> the same items; a place for a progress bar."""
 
-Operands = dict[str, torch.Tensor]
-"""input [T, in], weight [out, in], grad_output [T, out], in the dtypes the model uses."""
-
-_TIMED_ROWS = 16_384  # rows drawn for timing; longer operands repeat them
-_ROTATION_BYTES = 1 << 30  # copies of the operands to rotate, so that none stays in the L2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How finely to measure.
-
-    Attributes:
-        rows: input rows drawn for the error (and contracted over in grad_weight).
-        min_draws, max_draws: bounds on the number of draws of a layer's operands.
-        interval_db: half-width of the `sqnr_db` interval at which drawing stops.
-        rounds, calls: of timing, see core/timing.py.
-        seed: of the draws.
-    """
-
-    rows: int = 256
-    min_draws: int = 4
-    max_draws: int = 16
-    interval_db: float = 0.25
-    rounds: int = 25
-    calls: int = 8
-    seed: int = 0
+_SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
 
 def measure(
@@ -67,6 +43,8 @@ def measure(
     candidates: Sequence[str] | None = None,
     settings: Settings | None = None,
     out: Path | str | None = None,
+    cache: Path | str | None = None,
+    time_limit: float | None = None,
     track: Track | None = None,
 ) -> Report:
     """Measures every candidate at every site of `stats`.
@@ -76,9 +54,12 @@ def measure(
         device: where to measure; the GPU if there is one. Times are taken on GPUs only.
         candidates: names to measure; by default all, without emulation where a GPU is used.
         settings: how finely.
-        out: report file, written after every layer. If it holds an unfinished measurement of
+        out: report file, written as layers are done. If it holds an unfinished measurement of
             the same statistics on the same machine, that one is continued.
-        track: wraps the loop over layers, for a progress bar.
+        cache: folder of times measured before, on this machine and with these kernels.
+        time_limit: seconds after which no further layer is begun, and a race under way ends
+            after its batch. `Report.notes` says what is missing; call again to go on.
+        track: wraps the loops over layers, for a progress bar.
 
     Raises:
         UnknownName: a candidate that does not exist.
@@ -90,18 +71,15 @@ def measure(
             why=[f"{path}: {reason}" for path, reason in stats.skipped.items()],
             way_out="probe at least one step, with gradients enabled",
         )
+    deadline = None if time_limit is None else time.monotonic() + time_limit
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = settings or Settings()
-    if candidates is None:
-        emulate = device.type == "cpu"
-        candidates = [c.name for c in all_candidates() if emulate or not c.kernel.emulates]
-    else:
-        candidates = [candidate_named(name).name for name in candidates if name != HP]
+    names = _candidates(candidates, device)
     report = Report(
         model=stats.model,
         machine=fingerprint(device),
         stats_digest=stats.digest(),
-        settings={**asdict(settings), "candidates": list(candidates)},
+        settings={**asdict(settings), "candidates": list(names)},
         sites={},
         skipped=dict(stats.skipped),
         complete=False,
@@ -109,21 +87,38 @@ def measure(
     path = Path(out) if out is not None else None
     if path is not None:
         report = _continue_from(path, report)
-    timed: dict[tuple[Problem, str], dict[str, Timing]] = {}
-    layers = list(stats.layers.items())
-    for layer_path, layer in (track or _untracked)(layers, "measuring layers", len(layers)):
-        sites, skipped = _measure_layer(layer_path, layer, report, candidates, device, settings, timed)
-        report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
-        if path is not None:
-            report.save(path)
-    report = replace(report, complete=True)
-    if path is not None:
-        report.save(path)
-    return report
+    timer = Timer(
+        machine=report.machine,
+        device=device,
+        settings=settings,
+        candidates=names,
+        cache=TimesCache(Path(cache) if cache is not None else None),
+        deadline=deadline,
+    )
+    work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
+    try:
+        _draw_all(work, track or _untracked)
+        if timeable(device):
+            _time_all(work, track or _untracked)
+    finally:
+        work.save(now=True)
+    return work.report
+
+
+def timeable(device: torch.device) -> bool:
+    """Times are taken under CUDA graphs."""
+    return device.type == "cuda"
 
 
 def _untracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
     return items
+
+
+def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    if names is not None:
+        return tuple(candidate_named(name).name for name in names if name != HP)
+    emulate = device.type == "cpu"
+    return tuple(c.name for c in all_candidates() if emulate or not c.kernel.emulates)
 
 
 def _continue_from(path: Path, fresh: Report) -> Report:
@@ -144,52 +139,130 @@ def _continue_from(path: Path, fresh: Report) -> Report:
         and earlier.machine == fresh.machine
         and earlier.settings == fresh.settings
     )
-    return replace(earlier, complete=False) if same else fresh
+    return earlier if same else fresh
 
 
-def _measure_layer(
-    path: str,
-    layer: LinearStats,
-    report: Report,
-    candidates: Sequence[str],
-    device: torch.device,
-    settings: Settings,
-    timed: dict[tuple[Problem, str], dict[str, Timing]],
+@dataclass(kw_only=True)
+class _Work:
+    """A measurement under way: the report so far, and where it is saved."""
+
+    stats: Stats
+    timer: Timer
+    time_limit: float | None
+    out: Path | None
+    report: Report
+    _saved: float = field(default=-float("inf"))
+    _seconds: float = 0.0
+
+    def save(self, *, now: bool = False) -> None:
+        """Saves, unless the last time was a moment ago: reports of a thousand layers take a second."""
+        began = time.monotonic()
+        if self.out is None and not now:
+            return
+        if not now and began - self._saved < _SAVING_SHARE * self._seconds:
+            return
+        self.report = self._noted()
+        if self.out is not None:
+            self.report.save(self.out)
+        self._saved = time.monotonic()
+        self._seconds = self._saved - began
+
+    def _noted(self) -> Report:
+        """The report with `notes` and `complete` as they are at this moment."""
+        report = self.report
+        missing: dict[str, list[str]] = {}
+        for path, layer in self.stats.layers.items():
+            gemms, _ = _gemms_of(path, layer)
+            sites = [site_name(path, gemm) for gemm in gemms]
+            unmeasured = [name for name in sites if name not in report.sites]
+            if unmeasured:
+                missing.setdefault("not measured", []).extend(unmeasured)
+            for name in sites:
+                if name in report.sites and (reason := report.sites[name].unfinished):
+                    missing.setdefault(reason, []).append(name)
+            if timeable(self.timer.device) and sites and path not in report.sharing:
+                missing.setdefault("shared quantization not timed", []).append(path)
+        notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
+        if missing and self.timer.late:
+            notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
+        notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
+        return replace(report, notes=tuple(notes), complete=not missing)
+
+
+def _draw_all(work: _Work, track: Track) -> None:
+    layers = list(work.stats.layers.items())
+    for path, layer in track(layers, "drawing errors", len(layers)):
+        if work.timer.late:
+            break
+        sites, skipped = _draw_layer(path, layer, work.report, work.timer)
+        report = work.report
+        work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
+        if sites:
+            work.save()
+
+
+def _draw_layer(
+    path: str, layer: LinearStats, report: Report, timer: Timer
 ) -> tuple[dict[str, SiteReport], dict[str, str]]:
     gemms, skipped = _gemms_of(path, layer)
     gemms = [gemm for gemm in gemms if site_name(path, gemm) not in report.sites]
     if not gemms:
         return {}, skipped
-    problems = {gemm: _problem(path, layer, report, gemm, device) for gemm in gemms}
+    problems = {gemm: _problem(path, layer, report, gemm) for gemm in gemms}
     runnable: dict[Gemm, list[str]] = {}
     refused: dict[Gemm, dict[str, str]] = {}
     for gemm, problem in problems.items():
-        reasons = {name: candidate_named(name).unsupported(problem) for name in candidates}
+        reasons = {name: _unsupported(name, problem, timer.device) for name in timer.candidates}
         runnable[gemm] = [HP, *(name for name, reason in reasons.items() if reason is None)]
         refused[gemm] = {name: reason for name, reason in reasons.items() if reason is not None}
-    samplers = {name: sampler(found, device) for name, found in layer.operands.items()}
-    errors = _errors(layer, samplers, runnable, device, settings)
+    drawn = draw_errors(layer, problems, runnable, device=timer.device, settings=timer.settings)
     sites = {}
     for gemm, problem in problems.items():
-        times = {}
-        if device.type == "cuda":
-            key = (problem, layer.weight_dtype)
-            if key not in timed:
-                timed[key] = _times(layer, samplers, problem, runnable[gemm], device, settings)
-            times = timed[key]
-        measurements = {
-            name: Measurement(
-                errors=errors[gemm][name],
-                microseconds=times[name].microseconds if name in times else None,
-                speedup=times[name].speedup if name in times else None,
-            )
-            for name in runnable[gemm]
-        }
-        for name, reason in refused[gemm].items():
+        measurements = {name: Measurement(errors=found) for name, found in drawn.errors[gemm].items()}
+        for name, reason in {**refused[gemm], **drawn.failures[gemm]}.items():
             measurements[name] = Measurement(unsupported=reason)
-        site = SiteReport(path=path, problem=problem, measurements=measurements)
+        unfinished = NOT_TIMED if timeable(timer.device) else None
+        site = SiteReport(path=path, problem=problem, measurements=measurements, unfinished=unfinished)
         sites[site.name] = site
     return sites, skipped
+
+
+def _unsupported(name: str, problem: Problem, device: torch.device) -> str | None:
+    candidate = candidate_named(name)
+    reason = candidate.unsupported(problem)
+    if reason is not None or candidate.kernel.emulates:
+        return reason
+    evidence = _self_check(name, problem.gemm, device)
+    return f"self-check: {evidence}" if evidence else None
+
+
+def _self_check(name: str, gemm: Gemm, device: torch.device) -> str | None:
+    try:
+        module = importlib.import_module("loka.kernels.self_check")
+    except ModuleNotFoundError:
+        return None
+    return module.self_check(name, gemm=gemm, device=device)
+
+
+def _time_all(work: _Work, track: Track) -> None:
+    layers = list(work.stats.layers.items())
+    for path, layer in track(layers, "timing", len(layers)):
+        report = work.report
+        sites = {
+            gemm: report.sites[site_name(path, gemm)]
+            for gemm in _gemms_of(path, layer)[0]
+            if site_name(path, gemm) in report.sites
+        }
+        sharing = report.sharing.get(path)
+        if not sites or (sharing is not None and not any(site.unfinished for site in sites.values())):
+            continue
+        timed, sharing = time_layer(layer, sites, sharing, work.timer)
+        work.report = replace(
+            report,
+            sites={**report.sites, **{site.name: site for site in timed.values()}},
+            sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
+        )
+        work.save()
 
 
 def _gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]:
@@ -215,103 +288,14 @@ def _gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]
     return gemms, skipped
 
 
-def _problem(path: str, layer: LinearStats, report: Report, gemm: Gemm, device: torch.device) -> Problem:
+def _problem(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
     shape = report.model.layers[path]
     return linear_problem(
         gemm,
         rows=layer.rows,
         in_features=shape.in_features,
         out_features=shape.out_features,
-        dtype=layer.dtype,
-        target=target_of(device),
-    )
-
-
-def _draw(
-    layer: LinearStats, samplers: dict[str, Sampler], rows: int, generator: torch.Generator
-) -> Operands:
-    dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
-    return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
-
-
-def _sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of a GEMM written A @ B^T (core/recipe.py)."""
-    if gemm is Gemm.OUTPUT:
-        return operands["input"], operands["weight"]
-    if gemm is Gemm.GRAD_INPUT:
-        return operands["grad_output"], operands["weight"].t()
-    return operands["grad_output"].t(), operands["input"].t()
-
-
-def _errors(
-    layer: LinearStats,
-    samplers: dict[str, Sampler],
-    runnable: dict[Gemm, list[str]],
-    device: torch.device,
-    settings: Settings,
-) -> dict[Gemm, dict[str, dict[str, Estimate]]]:
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    samples: dict[tuple[Gemm, str, str], list[float]] = {}
-    rows = min(layer.rows, settings.rows)
-    for count in itertools.count(1):
-        operands = _draw(layer, samplers, rows, generator)
-        for gemm, names in runnable.items():
-            a, b = _sides(gemm, operands)
-            reference = a.float() @ b.float().t()
-            for name in names:
-                out = run_gemm(name, a, b, gemm=gemm, dtype=DTYPES[layer.dtype])
-                samples.setdefault((gemm, name, "sqnr_db"), []).append(sqnr_db(out, reference))
-                samples.setdefault((gemm, name, "mere"), []).append(mere(out, reference))
-        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(samples, settings)):
-            break
-    found: dict[Gemm, dict[str, dict[str, Estimate]]] = {gemm: {} for gemm in runnable}
-    for (gemm, name, measure_name), values in samples.items():
-        found[gemm].setdefault(name, {})[measure_name] = estimate_mean(values)
-    return found
-
-
-def _narrow(samples: dict[tuple[Gemm, str, str], list[float]], settings: Settings) -> bool:
-    estimates = (estimate_mean(v) for key, v in samples.items() if key[2] == "sqnr_db" and key[1] != HP)
-    # An infinite or NaN value will not get narrower by drawing more.
-    return not any(e.high - e.low > 2 * settings.interval_db for e in estimates)
-
-
-def _times(
-    layer: LinearStats,
-    samplers: dict[str, Sampler],
-    problem: Problem,
-    names: Sequence[str],
-    device: torch.device,
-    settings: Settings,
-) -> dict[str, Timing]:
-    gemm, dtype = problem.gemm, DTYPES[layer.dtype]
-    generator = torch.Generator(device).manual_seed(settings.seed)
-    operands = _draw(layer, samplers, min(layer.rows, _TIMED_ROWS), generator)
-    for name in ("input", "grad_output"):
-        if name in operands:
-            repeats = -(-layer.rows // operands[name].shape[0])
-            operands[name] = operands[name].repeat(repeats, 1)[: layer.rows]
-    size = sum(operand.numel() * operand.element_size() for operand in operands.values())
-    copies = max(1, min(settings.calls, _ROTATION_BYTES // max(size, 1)))
-    sets = [{name: operand.clone() for name, operand in operands.items()} for _ in range(copies)]
-    health = torch.zeros(3, dtype=torch.int64, device=device)
-
-    def site(name: str) -> Callable[[], torch.Tensor]:
-        turn = itertools.cycle(range(copies))
-        # bf16 gets its weight cast beforehand, as autocast's cache does for it within a step.
-        cast = [{**s, "weight": s["weight"].to(dtype)} for s in sets] if name == HP else sets
-
-        def call() -> torch.Tensor:
-            a, b = _sides(gemm, cast[next(turn)])
-            return run_gemm(name, a, b, gemm=gemm, dtype=dtype, health=health)
-
-        return call
-
-    return time_interleaved(
-        {name: site(name) for name in names},
-        baseline=HP,
-        device=device,
-        calls=settings.calls,
-        rounds=settings.rounds,
-        seed=settings.seed,
+        # A gradient of float32 weights is wanted in float32, whatever autocast computes in.
+        dtype=layer.weight_dtype if gemm is Gemm.GRAD_WEIGHT else layer.dtype,
+        target=report.machine.target,
     )

@@ -1,0 +1,223 @@
+"""Timing a layer of a report: asks the cache first, and says what stays unfinished."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.recipe import Gemm
+from loka.core.report import (
+    HP,
+    Measurement,
+    SiteReport,
+    estimate_to_json,
+    problem_to_json,
+    required_estimate,
+)
+from loka.core.stats import LinearStats
+from loka.core.timing import Timing
+from loka.probe.cache import TimesCache, sources_digest
+from loka.probe.operands import Operands, rotated_operands
+from loka.probe.settings import Settings
+from loka.probe.sharing import SharingTimes, sharing_casts, time_sharing
+from loka.probe.times import SiteTimes, rivals_of, time_site
+
+NOT_TIMED = "not timed"
+CUT_SHORT = "timing cut short"
+NO_MEMORY = "not timed: the GPU has too little memory"
+
+Sharing = Mapping[str, Mapping[str, Estimate]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timer:
+    """What timing a layer needs besides the layer. `deadline` is of `time.monotonic()`.
+
+    `notes` receives what went wrong without stopping anything.
+    """
+
+    machine: Fingerprint
+    device: torch.device
+    settings: Settings
+    candidates: tuple[str, ...]
+    cache: TimesCache
+    deadline: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+def time_layer(
+    layer: LinearStats, sites: Mapping[Gemm, SiteReport], sharing: Sharing | None, timer: Timer
+) -> tuple[dict[Gemm, SiteReport], Sharing | None]:
+    """Times the unfinished sites of a layer, and `sharing` where it is None; gives back both.
+
+    Runs out of memory or of time without raising: `SiteReport.unfinished` says so, and the
+    sharing stays None.
+    """
+    operands = functools.cache(
+        functools.partial(rotated_operands, layer, device=timer.device, seed=timer.settings.seed)
+    )
+    timed = {
+        gemm: _time_site(site, layer, operands, timer) if site.unfinished else site
+        for gemm, site in sites.items()
+    }
+    if sharing is None and not timer.late and not any(site.unfinished for site in timed.values()):
+        sharing = _time_sharing(timed, layer, operands, timer)
+    return timed, sharing
+
+
+def _time_site(
+    site: SiteReport, layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer
+) -> SiteReport:
+    # An earlier attempt, cut short, may have pinned an algorithm: search again.
+    measured = {_asked(name, timer): m for name, m in site.measurements.items()}
+    names = [name for name, m in measured.items() if not m.unsupported]
+    key = {
+        **_key(layer, timer),
+        "problem": problem_to_json(site.problem),
+        "candidates": sorted(names),
+    }
+    times = timer.cache.get(key, _site_times)
+    if times is None:
+        if timer.late:
+            return site
+        try:
+            times = time_site(
+                operands(),
+                site.problem,
+                names,
+                device=timer.device,
+                settings=timer.settings,
+                rivals=rivals_of({name: measured[name].errors for name in names}),
+                deadline=timer.deadline,
+            )
+        except torch.OutOfMemoryError:
+            return replace(site, unfinished=NO_MEMORY)
+        if not times.cut_short and not _short_of_memory(times.failures):
+            timer.cache.put(key, times, _site_times_to_json)
+    measurements: dict[str, Measurement] = {}
+    for name, found in measured.items():
+        actual = times.pinned.get(name, name)
+        if name in times.failures:
+            found = Measurement(unsupported=f"cannot be timed: {times.failures[name]}")
+        elif actual in times.timings:
+            timing = times.timings[actual]
+            found = replace(
+                found, microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
+            )
+        measurements[actual] = found
+    return replace(site, measurements=measurements, unfinished=CUT_SHORT if times.cut_short else None)
+
+
+def _asked(name: str, timer: Timer) -> str:
+    """The candidate that was asked for, of a name that a search may have pinned."""
+    return name if name == HP or name in timer.candidates else name.partition("@")[0]
+
+
+def _time_sharing(
+    sites: Mapping[Gemm, SiteReport],
+    layer: LinearStats,
+    operands: Callable[[], list[Operands]],
+    timer: Timer,
+) -> Sharing | None:
+    problems = {gemm: site.problem for gemm, site in sites.items()}
+    names = {
+        gemm: [name for name, m in site.measurements.items() if not m.unsupported]
+        for gemm, site in sites.items()
+    }
+    wanted = {
+        tensor: [{cast.name: list(sides) for cast, sides in casts.items()} for casts in both]
+        for tensor, both in sharing_casts(problems, names).items()
+    }
+    if not wanted:
+        return {}
+    sides = [problem_to_json(problem) for problem in problems.values()]
+    key = {**_key(layer, timer), "sharing": wanted, "problems": sides}
+    times = timer.cache.get(key, _sharing_times)
+    if times is None:
+        try:
+            times = time_sharing(
+                operands(),
+                problems,
+                names,
+                device=timer.device,
+                settings=timer.settings,
+                deadline=timer.deadline,
+            )
+        except torch.OutOfMemoryError:
+            return None
+        if times.cut_short:
+            return None
+        if not _short_of_memory(times.failures):
+            timer.cache.put(key, times, _sharing_times_to_json)
+    path = next(iter(sites.values())).path
+    timer.notes.extend(f"{path}: quantizing {what} failed: {why}" for what, why in times.failures.items())
+    return times.saved
+
+
+def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
+    settings = timer.settings
+    return {
+        "machine": timer.machine.to_json(),
+        "sources": sources_digest(),
+        "rounds": [settings.max_rounds, settings.search_rounds, settings.sharing_rounds],
+        "tie": settings.tie,
+        "seed": settings.seed,
+        "dtype": layer.dtype,
+        "weight_dtype": layer.weight_dtype,
+    }
+
+
+def _short_of_memory(failures: Mapping[str, str]) -> bool:
+    """Another time the GPU may have more to give."""
+    return any("OutOfMemory" in reason for reason in failures.values())
+
+
+def _site_times_to_json(times: SiteTimes) -> dict[str, Any]:
+    timings = {
+        name: [estimate_to_json(t.microseconds), estimate_to_json(t.speedup), t.rounds]
+        for name, t in times.timings.items()
+    }
+    return {"timings": timings, "pinned": dict(times.pinned), "failures": dict(times.failures)}
+
+
+def _site_times(content: Mapping[str, Any]) -> SiteTimes:
+    return SiteTimes(
+        timings={
+            name: Timing(
+                microseconds=required_estimate(microseconds),
+                speedup=required_estimate(speedup),
+                rounds=rounds,
+            )
+            for name, (microseconds, speedup, rounds) in content["timings"].items()
+        },
+        pinned=dict(content["pinned"]),
+        failures=dict(content["failures"]),
+        cut_short=False,
+    )
+
+
+def _sharing_times_to_json(times: SharingTimes) -> dict[str, Any]:
+    saved = {
+        tensor: {pair: estimate_to_json(estimate) for pair, estimate in pairs.items()}
+        for tensor, pairs in times.saved.items()
+    }
+    return {"saved": saved, "failures": dict(times.failures)}
+
+
+def _sharing_times(content: Mapping[str, Any]) -> SharingTimes:
+    saved = {
+        tensor: {pair: required_estimate(estimate) for pair, estimate in pairs.items()}
+        for tensor, pairs in content["saved"].items()
+    }
+    return SharingTimes(saved=saved, failures=dict(content["failures"]), cut_short=False)
