@@ -10,6 +10,7 @@ import torch
 import typer
 
 from loka import mods
+from loka.cli.bench import bench
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
 from loka.cli.inputs import choose_device, model_builder, open_data
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="FP8 where it is safe and fast, for recommendation models.",
 )
+app.add_typer(bench, name="bench")
 
 ModelName = Annotated[
     str, typer.Option("--model", help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")

@@ -1,0 +1,210 @@
+"""A GEMM benchmark as text: a row a site and layer, then what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from loka.core.error import Estimate
+from loka.core.gemm_bench import CHOICE, Contest, GemmBench, or_hp
+from loka.core.recipe import Gemm
+from loka.core.report import HP, site_name
+from loka.core.table import format_table
+from loka.report.gemm_summary import (
+    LOSS,
+    TIE,
+    WIN,
+    ModelTime,
+    Standing,
+    arms_of,
+    best_library,
+    model_times,
+    standings,
+    verdict,
+    worst,
+)
+
+_ALL = "all three"
+
+
+def gemm_table(bench: GemmBench) -> str:
+    """The whole page."""
+    sites, layers = bench.sites(), bench.whole_layers()
+    parts = [f"GEMM suite on {bench.machine}", _coverage(bench)]
+    if bench.contests:
+        parts += [_rows(bench), _summary(bench, sites, layers)]
+    parts.append(f"command: {bench.command}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rows(bench: GemmBench) -> str:
+    """One row a site, and one for the layer as a whole, quantization shared."""
+    numbers = ("choice", "us", "speed-up", "sqnr_db", "closest rival")
+    header = ("layer", "MxKxN", "gemm", "bf16 us", *bench.active, *numbers)
+    rows = []
+    for path, layer in bench.layers.items():
+        for gemm in (*Gemm, None):
+            contest = bench.contests.get(site_name(path, gemm) if gemm else path)
+            if contest is None:
+                continue
+            first = (path, str(layer), gemm.value if gemm else _ALL)
+            if not contest.arms:
+                reasons = "; ".join(contest.failures.values())
+                rows.append((*first, "-", *["-"] * len(bench.active), f"none: {reasons}", "-", "-", "-", "-"))
+                continue
+            cells = [_time(contest, arm) for arm in bench.active]
+            choice = contest.timing(CHOICE)
+            rows.append(
+                (
+                    *first,
+                    _time(contest, HP, named=False),
+                    *cells,
+                    _short(contest.arms[CHOICE]),
+                    _time(contest, CHOICE, named=False),
+                    _interval(choice.speedup) if choice else "-",
+                    f"{contest.sqnr_db.value:.1f}" if contest.sqnr_db else "-",
+                    _closest(contest, bench.tie),
+                )
+            )
+    return format_table(header, rows)
+
+
+def _time(contest: Contest, arm: str, *, named: bool = True) -> str:
+    """Microseconds of an arm, and what it ran; a library that cannot run a site says so."""
+    runs = contest.arms.get(arm)
+    if runs is None or (named and runs == HP):
+        return "-"
+    timing = contest.timings.get(runs)
+    if timing is None:
+        return f"failed: {contest.failures.get(runs, 'not timed')}"
+    value = f"{timing.microseconds.value:.1f}"
+    return f"{value} {_short(runs)}" if named else value
+
+
+def _short(runs: str) -> str:
+    """A layer's candidates without repeating one that serves several GEMMs."""
+    parts = runs.split(" | ")
+    return parts[0] if len(set(parts)) == 1 else runs
+
+
+def _interval(ratio: Estimate) -> str:
+    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _closest(contest: Contest, tie: float) -> str:
+    found = worst(contest, tie)
+    return f"{found[0]}: {found[1]} {_interval(found[2])}" if found else "-"
+
+
+def _coverage(bench: GemmBench) -> str:
+    uses = sum(len(layer.uses) for layer in bench.layers.values())
+    lines = [f"{len(bench.layers)} distinct linear shapes, from {uses} rows of the suite."]
+    if bench.not_covered:
+        lines.append(f"Not covered: {len(bench.not_covered)} rows that are not linear layers:")
+        lines += [f"  {name} ({what})" for name, what in bench.not_covered.items()]
+    if bench.too_large:
+        lines.append(f"Skipped for memory: {len(bench.too_large)} rows:")
+        lines += [f"  {name} ({why})" for name, why in bench.too_large.items()]
+    lines.append("Libraries: " + "; ".join(_library(name, why) for name, why in bench.libraries.items()))
+    versions = {"torch": bench.machine.torch, **bench.machine.libraries}
+    lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+    return "\n".join(lines)
+
+
+def _library(name: str, missing: str) -> str:
+    return f"{name} not active ({missing})" if missing else f"{name} active"
+
+
+def _summary(bench: GemmBench, sites: Mapping[str, Contest], layers: Mapping[str, Contest]) -> str:
+    parts = []
+    if not bench.complete:
+        parts.append("INCOMPLETE: the same command again goes on where this one stopped.")
+    for title, contests in (("sites", sites), ("whole layers, quantization shared", layers)):
+        found = standings(bench, contests.values())
+        if not found[HP].contests:
+            continue
+        parts.append(f"Over {found[HP].contests} {title}, on rounds of their own:\n{_standings(found)}")
+        parts.append("\n".join([*_claims(found), *_exceptions(bench, contests)]))
+    models = model_times(bench)
+    if models:
+        parts.append(_models(bench, models))
+    return "\n\n".join(parts)
+
+
+def _standings(found: Mapping[str, Standing]) -> str:
+    """Geometric means over bf16, and how the choice did against each arm."""
+    rows = []
+    for arm, standing in found.items():
+        counts = [str(standing.verdicts[name]) if arm != CHOICE else "" for name in (WIN, TIE, LOSS)]
+        rows.append(
+            (
+                {HP: "bf16", CHOICE: "the choice"}.get(arm, arm.replace("or hp", "or bf16")),
+                f"{standing.fp8} of {standing.contests}",
+                _interval(standing.speedup) if standing.speedup else "-",
+                _interval(standing.versus) if standing.versus and arm != CHOICE else "",
+                *counts,
+            )
+        )
+    header = ("", "in FP8", "geomean over bf16", "choice over it", "wins", "ties", "losses")
+    return format_table(header, rows)
+
+
+def _claims(found: Mapping[str, Standing]) -> list[str]:
+    """The three statements a dispatcher stands or falls by, answered."""
+    losses = found[HP].verdicts[LOSS]
+    lines = [f"Never slower than bf16 beyond noise: {_yes(losses == 0)} ({losses} losses)."]
+    libraries = {arm: s for arm, s in found.items() if arm not in (HP, CHOICE)}
+    beaten = {arm: s.verdicts[LOSS] for arm, s in libraries.items() if s.verdicts[LOSS]}
+    told = ", ".join(f"{count} to {arm}" for arm, count in beaten.items()) or "0 losses"
+    best = best_library(found)
+    if best is None or best.versus is None:
+        return lines
+    lines.append(f"At least as fast as every library everywhere: {_yes(not beaten)} ({told}).")
+    over = best.versus
+    state = "yes" if over.low > 1 else "no" if over.high < 1 else "tied"
+    lines.append(
+        f"Geometric mean above the best single library's ({best.arm}): {state}, {_interval(over)} times it."
+    )
+    slower = sum(s.slightly_slower for s in found.values())
+    if slower:
+        lines.append(f"Of the ties, the choice is measurably slower in {slower}, by less than the tie.")
+    return lines
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def _exceptions(bench: GemmBench, contests: Mapping[str, Contest]) -> Iterable[str]:
+    """Every loss, and every contest that is not in the means, by name."""
+    for place, contest in contests.items():
+        for arm, ratio in contest.versus.items():
+            if verdict(ratio, bench.tie) == LOSS:
+                ran, theirs = _short(contest.arms[CHOICE]), _short(contest.arms[arm])
+                yield f"LOSS {place}: {ran} is {_interval(ratio)} times as fast as {arm} ({theirs})"
+    for place, contest in contests.items():
+        absent = [arm for arm in arms_of(bench) if contest.timing(arm) is None]
+        if absent:
+            reasons = "; ".join(f"{name}: {why}" for name, why in contest.failures.items()) or "no time"
+            yield f"not in the means: {place}: no time for {', '.join(absent)} ({reasons})"
+
+
+def _models(bench: GemmBench, models: Iterable[ModelTime]) -> str:
+    """The time of a model's linear layers, counts included."""
+    libraries = [or_hp(library) for library in bench.active]
+    rows = []
+    for model in models:
+        hp, choice = model.by_arm[HP], model.by_arm[CHOICE]
+        best = min(libraries, key=lambda arm: (model.by_arm[arm], arm), default=None)
+        rows.append(
+            (
+                model.model,
+                model.layers,
+                f"{hp:.0f}",
+                f"{choice:.0f}",
+                f"{hp / choice:.3f}x",
+                f"{hp / model.by_arm[best]:.3f}x" if best else "-",
+                best.replace("or hp", "or bf16") if best else "-",
+            )
+        )
+    header = ("model, linear layers", "rows", "bf16 us", "choice us", "speed-up", "best library", "which")
+    return format_table(header, rows)

@@ -1,0 +1,185 @@
+"""The picture of a GEMM benchmark: speed-up over bf16 by size, the choice by its library.
+
+Drawn from the record alone, so that a machine without a GPU can draw it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loka.core.exceptions import LokaError, MissingLibrary
+from loka.core.gemm_bench import CHOICE, Contest, GemmBench, or_hp, parted
+from loka.core.recipe import Gemm
+from loka.core.report import HP, site_name
+from loka.dispatch.single_library import library_of
+from loka.report.gemm_summary import standings
+
+_FORMATS = (".png", ".svg", ".pdf")
+_LAYER = "whole layer, quantization shared"
+_MIXED = "several libraries"
+
+# Okabe and Ito's colours, which colour-blind readers tell apart, each with a marker of its own.
+_STYLES = (
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#56B4E9", "v"),
+    ("#E69F00", "P"),
+)
+_HP_STYLE = ("#555555", "x")
+_MIXED_STYLE = ("#000000", "*")
+_RIVAL_COLOUR = "#b0b0b0"
+
+
+def plot_gemm(bench: GemmBench, path: Path | str) -> None:
+    """Draws `bench` into `path`, a .png, .svg or .pdf.
+
+    Four panels: each GEMM, and the layer with its three. A point is a shape, with the interval of
+    its speed-up; a short bar is the best single library there, falling back on bf16.
+
+    Raises:
+        LokaError: nothing was timed, or another kind of file.
+        MissingLibrary: matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise LokaError(f"cannot draw into {path}", way_out=f"a file that ends in {', '.join(_FORMATS)}")
+    if not any(contest.timing(CHOICE) for contest in bench.contests.values()):
+        raise LokaError(
+            "these results hold no times to draw", way_out="run `loka bench gemm` on a machine with a GPU"
+        )
+    figure_module = _matplotlib("matplotlib.figure")
+    with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
+        figure = figure_module.Figure(figsize=(11, 8.2), layout="constrained", facecolor="white")
+        axes = figure.subplots(2, 2, sharex=True, sharey=True)
+        styles = _styles(bench)
+        seen: dict[str, Any] = {}
+        for axis, gemm in zip(axes.flat, (*Gemm, None), strict=True):
+            _panel(axis, bench, gemm, styles, seen)
+        _ticks(axes[0][0], bench)
+        for axis in axes[1]:
+            axis.set_xlabel("GFLOP of one GEMM (2 M N K)")
+        for row in axes:
+            row[0].set_ylabel("speed-up over bf16")
+        order = [name for name in (*styles, _LEGEND_RIVAL) if name in seen]
+        figure.legend(
+            [seen[name] for name in order],
+            [_legend(name) for name in order],
+            loc="outside lower center",
+            ncols=len(order),
+            frameon=False,
+        )
+        figure.suptitle(_title(bench), fontsize=10)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+_LEGEND_RIVAL = "rival"
+
+
+def _matplotlib(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingLibrary(
+            "plots are drawn by matplotlib, which is not installed", way_out="pip install 'loka[plot]'"
+        ) from error
+
+
+def _styles(bench: GemmBench) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each library, the same in every panel."""
+    libraries = {name: _STYLES[index % len(_STYLES)] for index, name in enumerate(bench.active)}
+    return {**libraries, _MIXED: _MIXED_STYLE, HP: _HP_STYLE}
+
+
+def _panel(
+    axis: Any,
+    bench: GemmBench,
+    gemm: Gemm | None,
+    styles: Mapping[str, tuple[str, str]],
+    seen: dict[str, Any],
+) -> None:
+    axis.axhline(1.0, color="black", linewidth=1, zorder=1)
+    drawn = []
+    for path, layer in bench.layers.items():
+        contest = bench.contests.get(site_name(path, gemm) if gemm else path)
+        timing = contest.timing(CHOICE) if contest else None
+        if contest is None or timing is None:
+            continue
+        rival = _best_rival(bench, contest)
+        if rival is not None:
+            seen[_LEGEND_RIVAL] = axis.scatter(
+                [layer.gflop], [rival], marker="_", s=90, linewidths=1.6, color=_RIVAL_COLOUR, zorder=2
+            )
+        name = _library(contest.arms[CHOICE])
+        colour, marker = styles.get(name, _MIXED_STYLE)
+        ratio = timing.speedup
+        axis.plot([layer.gflop] * 2, [ratio.low, ratio.high], color=colour, linewidth=1, alpha=0.6, zorder=3)
+        filled = {} if marker == "x" else {"edgecolors": "white", "linewidths": 0.5}
+        size = 70 if marker == "*" else 34
+        seen[name] = axis.scatter(
+            [layer.gflop], [ratio.value], marker=marker, s=size, color=colour, zorder=4, **filled
+        )
+        drawn.append(contest)
+    mean = standings(bench, drawn)[CHOICE].speedup
+    told = f", geometric mean {mean.value:.2f}x" if mean else ""
+    axis.set_title(f"{gemm.value if gemm else _LAYER}: {len(drawn)} shapes{told}", fontsize=9)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _best_rival(bench: GemmBench, contest: Contest) -> float | None:
+    timings = [contest.timing(or_hp(library)) for library in bench.active]
+    return max((timing.speedup.value for timing in timings if timing), default=None)
+
+
+def _library(runs: str) -> str:
+    """The library behind a choice; of a layer's GEMMs, those in FP8 count."""
+    names = {library_of(name) for name in parted(runs)} - {HP}
+    if not names:
+        return HP
+    return names.pop() if len(names) == 1 else _MIXED
+
+
+def _ticks(axis: Any, bench: GemmBench) -> None:
+    """Plain numbers on the logarithmic scale of speed-ups, as many as its range can take."""
+    values = [
+        end
+        for contest in bench.contests.values()
+        for timing in (contest.timing(CHOICE),)
+        if timing
+        for end in (timing.speedup.value, _best_rival(bench, contest) or 1.0)
+    ]
+    low, high = min(*values, 1.0) * 0.95, max(*values, 1.0) * 1.05
+    axis.set_ylim(low, high)
+    steps = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+    inside = [step for step in steps if low <= step <= high]
+    ticker = _matplotlib("matplotlib.ticker")
+    axis.yaxis.set_major_locator(ticker.FixedLocator(inside))
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+    axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legend(name: str) -> str:
+    return {
+        HP: "bf16 kept",
+        _LEGEND_RIVAL: "best single library, bf16 where faster",
+    }.get(name, name)
+
+
+def _title(bench: GemmBench) -> str:
+    versions = {"torch": bench.machine.torch, **bench.machine.libraries}
+    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return (
+        f"{bench.machine.device}: what LoKA chose at each shape, against bf16 in the same rounds "
+        f"(quantization included)\n{told}"
+    )
