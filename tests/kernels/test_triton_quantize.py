@@ -170,9 +170,14 @@ def test_a_given_scale_hides_nothing(bad: float, device: torch.device) -> None:
         assert torch.isnan(second.data.float()).nonzero().tolist() == [[130, 40]]
 
 
+ODD = [(1, 1), (1, 8192), (4097, 3), (1000, 1003), (65, 129)]
+EVEN = [(16, 16), (48, 80), (80, 2064), (2048, 512), (8192, 480), (512, 3456), (2048, 2048)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8192), (4097, 3), (1000, 1003), (65, 129), (2048, 2048)])
-def test_odd_shapes_on_the_gpu(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", ODD + EVEN)
+def test_many_shapes_on_the_gpu(shape: tuple[int, int]) -> None:
+    """Bit for bit, for all pairs of casts. Multiples of 16 take the launch that serves both copies."""
     hp = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape))
     padded = (-(-shape[0] // 16) * 16, -(-shape[1] // 128) * 128)
     for cast in CASTS:
