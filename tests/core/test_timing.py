@@ -64,7 +64,7 @@ def test_the_right_winner_among_25_with_few_samples() -> None:
     found = [run(true, seed) for seed in range(40)]
     assert sum(f.winner == "best" for f, _ in found) >= 38
     asked = statistics.mean(clock.asked for _, clock in found)
-    assert asked < 0.65 * 25 * len(true)
+    assert asked < 0.6 * 25 * len(true)
     for f, clock in found:
         assert {name: t.rounds for name, t in f.timings.items()} == clock.rounds
         assert statistics.median(clock.rounds[name] for name in MANY) <= 15
@@ -179,6 +179,7 @@ def test_off_cuda_nothing_is_timed() -> None:
 
 def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -193,9 +194,9 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
 
         def replay(self) -> None: ...
 
-    def capture(function: Callable[[], object], calls: int, pool: object) -> Graph:
+    def capture(function: Callable[[], object], calls: int, place: Mapping[str, object]) -> Graph:
         function()
-        return Graph(calls, pool)
+        return Graph(calls, place["pool"])
 
     monkeypatch.setattr(timing, "_capture", capture)
 

@@ -108,7 +108,7 @@ class Report:
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
-        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -134,9 +134,7 @@ def _rows(site: SiteReport) -> list[tuple[str, ...]]:
             rows.append((*place, candidate, *numbers, ""))
     reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
     if reasons:
-        told = "; ".join(
-            f"{reason} ({count})" if count > 1 else f"{reason}" for reason, count in reasons.items()
-        )
+        told = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
         rows.append((*place, f"({reasons.total()} more)", "", "", "", "", told))
     return rows
 

@@ -284,9 +284,9 @@ def _capture_all(
     # All graphs share one memory pool, so that 25 of them need the memory of one: each writes
     # its intermediates and outputs over the others'. That is sound because graphs are replayed
     # one after another, each writes before it reads, and nobody reads an output afterwards.
-    pool = torch.cuda.graph_pool_handle()
+    place = _new_pool()
     _warm_up(functions[baseline])
-    alone = _capture(functions[baseline], 1, pool)
+    alone = _capture(functions[baseline], 1, place)
     alone.replay()
     events = [_replay(alone) for _ in range(3)]
     torch.cuda.synchronize()
@@ -298,14 +298,14 @@ def _capture_all(
             with _stream_restored():
                 if name != baseline:
                     _warm_up(function)
-                graphs[name] = _capture(function, calls, pool)
+                graphs[name] = _capture(function, calls, place)
         except Exception as error:
             if name == baseline:
                 raise
             if not still_usable():
                 raise
             failures[name] = first_line(error)
-            pool = torch.cuda.graph_pool_handle()  # a failed capture may still be recording to the old one
+            place = _new_pool()  # a failed capture may still be recording to the old one
     for graph in graphs.values():
         graph.replay()
     return graphs, failures, calls
@@ -321,11 +321,16 @@ def _warm_up(function: Callable[[], object]) -> None:
     torch.cuda.synchronize()  # a fault of this function must not surface in the next one
 
 
-def _capture(function: Callable[[], object], calls: int, pool: Any) -> torch.cuda.CUDAGraph:
+def _new_pool() -> dict[str, Any]:
+    """Where to capture. The stream is explicit because torch's own stays on the first device used."""
+    return {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
+
+
+def _capture(function: Callable[[], object], calls: int, place: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     raised: Exception | None = None
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, **place):
             try:
                 for _ in range(calls):
                     function()

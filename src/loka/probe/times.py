@@ -90,13 +90,17 @@ def time_site(
     failures: dict[str, str] = {}
     cut_short = False
     for name in names:
-        if name != HP and (candidates := _algorithms(name, problem)):
-            best, reason, cut = _search(candidates, sets, problem, device, settings, deadline)
-            cut_short = cut_short or cut
-            if best is None:
-                failures[name] = reason
-            else:
-                pinned[name] = best
+        try:
+            if name != HP and (candidates := _algorithms(name, problem)):
+                pinned[name], cut = _search(candidates, sets, problem, device, settings, deadline)
+                cut_short = cut_short or cut
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # libraries raise what they like
+            error.add_note(f"while the algorithms of {name} were searched for {problem}")
+            if device.type == "cuda" and not still_usable():
+                raise
+            failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
     health = torch.zeros(3, dtype=torch.int64, device=device)
     found = time_interleaved(
@@ -164,20 +168,18 @@ def _search(
     device: torch.device,
     settings: Settings,
     deadline: float | None,
-) -> tuple[str | None, str, bool]:
-    """The pinned name of the fastest right algorithm, or None and why; whether it was cut short.
+) -> tuple[str, bool]:
+    """The pinned name of the fastest right algorithm, and whether the search was cut short.
 
     Operands are quantized once and the GEMM is raced alone: algorithms differ in nothing else.
+    Raises RuntimeError, with the reasons, when none works.
     """
     runs = {candidate.name: scaled_gemm(candidate.name, problem) for candidate in candidates}
     first = next(iter(runs.values()))
     low = [_quantized(first, *sides(problem.gemm, each)) for each in sets]
     exact, failures = _exactness(runs, low[0], sides(problem.gemm, sets[0]), device)
     best = max(exact.values(), default=-math.inf)
-    right = {name: runs[name] for name, value in exact.items() if value >= best - _RIGHT_DB}
-    if not right or best <= 0:
-        reasons = sorted({*failures.values()}) or ["every result is further from the product than zero"]
-        return None, f"none of its {len(runs)} algorithms works: {'; '.join(reasons)}", False
+    right = {name: runs[name] for name, value in exact.items() if best > 0 and value >= best - _RIGHT_DB}
 
     def gemm(run: ScaledGemm) -> Callable[[], torch.Tensor]:
         operands = _rotate(low)
@@ -194,16 +196,21 @@ def _search(
                 deadline=deadline,
                 seed=settings.seed,
             )
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # the baseline of this race is one algorithm like another
-            name = next(iter(right))
-            error.add_note(f"while {name} was timed for {problem}")
             if device.type == "cuda" and not still_usable():
                 raise
+            name = next(iter(right))
             failures[name] = first_line(error)
             del right[name]
             continue
-        return found.winner, "", found.ended == "deadline"
-    return None, f"none of its {len(runs)} algorithms can be timed: {'; '.join(failures.values())}", False
+        return found.winner, found.ended == "deadline"
+    wrong = [
+        f"{name}: {value:.1f} dB from the product" for name, value in exact.items() if name not in failures
+    ]
+    reasons = [*dict.fromkeys(failures.values()), *wrong]
+    raise RuntimeError(f"none of its {len(runs)} algorithms works: {'; '.join(reasons)}")
 
 
 def _quantized(run: ScaledGemm, a: torch.Tensor, b: torch.Tensor) -> tuple[Quantized, Quantized]:

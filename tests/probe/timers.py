@@ -1,0 +1,100 @@
+"""A timer without a GPU: it calls every function once, and then races on times that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from loka.core.timing import Race, first_line, race
+from loka.kernels import registry
+from loka.kernels.emulated import EMULATED
+from loka.kernels.kernel import Kernel
+from loka.probe import sharing, times
+
+
+class FakeTimer:
+    """Stands in for `time_interleaved`. `true` gives microseconds by name, 100 for what is not named.
+
+    `races` are the names of each race and `options` what it was asked; `before` sees the names first.
+    """
+
+    def __init__(self, true: Mapping[str, float] | None = None) -> None:
+        self.true = dict(true or {})
+        self.races: list[list[str]] = []
+        self.options: list[dict[str, object]] = []
+        self.before: Callable[[list[str]], None] = lambda names: None
+
+    def __call__(
+        self,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        baseline: str,
+        device: torch.device,
+        seed: int = 0,
+        **options: object,
+    ) -> Race:
+        self.before(list(functions))
+        self.races.append(list(functions))
+        self.options.append(options)
+        failures = {}
+        for name, function in functions.items():
+            try:
+                function()
+            except Exception as error:
+                if name == baseline:
+                    raise
+                failures[name] = first_line(error)
+
+        def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+            return {
+                name: [
+                    self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5))
+                    for turn in range(rounds)
+                ]
+                for place, name in enumerate(names)
+            }
+
+        running = [name for name in functions if name not in failures]
+        return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
+    """Makes `measure` take the CPU for a device that can be timed, with `timer`."""
+    monkeypatch.setattr(times, "time_interleaved", timer)
+    monkeypatch.setattr(sharing, "time_interleaved", timer)
+    monkeypatch.setattr(sys.modules["loka.probe.measure"], "timeable", lambda device: True)
+    return timer
+
+
+@contextmanager
+def registered(*kernels: Kernel) -> Iterator[None]:
+    """`kernels` are in the registry for a while."""
+    caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
+    try:
+        for kernel in kernels:
+            registry.KERNELS[kernel.name] = kernel
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    finally:
+        for kernel in kernels:
+            del registry.KERNELS[kernel.name]
+        for cache in caches:
+            cache.cache_clear()
+
+
+def kernel(name: str, run: Callable[..., torch.Tensor] = EMULATED.run, algorithms: int = 1) -> Kernel:
+    """Emulation under another name, with as many algorithms, for rowwise_e4m3."""
+    return dataclasses.replace(
+        EMULATED,
+        name=name,
+        library=name,
+        recipes=("rowwise_e4m3",),
+        run=run,
+        algorithms=lambda problem, recipe: algorithms,
+    )
