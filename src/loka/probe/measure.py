@@ -8,7 +8,6 @@ and measuring again goes on with what is missing.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
+from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
 from loka.probe.cache import TimesCache
 from loka.probe.errors import draw_errors
@@ -237,11 +237,15 @@ def _unsupported(name: str, problem: Problem, device: torch.device) -> str | Non
 
 
 def _self_check(name: str, gemm: Gemm, device: torch.device) -> str | None:
+    from loka.kernels.self_check import self_check
+
     try:
-        module = importlib.import_module("loka.kernels.self_check")
-    except ModuleNotFoundError:
-        return None
-    return module.self_check(name, gemm=gemm, device=device)
+        evidence = self_check(name, gemm=gemm, device=device)
+    except AssertionError as error:  # it knows no problem of this candidate, which must not pass unchecked
+        return first_line(error)
+    if evidence and device.type == "cuda" and not still_usable():
+        raise RuntimeError(f"CUDA is unusable after the self-check of {name} for {gemm}: {evidence}")
+    return evidence
 
 
 def _time_all(work: _Work, track: Track) -> None:
