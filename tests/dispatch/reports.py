@@ -26,6 +26,34 @@ def measured(
     )
 
 
+def layer_report(
+    sites: dict[Gemm, dict[str, Measurement]],
+    *,
+    sharing: dict[str, dict[str, Estimate]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
+    found = {}
+    for gemm, candidates in sites.items():
+        problem = linear_problem(
+            gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target="sm_90"
+        )
+        site = SiteReport(
+            path="fc", problem=problem, measurements={"hp": measured(55.0, 100.0), **candidates}
+        )
+        found[site.name] = site
+    shape = LinearShape(in_features=1024, out_features=1024, bias=False)
+    return Report(
+        model=ModelSignature(name="Net", layers={"fc": shape}),
+        machine=H200,
+        stats_digest="0",
+        settings={},
+        sites=found,
+        sharing={"fc": sharing} if sharing else {},
+        notes=notes,
+    )
+
+
 def report(
     candidates: dict[str, Measurement],
     *,

@@ -24,7 +24,7 @@ from loka.core.report import (
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
-_KIND, _VERSION = "loka-plan", 1
+_KIND, _VERSION = "loka-plan", 2
 _WAY_OUT = "plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE"
 
 
@@ -33,7 +33,9 @@ class Decision:
     """What runs at one site, and why.
 
     `candidate` is "hp" or "kernel:recipe". `rejected` says why each other candidate lost;
-    `runner_up` is the best of those. Times and speed-up are None where none were measured.
+    `runner_up` is the best of those. Times and speed-up are None where none were measured;
+    they are of the GEMM by itself, with both its operands quantized for it alone. `saved_us`
+    is what it saves to share those passes with an earlier GEMM of the layer.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Decision:
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
+    saved_us: float = 0.0
     runner_up: str | None = None
     rejected: Mapping[str, str] = field(default_factory=dict)
 
@@ -94,7 +97,7 @@ class Plan:
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed."
         before = [d.hp_microseconds.value for d in self.decisions.values() if d.hp_microseconds]
-        after = [d.microseconds.value for d in self.decisions.values() if d.microseconds]
+        after = [d.microseconds.value - d.saved_us for d in self.decisions.values() if d.microseconds]
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x)."
@@ -130,6 +133,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             "microseconds": estimate_to_json(d.microseconds),
             "hp_microseconds": estimate_to_json(d.hp_microseconds),
             "speedup": estimate_to_json(d.speedup),
+            "saved_us": d.saved_us,
             "runner_up": d.runner_up,
             "rejected": dict(d.rejected),
         }

@@ -28,6 +28,14 @@ class Gemm(StrEnum):
     GRAD_WEIGHT = "grad_weight"
 
 
+# Each tensor feeds two GEMMs: one takes it as it lies, the other its transpose; as which operand.
+SHARED: dict[str, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
+    "input": ((Gemm.OUTPUT, 0), (Gemm.GRAD_WEIGHT, 1)),
+    "weight": ((Gemm.OUTPUT, 1), (Gemm.GRAD_INPUT, 1)),
+    "grad_output": ((Gemm.GRAD_INPUT, 0), (Gemm.GRAD_WEIGHT, 0)),
+}
+
+
 class Format(Enum):
     """OCP FP8 formats. `max` is the largest finite value; `mantissa` counts stored bits."""
 

@@ -1,10 +1,10 @@
 """Planning: for every site, the fastest candidate that the budget admits, with the reasons.
 
-A candidate must be supported, keep the error limits at the safe end of its interval, and be
-faster than hp by `min_speedup` at the safe end of its interval. Among those the fastest wins;
-those whose time intervals overlap the fastest's are tied with it, and ties go to the first
-name, so that every rank and every run decides alike. Where nothing was timed, the candidate
-with the smallest error wins. Everything else stays in hp.
+A candidate must be supported and keep the error limits at the safe end of its interval. Where
+times were measured, the three GEMMs of a layer are then chosen together for the least time of
+the layer, each faster than hp by `min_speedup` (dispatch/joint.py). Where nothing was timed,
+the candidate with the smallest error wins. Everything else stays in hp. What is equal within
+the noise goes to the first name, so that every rank and every run decides alike.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from fnmatch import fnmatchcase
 from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.plan import Decision, Plan
+from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport
 from loka.core.signature import ModelSignature
-from loka.kernels.registry import require_supported
+from loka.core.timing import TIE
+from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of
+from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
 
 
@@ -39,11 +42,17 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     budget = budget or Budget()
     force = dict(force or {})
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
-    decisions = {
-        name: _decide(site, report.model, budget, force, timed=report.timed)
-        for name, site in report.sites.items()
+    layers: dict[str, list[SiteReport]] = {}
+    for site in report.sites.values():
+        layers.setdefault(site.path, []).append(site)
+    decided = {
+        decision.site: decision
+        for path, sites in layers.items()
+        for decision in _decide_layer(sites, report, budget, force, report.sharing.get(path, {}))
     }
+    decisions = {name: decided[name] for name in report.sites}
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
+    notes += report.notes
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -69,33 +78,126 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
                 )
 
 
-def _decide(
-    site: SiteReport, model: ModelSignature, budget: Budget, force: Mapping[str, str], *, timed: bool
-) -> Decision:
+def _decide_layer(
+    sites: list[SiteReport], report: Report, budget: Budget, force: Mapping[str, str], sharing: Sharing
+) -> list[Decision]:
+    """Decides the sites of one layer."""
+    fixed: dict[Gemm, Decision] = {}
+    rejected: dict[Gemm, dict[str, str]] = {}
+    options: dict[Gemm, dict[str, Option]] = {}
+    for site in sites:
+        gemm = site.problem.gemm
+        decision = _fixed(site, report, budget, force)
+        if decision is None:
+            decision, options[gemm], rejected[gemm] = _admit(site, budget, timed=report.timed)
+        if decision is not None:
+            fixed[gemm] = decision
+            known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
+            options[gemm] = {decision.candidate: known} if known else {}
+    timed = {gemm: each for gemm, each in options.items() if each}
+    if not timed:
+        return [fixed[site.problem.gemm] for site in sites]
+    choice = choose(timed, sharing, min_speedup=budget.min_speedup, fixed=set(fixed))
+    return [
+        replace(fixed[gemm], saved_us=choice.saved_at(gemm))
+        if (gemm := site.problem.gemm) in fixed
+        else _chosen(site, choice, options[gemm], sharing, budget, rejected[gemm])
+        for site in sites
+    ]
+
+
+def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
+    """What was decided before any comparison: forced, or kept in hp."""
     for pattern, candidate in force.items():
         if _matches(site, pattern):
-            if candidate != HP:
-                require_supported(candidate, site.problem)
+            _check_forced(site, candidate)
             return _decision(site, candidate, f"forced by {pattern!r}", {})
-    kept = _kept(site, model, budget)
-    if kept is not None:
-        return _decision(site, HP, kept, {})
+    kept = _kept(site, report.model, budget)
+    return None if kept is None else _decision(site, HP, kept, {})
+
+
+def _check_forced(site: SiteReport, candidate: str) -> None:
+    """Forcing bypasses the budget, not legality, nor what was found on the machine that was measured."""
+    if candidate == HP:
+        return
+    require_legal(candidate, site.problem)
+    measured = site.measurements.get(candidate)
+    if measured is not None and measured.unsupported:
+        raise NoKernelFits(
+            f"{candidate} cannot run {site.name} on the machine that was measured",
+            why=[measured.unsupported],
+            way_out="force a candidate that ran there, or measure again",
+        )
+
+
+def _admit(
+    site: SiteReport, budget: Budget, *, timed: bool
+) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
+    """A decision if there is nothing to compare in time; else the options and why others are out."""
     rejected, admitted = {}, {}
     for name, measured in site.measurements.items():
         if name == HP:
             continue
         reason = _objection(measured, budget)
+        if reason is None and timed and option_of(site, name) is None:
+            reason = f"not timed: {site.unfinished or 'no time was measured'}"
         if reason is None:
             admitted[name] = measured
         else:
             rejected[name] = reason
     if not admitted:
+        return _no_candidate(site, budget, rejected), {}, rejected
+    if not timed:
+        chosen, why, lost = _most_exact(admitted)
+        others = [name for name in admitted if name != chosen]
+        runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
+        decision = _decision(site, chosen, why, {**rejected, **lost})
+        return replace(decision, runner_up=runner_up), {}, rejected
+    options = {name: option_of(site, name) for name in (HP, *admitted)}
+    return None, {name: option for name, option in options.items() if option}, rejected
+
+
+def _chosen(
+    site: SiteReport,
+    choice: Choice,
+    options: Mapping[str, Option],
+    sharing: Sharing,
+    budget: Budget,
+    rejected: dict[str, str],
+) -> Decision:
+    """The decision at one site of a layer, with what each other candidate would have cost."""
+    gemm = site.problem.gemm
+    name = choice.options[gemm].name
+    tied, others = [], {}
+    for other, option in options.items():
+        if other in (name, HP):
+            continue
+        instead = combine({**choice.options, gemm: option}, sharing)
+        speedup = speedup_of(instead, gemm, options[HP])
+        others[other] = instead.microseconds
+        if not speedup.low >= budget.min_speedup:
+            rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
+        elif instead.microseconds <= choice.microseconds * (1 + TIE):
+            tied.append(other)
+            rejected[other] = f"tied with {name}, which comes first"
+        else:
+            rejected[other] = f"slower: {site.measurements[other].microseconds} us"
+    if name == HP:
         return _no_candidate(site, budget, rejected)
-    chosen, why, lost = _best(admitted, timed=timed)
-    rejected.update(lost)
-    return replace(
-        _decision(site, chosen, why, rejected), runner_up=_runner_up(admitted, chosen, timed=timed)
-    )
+    reason = "fastest within the budget" + _ties(tied) + _shares(choice, gemm)
+    decision = _decision(site, name, reason, rejected)
+    runner_up = min(others, key=lambda other: others[other], default=HP)
+    return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
+
+
+def _shares(choice: Choice, gemm: Gemm) -> str:
+    parts = [
+        f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
+        for tensor, ((first, _), (second, _)) in SHARED.items()
+        if tensor in choice.saved and gemm in (first, second)
+        for other in ((second,) if gemm is first else (first,))
+    ]
+    return f"; shares the quantization of {', '.join(parts)}" if parts else ""
 
 
 def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
@@ -119,47 +221,25 @@ def _objection(measured: Measurement, budget: Budget) -> str | None:
         return f"mere {relative} is above {budget.max_mere:g}"
     if sqnr.value != sqnr.value:
         return "its result holds NaN"
-    if measured.speedup is not None and not measured.speedup.low >= budget.min_speedup:
-        return f"speed-up {measured.speedup} is below {budget.min_speedup:g}"
     return None
 
 
-def _best(admitted: Mapping[str, Measurement], *, timed: bool) -> tuple[str, str, dict[str, str]]:
-    """The winner, why it won, and why each other admitted candidate lost."""
-    if timed:
-        times = {name: m.microseconds for name, m in admitted.items() if m.microseconds}
-        fastest = min(times, key=lambda name: times[name].value)
-        tied = sorted(name for name, time in times.items() if time.low <= times[fastest].high)
-        chosen = tied[0]
-        lost = {
-            name: f"tied with {chosen}, which comes first by name" if name in tied else f"slower: {time} us"
-            for name, time in times.items()
-            if name != chosen
-        }
-        return chosen, "fastest within the budget" + _ties(tied), lost
+def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
+    """The winner where nothing was timed, why it won, and why each other candidate lost."""
     errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
     best = max(sorted(errors), key=lambda name: errors[name].value)
     tied = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
     chosen = tied[0]
     lost = {
-        name: f"tied with {chosen}, which comes first by name" if name in tied else f"less exact: {error} dB"
+        name: f"tied with {chosen}, which comes first" if name in tied else f"less exact: {error} dB"
         for name, error in errors.items()
         if name != chosen
     }
-    return chosen, "smallest error; not timed" + _ties(tied), lost
+    return chosen, "smallest error; not timed" + _ties(tied[1:]), lost
 
 
 def _ties(tied: list[str]) -> str:
-    return f" (tied with {len(tied) - 1} more)" if len(tied) > 1 else ""
-
-
-def _runner_up(admitted: Mapping[str, Measurement], chosen: str, *, timed: bool) -> str:
-    def rank(name: str) -> float:
-        time = admitted[name].microseconds
-        return time.value if timed and time else -admitted[name].errors["sqnr_db"].value
-
-    others = [name for name in admitted if name != chosen]
-    return min(others, key=rank) if others else HP
+    return f" (tied with {len(tied)} more)" if tied else ""
 
 
 def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:

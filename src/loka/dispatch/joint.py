@@ -1,0 +1,142 @@
+"""The three GEMMs of a layer, chosen together, because they share the quantization of their tensors.
+
+    time(choice) = sum of the sites' times - what shared passes save
+
+A site's time holds the quantization of both its operands. Where two GEMMs of a layer run in
+FP8, the tensor between them is read once for both copies (nn/ops.py), which saves what
+`Report.sharing` says. So a grad_weight that loses by itself may win beside an FP8 grad_input.
+
+A choice is allowed if every FP8 GEMM in it earns its place: taking it back to hp, with the rest
+as it is, costs at least what `min_speedup` asks, at the safe end of all intervals. The fastest
+allowed choice wins. Choices within 1 % of it are ties; they go to the one with the fewest FP8
+GEMMs, then to the first by name, so that every rank and every run decides alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from loka.core.error import Estimate
+from loka.core.recipe import SHARED, Gemm
+from loka.core.report import HP, SiteReport
+from loka.core.timing import TIE
+from loka.kernels.registry import candidate_named
+
+Sharing = Mapping[str, Mapping[str, Estimate]]
+"""Tensor -> casts "row+column" -> microseconds saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A candidate at a site: its time free of clock drift, and how it casts A and B (none in hp)."""
+
+    name: str
+    time: Estimate
+    casts: tuple[str, str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One option a GEMM, and the microseconds saved on each tensor that two of them share."""
+
+    options: Mapping[Gemm, Option]
+    saved: Mapping[str, Estimate]
+
+    def saved_at(self, gemm: Gemm) -> float:
+        """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
+        return sum(saving.value for tensor, saving in self.saved.items() if SHARED[tensor][1][0] is gemm)
+
+    @property
+    def microseconds(self) -> float:
+        spent = sum(option.time.value for option in self.options.values())
+        return spent - sum(saving.value for saving in self.saved.values())
+
+
+def option_of(site: SiteReport, name: str) -> Option | None:
+    """A candidate with its time, in units of hp's median; None where it was not timed."""
+    hp, measured = site.measurements[HP].microseconds, site.measurements[name]
+    if hp is None:
+        return None
+    if name == HP:
+        return Option(name=HP, time=Estimate(hp.value, hp.value, hp.value), casts=None)
+    if measured.speedup is None:
+        return None
+    ratio = measured.speedup
+    time = Estimate(hp.value / ratio.value, hp.value / ratio.high, hp.value / max(ratio.low, 1e-9))
+    casts = candidate_named(name).recipe.casts(site.problem.gemm)
+    assert casts is not None
+    return Option(name=name, time=time, casts=(casts[0].name, casts[1].name))
+
+
+def choose(
+    options: Mapping[Gemm, Mapping[str, Option]],
+    sharing: Sharing,
+    *,
+    min_speedup: float,
+    fixed: Collection[Gemm] = (),
+) -> Choice:
+    """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
+    reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
+    allowed = []
+    for combination in itertools.product(*reduced.values()):
+        choice = combine(dict(zip(reduced, combination, strict=True)), sharing)
+        free = [gemm for gemm in choice.options if gemm not in fixed]
+        if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
+            allowed.append(choice)
+    best = min(choice.microseconds for choice in allowed)
+    return min((c for c in allowed if c.microseconds <= best * (1 + TIE)), key=_order)
+
+
+def combine(options: Mapping[Gemm, Option], sharing: Sharing) -> Choice:
+    saved = {}
+    for tensor, ((row_gemm, row_index), (column_gemm, column_index)) in SHARED.items():
+        row, column = options.get(row_gemm), options.get(column_gemm)
+        if row and column and row.casts and column.casts:
+            key = f"{row.casts[row_index]}+{column.casts[column_index]}"
+            saving = sharing.get(tensor, {}).get(key)
+            if saving is not None:
+                saved[tensor] = saving
+    return Choice(options=options, saved=saved)
+
+
+def speedup_of(choice: Choice, gemm: Gemm, hp: Option) -> Estimate:
+    """hp's time over what this GEMM adds to the layer, with the rest of the choice as it is."""
+    time = choice.options[gemm].time
+    savings = [
+        choice.saved[tensor]
+        for tensor, ends in SHARED.items()
+        if tensor in choice.saved and gemm in (ends[0][0], ends[1][0])
+    ]
+    adds = Estimate(
+        time.value - sum(s.value for s in savings),
+        time.low - sum(s.high for s in savings),
+        time.high - sum(s.low for s in savings),
+    )
+    ratios = [hp.time.value / max(added, 1e-9) for added in (adds.value, adds.high, adds.low)]
+    return Estimate(*ratios)
+
+
+def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
+    if choice.options[gemm].name == HP:
+        return True
+    return speedup_of(choice, gemm, hp).low >= min_speedup
+
+
+def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
+    """hp, then the fastest of each pair of casts: what is shared depends on nothing else."""
+    best: dict[tuple[str, str], Option] = {}
+    for option in sorted(options.values(), key=lambda option: option.name):
+        if option.casts is None:
+            continue
+        known = best.get(option.casts)
+        if known is None or option.time.value * (1 + TIE) < known.time.value:
+            best[option.casts] = option
+    high = [options[HP]] if HP in options else []
+    return [*high, *best.values()]
+
+
+def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:
+    names = tuple(option.name for option in choice.options.values())
+    return sum(name != HP for name in names), names
