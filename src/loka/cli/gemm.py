@@ -136,9 +136,9 @@ def _arms(report: Report, budget: Budget, *, alone: Plan, together: Plan) -> tup
     if not report.timed:
         return site_arms, layer_arms
     for library in libraries_of(report):
-        everywhere = fastest_of_library(report, library, replace(budget, min_speedup=0.0))
+        everywhere = fastest_of_library(report, library, budget, everywhere=True)
         site_arms[library] = layer_arms[library] = everywhere
-        site_arms[or_hp(library)] = fastest_of_library(report, library, budget)
+        site_arms[or_hp(library)] = fastest_of_library(report, library, budget, everywhere=False)
         layer_arms[or_hp(library)] = _candidates(plan_report(only_library(report, library), budget))
     return site_arms, layer_arms
 

@@ -6,11 +6,11 @@ rules hold for a library as they do for the choice. Among those admitted the fas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from loka.core.budget import Budget
-from loka.core.report import HP, Report
+from loka.core.report import HP, Measurement, Report
 from loka.dispatch.plan import plan
 from loka.kernels.registry import candidate_named
 
@@ -36,27 +36,43 @@ def only_library(report: Report, library: str) -> Report:
     return _only(report, lambda name: library_of(name) == library)
 
 
-def fastest_of_library(report: Report, library: str, budget: Budget) -> dict[str, str]:
+def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhere: bool) -> dict[str, str]:
     """Site -> the fastest candidate of `library` that `budget` admits there, or "hp"; needs times.
 
-    With `min_speedup=0` it is what the library runs wherever it can, slower than hp or not.
+    `everywhere`: what keeps the budget's error runs wherever it can, slower than hp or not.
     """
     fastest: dict[str, tuple[float, str]] = {}
     names = {name for site in report.sites.values() for name in site.measurements}
+    apart = replace(report, sharing={})  # each site by itself
     for name in sorted(names):
         if library_of(name) != library:
             continue
-        alone = plan(_only(report, name.__eq__), budget)
-        for site, decision in alone.decisions.items():
-            if decision.candidate != HP and decision.speedup is not None:
-                entry = (-decision.speedup.value, name)
+        alone = _only(apart, name.__eq__)
+        for site, decision in plan(_without_times(alone) if everywhere else alone, budget).decisions.items():
+            speedup = report.sites[site].measurements[name].speedup if decision.candidate == name else None
+            if speedup is not None:
+                entry = (-speedup.value, name)
                 fastest[site] = min(fastest.get(site, entry), entry)
     return {site: fastest[site][1] if site in fastest else HP for site in report.sites}
 
 
+def _without_times(report: Report) -> Report:
+    """Judged by `plan` on errors alone."""
+    return _with_measurements(
+        report, lambda measured: {n: replace(m, microseconds=None, speedup=None) for n, m in measured.items()}
+    )
+
+
 def _only(report: Report, keep: Callable[[str], bool]) -> Report:
+    return _with_measurements(
+        report, lambda measured: {n: m for n, m in measured.items() if n == HP or keep(n)}
+    )
+
+
+def _with_measurements(
+    report: Report, change: Callable[[Mapping[str, Measurement]], Mapping[str, Measurement]]
+) -> Report:
     sites = {
-        path: replace(site, measurements={n: m for n, m in site.measurements.items() if n == HP or keep(n)})
-        for path, site in report.sites.items()
+        name: replace(site, measurements=change(site.measurements)) for name, site in report.sites.items()
     }
     return replace(report, sites=sites)

@@ -52,7 +52,7 @@ def suite_of(shapes: Iterable[GemmShape], *, weight_dtype: str = "bfloat16", mem
         use = Use(model=shape.model, site=shape.site, count=shape.count)
         if shape.kind != "linear":
             not_covered[_unique(str(shape), not_covered)] = (
-                f"{shape.kind}, {shape.batch} x {shape.m}x{shape.k}x{shape.n}: not a linear layer"
+                f"{shape.kind}, {shape.batch} x {shape.m}x{shape.k}x{shape.n}"
             )
             continue
         needed = bytes_needed(shape.m, shape.k, shape.n, weight_dtype)

@@ -49,6 +49,11 @@ class Standing:
     """Ties in which the choice is slower beyond noise, by less than the tie."""
 
 
+def label(arm: str) -> str:
+    """An arm in the reader's words."""
+    return {HP: "bf16", CHOICE: "the choice"}.get(arm, arm.replace("or hp", "or bf16"))
+
+
 def arms_of(bench: GemmBench) -> list[str]:
     """hp, every active library alone and with hp to fall back on, and the choice."""
     libraries = [name for library in bench.active for name in (library, or_hp(library))]

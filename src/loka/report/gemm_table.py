@@ -17,6 +17,7 @@ from loka.report.gemm_summary import (
     Standing,
     arms_of,
     best_library,
+    label,
     model_times,
     standings,
     verdict,
@@ -92,7 +93,7 @@ def _interval(ratio: Estimate) -> str:
 
 def _closest(contest: Contest, tie: float) -> str:
     found = worst(contest, tie)
-    return f"{found[0]}: {found[1]} {_interval(found[2])}" if found else "-"
+    return f"{found[0]}: {label(found[1])} {_interval(found[2])}" if found else "-"
 
 
 def _coverage(bench: GemmBench) -> str:
@@ -137,7 +138,7 @@ def _standings(found: Mapping[str, Standing]) -> str:
         counts = [str(standing.verdicts[name]) if arm != CHOICE else "" for name in (WIN, TIE, LOSS)]
         rows.append(
             (
-                {HP: "bf16", CHOICE: "the choice"}.get(arm, arm.replace("or hp", "or bf16")),
+                label(arm),
                 f"{standing.fp8} of {standing.contests}",
                 _interval(standing.speedup) if standing.speedup else "-",
                 _interval(standing.versus) if standing.versus and arm != CHOICE else "",
@@ -154,16 +155,15 @@ def _claims(found: Mapping[str, Standing]) -> list[str]:
     lines = [f"Never slower than bf16 beyond noise: {_yes(losses == 0)} ({losses} losses)."]
     libraries = {arm: s for arm, s in found.items() if arm not in (HP, CHOICE)}
     beaten = {arm: s.verdicts[LOSS] for arm, s in libraries.items() if s.verdicts[LOSS]}
-    told = ", ".join(f"{count} to {arm}" for arm, count in beaten.items()) or "0 losses"
+    told = ", ".join(f"{count} to {label(arm)}" for arm, count in beaten.items()) or "0 losses"
     best = best_library(found)
     if best is None or best.versus is None:
         return lines
     lines.append(f"At least as fast as every library everywhere: {_yes(not beaten)} ({told}).")
     over = best.versus
     state = "yes" if over.low > 1 else "no" if over.high < 1 else "tied"
-    lines.append(
-        f"Geometric mean above the best single library's ({best.arm}): {state}, {_interval(over)} times it."
-    )
+    best_alone = f"the best single library's ({label(best.arm)})"
+    lines.append(f"Geometric mean above {best_alone}: {state}, {_interval(over)} times it.")
     slower = sum(s.slightly_slower for s in found.values())
     if slower:
         lines.append(f"Of the ties, the choice is measurably slower in {slower}, by less than the tie.")
@@ -180,12 +180,12 @@ def _exceptions(bench: GemmBench, contests: Mapping[str, Contest]) -> Iterable[s
         for arm, ratio in contest.versus.items():
             if verdict(ratio, bench.tie) == LOSS:
                 ran, theirs = _short(contest.arms[CHOICE]), _short(contest.arms[arm])
-                yield f"LOSS {place}: {ran} is {_interval(ratio)} times as fast as {arm} ({theirs})"
+                yield f"LOSS {place}: {ran} is {_interval(ratio)} times as fast as {label(arm)} ({theirs})"
     for place, contest in contests.items():
         absent = [arm for arm in arms_of(bench) if contest.timing(arm) is None]
         if absent:
             reasons = "; ".join(f"{name}: {why}" for name, why in contest.failures.items()) or "no time"
-            yield f"not in the means: {place}: no time for {', '.join(absent)} ({reasons})"
+            yield f"not in the means: {place}: no time for {', '.join(map(label, absent))} ({reasons})"
 
 
 def _models(bench: GemmBench, models: Iterable[ModelTime]) -> str:
@@ -203,7 +203,7 @@ def _models(bench: GemmBench, models: Iterable[ModelTime]) -> str:
                 f"{choice:.0f}",
                 f"{hp / choice:.3f}x",
                 f"{hp / model.by_arm[best]:.3f}x" if best else "-",
-                best.replace("or hp", "or bf16") if best else "-",
+                label(best) if best else "-",
             )
         )
     header = ("model, linear layers", "rows", "bf16 us", "choice us", "speed-up", "best library", "which")

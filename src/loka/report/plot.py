@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.exceptions import LokaError, MissingLibrary
-from loka.core.gemm_bench import CHOICE, Contest, GemmBench, or_hp, parted
+from loka.core.gemm_bench import CHOICE, GemmBench, parted
 from loka.core.recipe import Gemm
 from loka.core.report import HP, site_name
 from loka.dispatch.single_library import library_of
-from loka.report.gemm_summary import standings
+from loka.report.gemm_summary import best_library, label, standings
 
 _FORMATS = (".png", ".svg", ".pdf")
 _LAYER = "whole layer, quantization shared"
@@ -32,14 +32,14 @@ _STYLES = (
 )
 _HP_STYLE = ("#555555", "x")
 _MIXED_STYLE = ("#000000", "*")
-_RIVAL_COLOUR = "#b0b0b0"
+_RIVAL_COLOURS = {"sites": "#a8a8a8", "layers": "#a09060"}
 
 
 def plot_gemm(bench: GemmBench, path: Path | str) -> None:
     """Draws `bench` into `path`, a .png, .svg or .pdf.
 
     Four panels: each GEMM, and the layer with its three. A point is a shape, with the interval of
-    its speed-up; a short bar is the best single library there, falling back on bf16.
+    its speed-up; a short bar is the library that does best alone over all shapes.
 
     Raises:
         LokaError: nothing was timed, or another kind of file.
@@ -58,27 +58,26 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
         axes = figure.subplots(2, 2, sharex=True, sharey=True)
         styles = _styles(bench)
         seen: dict[str, Any] = {}
-        for axis, gemm in zip(axes.flat, (*Gemm, None), strict=True):
-            _panel(axis, bench, gemm, styles, seen)
-        _ticks(axes[0][0], bench)
+        rivals = {gemm: _rival(bench, gemm) for gemm in (*Gemm, None)}
+        for axis, (gemm, rival) in zip(axes.flat, rivals.items(), strict=True):
+            _panel(axis, bench, gemm, rival, styles, seen)
+        _ticks(axes[0][0], bench, {CHOICE, *rivals.values()})
         for axis in axes[1]:
             axis.set_xlabel("GFLOP of one GEMM (2 M N K)")
         for row in axes:
             row[0].set_ylabel("speed-up over bf16")
-        order = [name for name in (*styles, _LEGEND_RIVAL) if name in seen]
+        order = [name for name in seen if name not in styles]
+        order = [*(name for name in styles if name in seen), *order]
         figure.legend(
             [seen[name] for name in order],
-            [_legend(name) for name in order],
+            ["bf16 kept" if name == HP else name for name in order],
             loc="outside lower center",
-            ncols=len(order),
+            ncols=min(len(order), 5),
             frameon=False,
         )
         figure.suptitle(_title(bench), fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-
-
-_LEGEND_RIVAL = "rival"
 
 
 def _matplotlib(module: str) -> Any:
@@ -100,6 +99,7 @@ def _panel(
     axis: Any,
     bench: GemmBench,
     gemm: Gemm | None,
+    rival: str | None,
     styles: Mapping[str, tuple[str, str]],
     seen: dict[str, Any],
 ) -> None:
@@ -110,10 +110,17 @@ def _panel(
         timing = contest.timing(CHOICE) if contest else None
         if contest is None or timing is None:
             continue
-        rival = _best_rival(bench, contest)
-        if rival is not None:
-            seen[_LEGEND_RIVAL] = axis.scatter(
-                [layer.gflop], [rival], marker="_", s=90, linewidths=1.6, color=_RIVAL_COLOUR, zorder=2
+        alone = contest.timing(rival) if rival else None
+        if rival and alone:
+            where = "layers" if gemm is None else "sites"
+            seen[f"best alone over {where}: {label(rival)}"] = axis.scatter(
+                [layer.gflop],
+                [alone.speedup.value],
+                marker="_",
+                s=90,
+                linewidths=1.6,
+                color=_RIVAL_COLOURS[where],
+                zorder=2,
             )
         name = _library(contest.arms[CHOICE])
         colour, marker = styles.get(name, _MIXED_STYLE)
@@ -136,9 +143,11 @@ def _panel(
         axis.spines[side].set_visible(False)
 
 
-def _best_rival(bench: GemmBench, contest: Contest) -> float | None:
-    timings = [contest.timing(or_hp(library)) for library in bench.active]
-    return max((timing.speedup.value for timing in timings if timing), default=None)
+def _rival(bench: GemmBench, gemm: Gemm | None) -> str | None:
+    """The arm that does best alone: over all sites, and over all layers."""
+    contests = bench.whole_layers() if gemm is None else bench.sites()
+    best = best_library(standings(bench, contests.values()))
+    return best.arm if best else None
 
 
 def _library(runs: str) -> str:
@@ -149,31 +158,45 @@ def _library(runs: str) -> str:
     return names.pop() if len(names) == 1 else _MIXED
 
 
-def _ticks(axis: Any, bench: GemmBench) -> None:
+def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
     """Plain numbers on the logarithmic scale of speed-ups, as many as its range can take."""
     values = [
-        end
+        timing.speedup.value
         for contest in bench.contests.values()
-        for timing in (contest.timing(CHOICE),)
-        if timing
-        for end in (timing.speedup.value, _best_rival(bench, contest) or 1.0)
+        for arm in arms
+        if arm and (timing := contest.timing(arm))
     ]
     low, high = min(*values, 1.0) * 0.95, max(*values, 1.0) * 1.05
     axis.set_ylim(low, high)
-    steps = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+    steps = (
+        0.3,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        1.0,
+        1.1,
+        1.2,
+        1.3,
+        1.4,
+        1.5,
+        1.6,
+        1.7,
+        1.8,
+        1.9,
+        2.0,
+        2.5,
+        3.0,
+        4.0,
+    )
     inside = [step for step in steps if low <= step <= high]
     ticker = _matplotlib("matplotlib.ticker")
     axis.yaxis.set_major_locator(ticker.FixedLocator(inside))
     axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
     axis.yaxis.set_minor_locator(ticker.NullLocator())
     axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _legend(name: str) -> str:
-    return {
-        HP: "bf16 kept",
-        _LEGEND_RIVAL: "best single library, bf16 where faster",
-    }.get(name, name)
 
 
 def _title(bench: GemmBench) -> str:

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import loka.zoo
+from loka.core.exceptions import DataRefused, UnknownName
+from loka.zoo.shapes import lrm_gemm_shapes, of_models, read_shapes
+
+
+def test_the_suite_says_what_its_file_says() -> None:
+    shapes = lrm_gemm_shapes()
+    assert Counter(shape.kind for shape in shapes) == {"linear": 99, "bmm": 25, "grouped": 6}
+    assert len({(s.m, s.k, s.n) for s in shapes if s.kind == "linear"}) == 71
+    path = Path(loka.zoo.__file__).parent / "lrm_gemm_shapes.csv"
+    with path.open(newline="") as file:
+        for shape, row in zip(shapes, csv.DictReader(file), strict=True):
+            gflop = 2e-9 * shape.batch * shape.m * shape.k * shape.n * shape.count
+            assert gflop == pytest.approx(float(row["gflop_fwd"]), abs=1e-3), shape
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text('\ufeffsite,kind,model,N,K,M,extra\n"a, b",linear,net,3,2,1,x\n', encoding="utf-8")
+    (shape,) = read_shapes(file)
+    assert (shape.model, shape.site, shape.m, shape.k, shape.n) == ("net", "a, b", 1, 2, 3)
+    assert (shape.batch, shape.count) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("net,a,linear,0,2,3", "M is '0'"),
+        ("net,a,linear,1.5,2,3", "M is '1.5'"),
+        ("net,a,linear,1,,3", "K is ''"),
+        ("net,a,linear,1,2", "N is ''"),
+        ("net,a,conv,1,2,3", "kind 'conv'"),
+        ("net,a,linear,1,2,3,7", "a linear layer has batch 1, not 7"),
+    ],
+)
+def test_rows_that_are_no_gemm_are_named(tmp_path: Path, row: str, told: str) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(f"model,site,kind,M,K,N,batch\nnet,fine,linear,1,2,3,1\n{row}\n")
+    with pytest.raises(DataRefused) as error:
+        read_shapes(file)
+    assert f"line 3: {told}" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "model,site\n", "model,site,kind,M,K,N\n"])
+def test_files_without_shapes_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(text)
+    with pytest.raises(DataRefused, match=r"mine\.csv has no"):
+        read_shapes(file)
+    with pytest.raises(DataRefused, match="cannot read"):
+        read_shapes(tmp_path / "absent.csv")
+
+
+def test_models_are_chosen_by_pattern() -> None:
+    shapes = lrm_gemm_shapes()
+    assert {s.model for s in of_models(shapes, ["wukong-2*", "LoKA-anchor"])} == {
+        "LoKA-anchor",
+        "Wukong-2GF",
+        "Wukong-22GF",
+    }
+    assert of_models(shapes, []) == shapes
+    with pytest.raises(UnknownName, match="MLPerf-DLRMv1-dot"):
+        of_models(shapes, ["LoKA*", "gpt"])
