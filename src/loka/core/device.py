@@ -14,8 +14,16 @@ import torch
 
 from loka.core.problem import target_of
 
-# Libraries whose kernels a plan may name; their versions decide what a measurement means.
-LIBRARIES = ("torchao", "fbgemm-gpu-genai", "sgl-deep-gemm", "nvmath-python", "triton")
+# Libraries whose kernels a plan may name, by `Kernel.library`, and the distributions that bring
+# them; their versions decide what a measurement means. torch has a field of its own.
+LIBRARIES = {
+    "torchao": "torchao",
+    "fbgemm": "fbgemm-gpu-genai",
+    "deep_gemm": "sgl-deep-gemm",
+    "cublaslt": "nvmath-python",
+    "mslk": "mslk",
+    "triton": "triton",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ def fingerprint(device: torch.device | str) -> Fingerprint:
 
 def library_versions() -> dict[str, str]:
     versions = {}
-    for name in LIBRARIES:
+    for name in LIBRARIES.values():
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

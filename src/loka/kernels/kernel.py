@@ -27,6 +27,10 @@ def nothing_missing() -> str | None:
     return None
 
 
+def rounds_once(problem: Problem, recipe: Recipe) -> float:
+    return 0.0
+
+
 def one_algorithm(problem: Problem, recipe: Recipe) -> int:
     return 1
 
@@ -47,6 +51,8 @@ class Kernel:
             the GPU only. Measuring searches them and the candidate's name pins the winner.
         fast: accumulates all of K in the tensor core's register of about 14 bits
             (core/reference.accumulation_bound).
+        rounding: relative error of its results beyond their one rounding to the problem's dtype:
+            2^-8 where they pass through bfloat16 on the way.
         emulates: True for a stand-in that shows the numerics and has no speed.
         never_run: why the authors could not run it anywhere; shown wherever it is listed.
     """
@@ -61,5 +67,6 @@ class Kernel:
     missing: Callable[[], str | None] = nothing_missing
     algorithms: Callable[[Problem, Recipe], int] = one_algorithm
     fast: bool = False
+    rounding: Callable[[Problem, Recipe], float] = rounds_once
     emulates: bool = False
     never_run: str | None = None

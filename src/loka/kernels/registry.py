@@ -15,9 +15,14 @@ from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Recipe
 from loka.core.reference import Quantized
+from loka.kernels.cublaslt import CUBLASLT, CUBLASLT_FAST
+from loka.kernels.deep_gemm import DEEP_GEMM
 from loka.kernels.emulated import EMULATED
+from loka.kernels.fbgemm import FBGEMM, FBGEMM_FAST
 from loka.kernels.kernel import Kernel
+from loka.kernels.mslk import MSLK, MSLK_FAST
 from loka.kernels.torch_scaled import TORCH, TORCH_FAST
+from loka.kernels.torchao_scaled import TORCHAO, TORCHAO_BLOCK, TORCHAO_FAST
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -25,6 +30,16 @@ KERNELS: dict[str, Kernel] = {
         EMULATED,
         TORCH,
         TORCH_FAST,
+        CUBLASLT,
+        CUBLASLT_FAST,
+        FBGEMM,
+        FBGEMM_FAST,
+        DEEP_GEMM,
+        TORCHAO,
+        TORCHAO_FAST,
+        TORCHAO_BLOCK,
+        MSLK,
+        MSLK_FAST,
     )
 }
 
@@ -91,6 +106,19 @@ def require_supported(name: str, problem: Problem) -> Candidate:
     raise NoKernelFits(
         f"{name} cannot run {problem}",
         why=explain_candidates(problem),
+        way_out="name a candidate that fits, or 'hp' to keep the site in high precision",
+    )
+
+
+def require_legal(name: str, problem: Problem) -> Candidate:
+    """The candidate, if it can run `problem` wherever its library is installed; else NoKernelFits."""
+    candidate = candidate_named(name)
+    reason = candidate.illegal(problem)
+    if reason is None:
+        return candidate
+    raise NoKernelFits(
+        f"{name} cannot run {problem}",
+        why=[f"{other.name}  {other.illegal(problem) or 'fits'}" for other in all_candidates()],
         way_out="name a candidate that fits, or 'hp' to keep the site in high precision",
     )
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.nn.functional import ScalingType, pad, scaled_mm
+from torch.nn.functional import ScalingType, scaled_mm
 
-from loka.core.problem import Problem, capability, round_up
+from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Granularity, Recipe
 from loka.core.reference import Quantized
 from loka.kernels.kernel import Kernel, Multiples
+from loka.kernels.layouts import column_major, padded_rows, scalar, vector
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 
@@ -79,33 +80,27 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
     granularity = a.cast.granularity
     if granularity is Granularity.TENSOR:
-        return _scaled(a, b, a.scale.reshape(()), b.scale.reshape(()), dtype, fast)
+        return _scaled(a, b, scalar(a.scale), scalar(b.scale), dtype, fast)
     if granularity is Granularity.ROW:
-        return _scaled(a, b, a.scale, b.scale.t(), dtype, fast)
+        return _scaled(a, b, vector(a.scale)[:, None], vector(b.scale)[None, :], dtype, fast)
     # The form with recipes: the older one accepts unpadded 128x128 scales and returns garbage
     # when K / 128 is not a multiple of 4 (pytorch/ao#4209).
     if b.cast.granularity is Granularity.BLOCK_128X128:
-        groups = b.scale.shape[1]
-        scale_b = pad(b.scale, (0, round_up(groups, 4) - groups)).t()
+        scale_b = padded_rows(b.scale).t()
         recipe_b = ScalingType.BlockWise128x128
     else:
-        scale_b = _column_major(b.scale)
+        scale_b = column_major(b.scale)
         recipe_b = ScalingType.BlockWise1x128
     return scaled_mm(
         a.data,
         b.data.t(),
-        _column_major(a.scale),
+        column_major(a.scale),
         ScalingType.BlockWise1x128,
         scale_b,
         recipe_b,
         output_dtype=dtype,
         use_fast_accum=False,
     )
-
-
-def _column_major(scale: torch.Tensor) -> torch.Tensor:
-    """The layout that the kernel wants for 1x128 scales of either operand: [R, K/128], stride (1, R)."""
-    return scale.t().contiguous().t()
 
 
 def _scaled(

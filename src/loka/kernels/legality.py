@@ -1,0 +1,70 @@
+"""Reasons that several kernels give for refusing a problem. Each is a sentence, or None."""
+
+from __future__ import annotations
+
+import torch
+
+from loka.core.problem import Problem, capability
+from loka.core.recipe import Format, Gemm, Granularity, Recipe
+
+
+def granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granularity]:
+    """Of A and of B. The recipe must define the problem's GEMM."""
+    casts = recipe.casts(problem.gemm)
+    assert casts is not None, f"{recipe.name} does not define {problem.gemm}"
+    return casts[0].granularity, casts[1].granularity
+
+
+def undefined(problem: Problem, recipe: Recipe) -> str | None:
+    if recipe.casts(problem.gemm) is None:
+        return f"{recipe.name} does not define {problem.gemm}"
+    return None
+
+
+def not_hopper(target: str, what: str = "is built for sm_90") -> str | None:
+    gpu = capability(target)
+    if gpu is None:
+        return "needs a CUDA GPU of sm_90"
+    return None if gpu == (9, 0) else f"{what}, not for {target}"
+
+
+def no_fp8(target: str) -> str | None:
+    gpu = capability(target)
+    if gpu is None:
+        return "needs a CUDA GPU of sm_89 or newer"
+    return f"{target} has no FP8 tensor cores (needs sm_89 or newer)" if gpu < (8, 9) else None
+
+
+def not_e4m3(problem: Problem, recipe: Recipe) -> str | None:
+    casts = recipe.casts(problem.gemm)
+    if casts is not None and any(cast.format is not Format.E4M3 for cast in casts):
+        return "takes e4m3 operands only"
+    return None
+
+
+def misaligned(problem: Problem, *, m: int = 1, n: int = 1, k: int = 1) -> str | None:
+    """The first side that is not a multiple of what is asked."""
+    for side, size, of in (("K", problem.k, k), ("N", problem.n, n), ("M", problem.m, m)):
+        if size % of:
+            return f"{side}={size} is not a multiple of {of}"
+    return None
+
+
+def not_bfloat16(problem: Problem) -> str | None:
+    """For GEMMs that write bfloat16. A float32 weight gradient is a cast of it, as autocast does."""
+    if problem.dtype == "bfloat16" or (problem.gemm is Gemm.GRAD_WEIGHT and problem.dtype == "float32"):
+        return None
+    return f"{problem.dtype} results; writes bfloat16 only"
+
+
+def bfloat16_on_the_way(problem: Problem, recipe: Recipe) -> float:
+    """`Kernel.rounding` of a GEMM that writes bfloat16: what a cast to float32 does not bring back."""
+    return 0.0 if problem.dtype == "bfloat16" else 2.0**-8
+
+
+def older_cuda(major: int, minor: int) -> str | None:
+    """Whether this torch comes with a CUDA older than needed; a torch without CUDA says nothing."""
+    version = torch.version.cuda
+    if version and tuple(map(int, version.split(".")[:2])) < (major, minor):
+        return f"needs CUDA {major}.{minor}, this torch was built with {version}"
+    return None
