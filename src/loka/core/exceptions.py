@@ -49,6 +49,10 @@ class PlanMismatch(LokaError):
     """A plan was made for another model or another machine; the differences are listed."""
 
 
+class WrongResults(LokaError):
+    """A kernel returned wrong numbers here; the evidence is listed."""
+
+
 class NotConverted(LokaError):
     """`convert` or `revert` was called on a model in the wrong state."""
 

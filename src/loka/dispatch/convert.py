@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from loka.core.device import fingerprint
-from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
 from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP
 from loka.core.signature import LinearShape
 from loka.kernels.registry import require_supported
+from loka.kernels.self_check import self_check
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
 from loka.nn.unwrap import unwrap
@@ -33,6 +34,7 @@ def convert(model: M, plan: Plan) -> M:
         PlanMismatch: the plan was made for another model, or measured on another machine.
         NotConverted: the model is converted already.
         NoKernelFits: a candidate of the plan cannot run here.
+        WrongResults: a candidate of the plan fails its self-check here.
     """
     if fp8_linears(model):
         raise NotConverted(
@@ -44,6 +46,7 @@ def convert(model: M, plan: Plan) -> M:
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
+    _check_results(linears, plan)
     for path in dict.fromkeys(decision.path for decision in plan.decisions.values()):
         chosen = plan.candidates(path)
         candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
@@ -106,6 +109,28 @@ def _check_machine(linears: dict[str, nn.Linear], plan: Plan) -> None:
             why=differences,
             way_out="measure here (`loka measure STATS`; the statistics stay valid) and plan again, "
             "or move the model to that device",
+        )
+
+
+def _check_results(linears: dict[str, nn.Linear], plan: Plan) -> None:
+    """Self-checks each candidate and GEMM of the plan on each device; once in a process."""
+    sites: dict[tuple[str, Gemm], list[str]] = {}
+    for decision in plan.decisions.values():
+        if decision.candidate != HP:
+            sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
+    evidence = []
+    for device in _devices(linears):
+        for (name, gemm), where in sites.items():
+            found = self_check(name, gemm=gemm, device=device)
+            if found is not None:
+                more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+                evidence.append(f"{name} for {gemm} on {device} (planned at {where[0]}{more}): {found}")
+    if evidence:
+        raise WrongResults(
+            "a kernel of this plan returns wrong numbers here",
+            why=evidence,
+            way_out="plan again with those sites forced to 'hp' or to another candidate, or measure again, "
+            "which leaves wrong kernels out; please report it with the versions that `loka doctor` prints",
         )
 
 
