@@ -18,6 +18,7 @@ PUBLIC = [
     "Probe",
     "Report",
     "Stats",
+    "agree",
     "check_finite",
     "convert",
     "diff",

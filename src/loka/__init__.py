@@ -18,7 +18,7 @@ from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.core.report import Report
 from loka.core.stats import Stats
-from loka.dispatch import convert, diff, plan, revert
+from loka.dispatch import agree, convert, diff, plan, revert
 from loka.kernels.run import kernel_runs
 from loka.nn import check_finite, health_of
 from loka.probe import Probe, measure
@@ -32,6 +32,7 @@ __all__ = [
     "Probe",
     "Report",
     "Stats",
+    "agree",
     "check_finite",
     "convert",
     "diff",

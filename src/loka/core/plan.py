@@ -68,12 +68,21 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=self.to_json())
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
         """Raises FileRefused for a missing, truncated or edited file."""
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=cls.from_json)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `save` writes and `loka.agree` sends."""
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Plan:
+        """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
+        return _from_json(content)
 
     def candidates(self, path: str) -> dict[str, str]:
         """GEMM name -> candidate at one module; "hp" where the plan says nothing."""

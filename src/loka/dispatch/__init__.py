@@ -1,7 +1,8 @@
-"""Deciding every site, and running the model that way: plan, convert, revert, diff."""
+"""Deciding every site, and running the model that way: plan, agree, convert, revert, diff."""
 
+from loka.dispatch.agree import agree
 from loka.dispatch.convert import convert, revert
 from loka.dispatch.diff import PlanDiff, diff
 from loka.dispatch.plan import plan
 
-__all__ = ["PlanDiff", "convert", "diff", "plan", "revert"]
+__all__ = ["PlanDiff", "agree", "convert", "diff", "plan", "revert"]
