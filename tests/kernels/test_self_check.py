@@ -12,7 +12,7 @@ from planted import BUGS, Plant, broken, neighbour, plant  # noqa: F401  (a fixt
 
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity, Recipe
-from loka.core.reference import Quantized, quantize, scaled_mm
+from loka.core.reference import Quantized, accumulation_bound, quantize, scaled_mm
 from loka.kernels import self_check as module
 from loka.kernels.emulated import EMULATED
 from loka.kernels.registry import all_candidates, candidate_named
@@ -92,6 +92,24 @@ def test_neighbours_are_as_far_apart_as_the_docstring_says(shape: tuple[int, int
     assert rows_a[5]
     assert rows_a.sum() == 1
     assert (a[128:256, 128:256] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [*module._SIDES, max(module._OTHER_SIDES)])
+@pytest.mark.parametrize(("fast", "largest"), [(True, 0.044), (False, 0.012)])
+def test_the_bound_on_tensor_cores_is_what_the_docstring_says(
+    shape: tuple[int, int, int], fast: bool, largest: float
+) -> None:
+    m, n, k = shape
+    problem = Problem(gemm=Gemm.OUTPUT, m=m, n=n, k=k, dtype="bfloat16", target="sm_90")
+    for granularity in Granularity:
+        low_a, low_b = (quantize(hp, Cast(Format.E4M3, granularity)) for hp in operands(problem, CPU))
+        right = scaled_mm(low_a, low_b, dtype=torch.float32).abs()
+        bound = accumulation_bound(low_a, low_b, fast=fast, dtype=torch.bfloat16)
+        assert (bound / right)[right > 0].max() <= largest
+    for candidate in all_candidates():
+        for cast in (cast for gemm in Gemm for cast in candidate.recipe.casts(gemm) or ()):
+            alone = cast.granularity in (Granularity.TENSOR, Granularity.ROW)
+            assert alone or not candidate.kernel.fast, "the margin of blocks is for float32 accumulation"
 
 
 def test_inexact_sums_are_outside_the_bound(plant: Plant) -> None:  # noqa: F811

@@ -12,19 +12,20 @@ columns or 128-blocks have like magnitudes, transposed or shifted by one; |z| lo
 
     |out_ij| = S_ij = sum over k of |a_ik b_jk|:      nothing cancels, nothing hides.
 
-Why a wrong kernel cannot pass by luck. The bound on a right one is at most (K <= 640, bf16)
+Why a wrong kernel cannot pass by luck. One sign is the worst case for the tensor cores too: they cut every
+term off towards zero, and the losses add up. The bound on a right one (K <= 640, bf16, computed) is
 
-    fast accumulation    (20 + 1) 2^-13 + 640 2^-24 + 2^-8  =  0.65 % of |out|
-    float32 accumulation  (4 + 1) 2^-13 + 640 2^-24 + 2^-8  =  0.46 % of |out|
+    fast accumulation       4.4 % of |out|; such kernels have tensor or row scales only
+    float32 accumulation    1.2 % of |out|
 
-(and 0.39 % more for a kernel that rounds to bfloat16 twice). Against that stands
+and 0.4 % more where a kernel rounds to bfloat16 twice. Against that stands
 
 * a wrong scale of a row or a tensor. It multiplies |out| by f; neighbouring rows' scales are an octave
-  apart or more, so f <= 1/2 or f >= 2, an error of at least 50 % of |out|: 75 bounds.
+  apart or more, so f <= 1/2 or f >= 2, an error of at least 50 % of |out|: 10 bounds, or 31.
 * a wrong scale of one 128-block of K, which changes that block's share of S alone. C makes A large where
   B is small, so shares differ by P only and none is below 9 % (3 or 5 blocks). Neighbours' scales are
   2.9 octaves apart along K, 2.1 down the 128-blocks of rows, 1.6 across the diagonal: the error is at
-  least 67 % of 9 %, 6 % of |out|: 9 bounds, in every output of the block.
+  least 67 % of 9 %, 6 % of |out|: 3.7 bounds, in every output of the block.
 * two scales wrong together, A's and B's shifted alike: C cancels, P does not.
 * data of one operand in another order along K: s_k no longer match, and |out| falls to about S / sqrt(K),
   a twentieth.
