@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -345,55 +344,33 @@ def test_doctor_names_every_library(monkeypatch: pytest.MonkeyPatch, fresh: None
     assert "fbgemm:rowwise_e4m3" in diagnose("sm_90")
 
 
-class _Pool:
-    """Runs at once, in this process."""
-
-    submitted: ClassVar[list[Any]] = []
-
-    def __init__(self, **settings: Any) -> None:
-        assert settings["mp_context"].get_start_method() == "spawn"
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        self.submitted.append(arguments[0])
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 def test_precompile_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_it(problem: Problem, device: int) -> str | None:
-        if problem.k == 384:
-            raise MemoryError("the worker died")
-        return "nvcc: no" if problem.k == 256 else None
-
-    monkeypatch.setattr(deep_gemm, "ProcessPoolExecutor", _Pool)
-    monkeypatch.setattr(deep_gemm, "_compile", compile_it)
+    """In processes of their own, which have no DeepGEMM here: what they cannot compile stays to do."""
     monkeypatch.setattr(deep_gemm, "_compiled", set())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_Pool, "submitted", [])
     bf16 = torch.bfloat16
-    asked = [problem_of(Gemm.OUTPUT, (64, 64, k), bf16) for k in (128, 120, 256, 384)]
+    asked = [problem_of(Gemm.OUTPUT, (64, 64, k), bf16) for k in (128, 120, 256)]
     asked.append(problem_of(Gemm.OUTPUT, (64, 64, 128), bf16, "sm_80"))
-    told: dict[Problem, str | None] = {}
-    deep_gemm.precompile(asked, workers=2, progress=told.__setitem__)
-    assert told == {
-        asked[0]: None,
-        asked[1]: None,  # K=120 is padded to 128: the same kernel
-        asked[2]: "nvcc: no",
-        asked[3]: "MemoryError: the worker died",
-        asked[4]: "is built for sm_90, not for sm_80",
-    }
-    assert [problem.k for problem in _Pool.submitted] == [128, 256, 384]
-    deep_gemm.precompile(asked[:3], workers=2)
-    assert [problem.k for problem in _Pool.submitted[3:]] == [256], "only what is not compiled yet"
+    done: list[int] = []
+    deep_gemm.precompile(asked, lambda: done.append(1))
+    assert len(done) == 4
+    assert not deep_gemm._compiled
+    script = (
+        "from loka.kernels import deep_gemm; deep_gemm._compile = lambda p, d: None if p.k < 256 else 'no'"
+    )
+    real = deep_gemm.subprocess.Popen
+    started: list[str] = []
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.append(command[-1])
+        return real([*command[:-1], f"{script}; {command[-1]}"], **options)
+
+    monkeypatch.setattr(deep_gemm.subprocess, "Popen", popen)
+    deep_gemm.precompile(asked, lambda: done.append(1))
+    assert len(done) == 8
+    assert {problem.k for problem in deep_gemm._compiled} == {128}, "K=120 is padded to 128: the same kernel"
+    started.clear()
+    deep_gemm.precompile(asked, lambda: done.append(1))
+    assert len(started) == 1, "only what is not compiled yet"
 
 
 @pytest.mark.gpu

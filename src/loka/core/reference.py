@@ -114,19 +114,27 @@ def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> torch.Tensor
 
 
 def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Elementwise bound [M, N] on |tensor core result in `dtype` - float32 scaled_mm|, on Hopper.
+    """Elementwise bound [M, N] on |tensor core result in `dtype` - exact product|, on Hopper.
 
-    An FP8 instruction adds 32 products aligned to the largest one, in a register with 13
-    fraction bits (DeepSeek-V3 report, 3.3.2: "about 14 bits"), so each of the 32 terms and
-    the running sum lose at most 2^-13 of the largest magnitude present, which is at most
-    S = sum |a||b|. With fast accumulation the running sum stays in that register for all
-    K / 32 instructions; without it, it moves to float32 after every 4 of them. float32 sums
-    add K 2^-24 S, and the result is rounded once to `dtype` (half a step: 2^-8 in bf16).
+    An FP8 instruction adds 32 products and the running sum, all aligned to the largest of them, in
+    a register with 13 fraction bits (DeepSeek-V3 report, 3.3.2: "about 14 bits"): each of the 33
+    terms is cut off by less than 2^-13 of the largest. Cutting is one-sided, so on products of one
+    sign the losses add up: an H200 loses 1 % at K = 608. With fast accumulation the running sum
+    stays in that register for all of K; without it, it moves to float32 after every 128. float32
+    sums add K 2^-24 of sum |a||b|, and the result is rounded once to `dtype` (half a step: 2^-8
+    in bf16).
     """
-    absolute = dequantize(a).abs() @ dequantize(b).abs().t()
-    instructions = -(-a.shape[1] // 32)
-    kept_in_register = instructions if fast else min(instructions, 4)
-    # Truncation is one-sided, so errors of successive instructions add.
-    relative = (kept_in_register + 1) * 2.0**-13 + a.shape[1] * 2.0**-24
+    full_a, full_b = dequantize(a), dequantize(b)
+    sides = a.shape[0], b.shape[0]
+    lost = full_a.new_zeros(sides)
+    exact, running, absolute = lost.clone(), lost.clone(), lost.clone()
+    for begin in range(0, a.shape[1], 32):
+        if not fast and begin % 128 == 0:
+            running = torch.zeros_like(running)
+        part_a, part_b = full_a[:, begin : begin + 32], full_b[:, begin : begin + 32]
+        products = part_a.abs() @ part_b.abs().t()  # at least the largest product
+        lost = lost + 33 * 2.0**-13 * torch.maximum(running.abs() + lost, products)
+        added = part_a @ part_b.t()
+        running, exact, absolute = running + added, exact + added, absolute + products
     rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24
-    return relative * absolute + rounding * scaled_mm(a, b, dtype=torch.float32).abs()
+    return lost + a.shape[1] * 2.0**-24 * absolute + rounding * (exact.abs() + lost)

@@ -86,7 +86,7 @@ def choose(
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
     best = min(choice.microseconds for choice in allowed)
-    return min((c for c in allowed if c.microseconds <= best * (1 + TIE)), key=_order)
+    return min((c for c in allowed if c.microseconds <= best + TIE * abs(best)), key=_order)
 
 
 def combine(options: Mapping[Gemm, Option], sharing: Sharing) -> Choice:

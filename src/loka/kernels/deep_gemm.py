@@ -10,15 +10,18 @@ does that ahead, in parallel.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import multiprocessing
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 
 from loka.core.problem import DTYPES, Problem
-from loka.core.recipe import RECIPES, Cast, Granularity, Recipe
+from loka.core.recipe import RECIPES, Cast, Gemm, Granularity, Recipe
 from loka.core.reference import Quantized
 from loka.core.timing import first_line
 from loka.kernels.kernel import Kernel, Multiples
@@ -28,27 +31,25 @@ from loka.kernels.libraries import why_missing
 from loka.kernels.quantizer import empty_scale
 
 _RECIPE = "blockwise_e4m3"
-_MULTIPLES: Multiples = (1, 16, 128)
-
-Progress = Callable[[Problem, str | None], None]
-"""(problem, None or why it could not be compiled), once for each problem."""
+_OK = "compiled"
 
 _compiled: set[Problem] = set()
 
 
 def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
-    _, n, k = _MULTIPLES
+    m, n, k = _multiples(problem, recipe)
     return (
         undefined(problem, recipe)
         or not_hopper(problem.target)
         or not_e4m3(problem, recipe)
         or not_bfloat16(problem)
-        or misaligned(problem, n=n, k=k)
+        or misaligned(problem, m=m, n=n, k=k)
     )
 
 
 def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
-    return _MULTIPLES
+    # For M up to 32 the library picks a tile of so many rows, which its 1D1D kernel refuses to compile.
+    return (64, 16, 128) if problem.gemm is Gemm.GRAD_WEIGHT else (1, 16, 128)
 
 
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
@@ -70,46 +71,65 @@ def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) 
     return out.to(dtype)
 
 
-def precompile(problems: Sequence[Problem], *, workers: int, progress: Progress | None = None) -> None:
-    """Compiles the kernels of `problems` in `workers` processes, each once, on the current GPU.
+def precompile(problems: Sequence[Problem], on_done: Callable[[], None] = lambda: None) -> None:
+    """Compiles the kernels of `problems`, each once, in as many processes as there are cores.
 
-    Problems compiled before by this function are skipped, and what another process left in
-    DeepGEMM's cache only loads. Every worker holds a CUDA context and one problem's operands, and
-    imports the main module anew: a script that calls this needs `if __name__ == "__main__":`.
-    Nothing is raised: what does not compile goes to `progress`, and raises when it runs.
+    `on_done` is called once for each problem. Problems compiled before by this function are
+    skipped; what another process left in DeepGEMM's cache only loads. Every process holds a CUDA
+    context and one problem's operands. Nothing is raised: what does not compile raises when it runs.
     """
-
-    def tell(asked: Sequence[Problem], failure: str | None) -> None:
-        if progress is not None:
-            for problem in asked:
-                progress(problem, failure)
-
-    todo: dict[Problem, list[Problem]] = {}
+    todo: dict[Problem, int] = {}
     for problem in problems:
-        padded, refused = problem.padded(_MULTIPLES), _refused(problem)
-        if refused or padded in _compiled:
-            tell([problem], refused)
+        padded = _padded(problem)
+        if padded in _compiled or _unsupported(padded, RECIPES[_RECIPE]):
+            on_done()
         else:
-            todo.setdefault(padded, []).append(problem)
-    if not todo:
-        return
-    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    with ProcessPoolExecutor(max_workers=min(workers, len(todo)), mp_context=spawn) as pool:
-        device = torch.cuda.current_device()
-        futures = {pool.submit(_compile, padded, device): padded for padded in todo}
-        for future in as_completed(futures):
-            padded = futures[future]
-            try:
-                failure = future.result()
-            except Exception as error:  # the worker died: the pool is broken for the others too
-                failure = first_line(error)
-            if failure is None:
-                _compiled.add(padded)
-            tell(todo[padded], failure)
+            todo[padded] = todo.get(padded, 0) + 1
+    # The largest first: they take longest, and shares dealt in turn come out even.
+    order = sorted(todo, key=lambda problem: problem.m * problem.n * problem.k, reverse=True)
+    workers = max(min(os.cpu_count() or 1, len(order)), 1)
+    shares = [share for share in (order[first::workers] for first in range(workers)) if share]
+    # Not multiprocessing: a spawned worker would import the user's main module again.
+    device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"from loka.kernels import deep_gemm; deep_gemm.compile_share({device})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in shares
+    ]
+    try:
+        for process, share in zip(running, shares, strict=True):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it died; its problems compile when they run
+                process.stdin.write(json.dumps([problem.__dict__ for problem in share]))
+                process.stdin.close()
+        for process, share in zip(running, shares, strict=True):
+            assert process.stdout is not None
+            for problem in share:
+                if process.stdout.readline().strip() == _OK:
+                    _compiled.add(problem)
+                for _ in range(todo[problem]):
+                    on_done()
+            process.wait()
+    finally:
+        for process in running:
+            process.kill()
 
 
-def _refused(problem: Problem) -> str | None:
-    return _unsupported(problem.padded(_MULTIPLES), RECIPES[_RECIPE])
+def compile_share(device: int) -> None:
+    """What a process of `precompile` runs: problems as JSON on stdin, a line for each on stdout."""
+    content = json.load(sys.stdin)
+    for entry in content:
+        failure = _compile(Problem(**{**entry, "gemm": Gemm(entry["gemm"])}), device)
+        print(failure or _OK, flush=True)
+
+
+def _padded(problem: Problem) -> Problem:
+    return problem.padded(_multiples(problem, RECIPES[_RECIPE]))
 
 
 def _compile(problem: Problem, device: int) -> str | None:
@@ -140,4 +160,5 @@ DEEP_GEMM = Kernel(
     multiples=_multiples,
     run=_run,
     missing=functools.partial(why_missing, "deep_gemm"),
+    precompile=precompile,
 )

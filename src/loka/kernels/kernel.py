@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class Kernel:
         missing: why the library cannot be used on this machine at all, or None.
         algorithms: how many algorithms `run` can choose from for a problem it supports; asked on
             the GPU only. Measuring searches them and the candidate's name pins the winner.
+        precompile: compiles ahead, in parallel processes, what running these problems would compile
+            one after the other; (problems, on_done), where on_done is called after each.
         fast: accumulates all of K in the tensor core's register of about 14 bits
             (core/reference.accumulation_bound).
         rounding: relative error of its results beyond their one rounding to the problem's dtype:
@@ -66,6 +68,7 @@ class Kernel:
     run: Run
     missing: Callable[[], str | None] = nothing_missing
     algorithms: Callable[[Problem, Recipe], int] = one_algorithm
+    precompile: Callable[[Sequence[Problem], Callable[[], None]], None] | None = None
     fast: bool = False
     rounding: Callable[[Problem, Recipe], float] = rounds_once
     emulates: bool = False

@@ -97,6 +97,7 @@ def measure(
     )
     work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
     try:
+        _compile_ahead(work, track or _untracked)
         _draw_all(work, track or _untracked)
         if timeable(device):
             _time_all(work, track or _untracked)
@@ -187,6 +188,29 @@ class _Work:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
         return replace(report, notes=tuple(notes), complete=not missing)
+
+
+def _compile_ahead(work: _Work, track: Track) -> None:
+    """Libraries that compile for each shape do it now, on all cores, for what is left to measure."""
+    if not timeable(work.timer.device):
+        return
+    problems: dict[Problem, None] = {}
+    for path, layer in work.stats.layers.items():
+        for gemm in _gemms_of(path, layer)[0]:
+            site = work.report.sites.get(site_name(path, gemm))
+            if site is None or site.unfinished:
+                problems[_problem(path, layer, work.report, gemm)] = None
+                drawn = replace(layer, rows=min(layer.rows, work.timer.settings.rows))
+                problems[_problem(path, drawn, work.report, gemm)] = None
+    named = {
+        candidate_named(name).kernel.name: candidate_named(name).kernel for name in work.timer.candidates
+    }
+    for kernel in named.values():
+        if kernel.precompile is None or kernel.missing() or not problems:
+            continue
+        done = iter(track(range(len(problems)), f"compiling {kernel.name}", len(problems)))
+        kernel.precompile(tuple(problems), lambda done=done: next(done, None))  # type: ignore[misc]
+        next(done, None)  # the bar ends
 
 
 def _draw_all(work: _Work, track: Track) -> None:

@@ -66,6 +66,15 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("wukong", "0.5gf"): {**_WUKONG, "layers": 2, "fm_tokens": 8, "lc_tokens": 8},
     ("wukong", "2gf"): {**_WUKONG, "layers": 8, "fm_tokens": 32, "lc_tokens": 32},
+    # The size of the FP8 experiments in the LoKA paper (24 GFLOP a sample, batch 6144 a GPU).
+    ("wukong", "22gf"): {
+        **_WUKONG,
+        "layers": 8,
+        "fm_tokens": 96,
+        "lc_tokens": 96,
+        "rank": 96,
+        "hidden": (8192, 8192, 8192),
+    },
     # FuxiCTR, WuKong model_config.yaml: each of 39 fields is a token.
     ("wukong", "fuxictr"): {
         "embedding_dim": 64,

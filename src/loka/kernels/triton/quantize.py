@@ -18,6 +18,7 @@ Scales lie in memory as `kernels.quantizer.empty_scale` says.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,15 @@ from loka.kernels.quantizer import Side, empty_scale
 
 _TINY = torch.finfo(torch.float32).tiny
 _TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_PACK = (
+    "{{.reg .b16 low, high; cvt.rn.satfinite.{0} low, $2, $1; "
+    "cvt.rn.satfinite.{0} high, $4, $3; mov.b32 $0, {{low, high}};}}"
+)
+_CVT = {
+    torch.float8_e4m3fn: _PACK.format("e4m3x2.f32"),
+    torch.float8_e5m2: _PACK.format("e5m2x2.f32"),
+}
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _ROWS_TILE = 4096  # elements that a program of `_quantize_rows` holds at a time
 _AMAX_PROGRAMS = 2048  # enough to fill 132 multiprocessors several times over
 
@@ -63,14 +73,14 @@ def _load(hp_ptr, r, c, rows, columns, stride_row, stride_column):
 
 
 @triton.jit
-def _to_fp8(hp, scale, FMAX: tl.constexpr, OUT: tl.constexpr, GIVEN: tl.constexpr):
+def _scaled(hp, scale, FMAX: tl.constexpr, GIVEN: tl.constexpr):
     value = tl.div_rn(hp, scale)
     # Comparisons with NaN are false, so NaN stays; tl.clamp would hide it.
     value = tl.where(value > FMAX, FMAX, value)
     value = tl.where(value < -FMAX, -FMAX, value)
     if GIVEN:  # a current scale is not finite when an element is not; a given one must not hide it
         value = tl.where(tl.abs(hp) < float("inf"), value, float("nan"))
-    return value.to(OUT).to(tl.uint8, bitcast=True)
+    return value
 
 
 @triton.jit
@@ -125,8 +135,8 @@ def _quantize_rows(
         c = step + tl.arange(0, BLOCK_C)
         hp = _load(hp_ptr, r, c, rows, columns, stride_row, stride_column)
         written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
-        value = _to_fp8(hp, scale[:, None], FMAX, OUT, False)
-        tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], value, mask=written)
+        low = _scaled(hp, scale[:, None], FMAX, False).to(OUT).to(tl.uint8, bitcast=True)
+        tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
     tl.store(scale_ptr + r, scale, mask=r < padded_rows)
     _flag(health_ptr, _magnitude_bits(scale), FLAG, COUNT)
 
@@ -225,17 +235,14 @@ def _store_scale(
 
 
 @triton.jit
-def _quarter(
+def _row_quarter(
     hp,
-    out_ptr,
     scale_ptr,
     amax_ptr,
     block_bits,
     r,
-    c,
     rows,
     padded_rows,
-    padded_columns,
     scale_stride_0,
     scale_stride_1,
     last,
@@ -244,17 +251,12 @@ def _quarter(
     FMAX: tl.constexpr,
     TINY: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    OUT: tl.constexpr,
 ):
-    """Every fourth row of the row copy: casts and stores; returns what was stored and its scale."""
+    """Every fourth row for the row copy: stores its scales; returns scaled values and what to flag."""
     group_bits = tl.max(_magnitude_bits(hp), axis=1)
     scale = _side_scale(
         group_bits, block_bits, amax_ptr, scale_ptr, r, rows, SOURCE, STEP, FMAX, TINY, POWER_OF_TWO
     )
-    low = _to_fp8(hp, scale[:, None], FMAX, OUT, SOURCE == _GIVEN)
-    written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
-    out_ptr = out_ptr.to(tl.pointer_type(tl.uint8))
-    tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
     _store_scale(
         scale_ptr,
         scale,
@@ -267,14 +269,40 @@ def _quarter(
         SOURCE,
         STEP,
     )
-    return low, _magnitude_bits(scale) if SOURCE != _GIVEN else group_bits
+    value = _scaled(hp, scale[:, None], FMAX, SOURCE == _GIVEN)
+    return value, _magnitude_bits(scale) if SOURCE != _GIVEN else group_bits
 
 
 @triton.jit
-def _word(low_0, low_1, low_2, low_3):
-    """Four bytes of consecutive rows as one int32, so that the transposing store moves words."""
-    low = low_0.to(tl.int32) | (low_1.to(tl.int32) << 8)
-    return low | (low_2.to(tl.int32) << 16) | (low_3.to(tl.int32) << 24)
+def _word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexpr):
+    """Four values of consecutive rows as bytes of one int32, the first lowest.
+
+    CVT is the conversion written out for the hardware. Through Triton's own casts the bytes are
+    single registers that get shifted and merged, and triton 3.6 merges wrong bytes where a cast
+    has two uses (tests/kernels/test_triton_quantize.py). Empty: Triton's casts, for its interpreter.
+    """
+    if CVT != "":
+        word = tl.inline_asm_elementwise(
+            CVT,
+            "=r,f,f,f,f",
+            [value_0, value_1, value_2, value_3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = value_0.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
+        word |= value_1.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
+        word |= value_2.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
+        word |= value_3.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+    return word
+
+
+@triton.jit
+def _store_row(out_ptr, word, SHIFT: tl.constexpr, r, c, padded_rows, padded_columns):
+    written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
+    low = ((word >> SHIFT) & 0xFF).to(tl.uint8)
+    tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
 
 
 @triton.jit
@@ -314,6 +342,7 @@ def _cast(
     ROW_FMAX: tl.constexpr,
     ROW_POWER_OF_TWO: tl.constexpr,
     ROW_OUT: tl.constexpr,
+    ROW_CVT: tl.constexpr,
     ROW_FLAG: tl.constexpr,
     ROW_COUNT: tl.constexpr,
     COLUMN: tl.constexpr,
@@ -321,6 +350,7 @@ def _cast(
     COLUMN_FMAX: tl.constexpr,
     COLUMN_POWER_OF_TWO: tl.constexpr,
     COLUMN_OUT: tl.constexpr,
+    COLUMN_CVT: tl.constexpr,
     COLUMN_FLAG: tl.constexpr,
     COLUMN_COUNT: tl.constexpr,
     SEEN: tl.constexpr,
@@ -350,26 +380,32 @@ def _cast(
     if SEEN:
         tl.atomic_max(seen_ptr, block_bits, sem="relaxed")
     if ROW != _NONE:
-        low_0, shown_0 = _quarter(
-            hp_0, row_out_ptr, row_scale_ptr, row_amax_ptr, block_bits, r0, c, rows, row_rows,
-            row_columns, row_scale_stride_0, row_scale_stride_1, row_last,
-            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO, ROW_OUT,
+        value_0, shown_0 = _row_quarter(
+            hp_0, row_scale_ptr, row_amax_ptr, block_bits, r0, rows, row_rows,
+            row_scale_stride_0, row_scale_stride_1, row_last,
+            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO,
         )  # fmt: skip
-        low_1, shown_1 = _quarter(
-            hp_1, row_out_ptr, row_scale_ptr, row_amax_ptr, block_bits, r0 + 1, c, rows, row_rows,
-            row_columns, row_scale_stride_0, row_scale_stride_1, row_last,
-            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO, ROW_OUT,
+        value_1, shown_1 = _row_quarter(
+            hp_1, row_scale_ptr, row_amax_ptr, block_bits, r0 + 1, rows, row_rows,
+            row_scale_stride_0, row_scale_stride_1, row_last,
+            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO,
         )  # fmt: skip
-        low_2, shown_2 = _quarter(
-            hp_2, row_out_ptr, row_scale_ptr, row_amax_ptr, block_bits, r0 + 2, c, rows, row_rows,
-            row_columns, row_scale_stride_0, row_scale_stride_1, row_last,
-            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO, ROW_OUT,
+        value_2, shown_2 = _row_quarter(
+            hp_2, row_scale_ptr, row_amax_ptr, block_bits, r0 + 2, rows, row_rows,
+            row_scale_stride_0, row_scale_stride_1, row_last,
+            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO,
         )  # fmt: skip
-        low_3, shown_3 = _quarter(
-            hp_3, row_out_ptr, row_scale_ptr, row_amax_ptr, block_bits, r0 + 3, c, rows, row_rows,
-            row_columns, row_scale_stride_0, row_scale_stride_1, row_last,
-            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO, ROW_OUT,
+        value_3, shown_3 = _row_quarter(
+            hp_3, row_scale_ptr, row_amax_ptr, block_bits, r0 + 3, rows, row_rows,
+            row_scale_stride_0, row_scale_stride_1, row_last,
+            ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO,
         )  # fmt: skip
+        word = _word(value_0, value_1, value_2, value_3, ROW_OUT, ROW_CVT)
+        row_bytes = row_out_ptr.to(tl.pointer_type(tl.uint8))
+        _store_row(row_bytes, word, 0, r0, c, row_rows, row_columns)
+        _store_row(row_bytes, word, 8, r0 + 1, c, row_rows, row_columns)
+        _store_row(row_bytes, word, 16, r0 + 2, c, row_rows, row_columns)
+        _store_row(row_bytes, word, 24, r0 + 3, c, row_rows, row_columns)
         shown = tl.maximum(tl.maximum(shown_0, shown_1), tl.maximum(shown_2, shown_3))
         _flag(health_ptr, shown, ROW_FLAG, ROW_COUNT)
     if COLUMN != _NONE:
@@ -378,20 +414,19 @@ def _cast(
             COLUMN, COLUMN_STEP, COLUMN_FMAX, TINY, COLUMN_POWER_OF_TWO,
         )  # fmt: skip
         if ROW == _NONE:
-            low_0 = _to_fp8(hp_0, scale[None, :], COLUMN_FMAX, COLUMN_OUT, COLUMN == _GIVEN)
-            low_1 = _to_fp8(hp_1, scale[None, :], COLUMN_FMAX, COLUMN_OUT, COLUMN == _GIVEN)
-            low_2 = _to_fp8(hp_2, scale[None, :], COLUMN_FMAX, COLUMN_OUT, COLUMN == _GIVEN)
-            low_3 = _to_fp8(hp_3, scale[None, :], COLUMN_FMAX, COLUMN_OUT, COLUMN == _GIVEN)
+            value_0 = _scaled(hp_0, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
+            value_1 = _scaled(hp_1, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
+            value_2 = _scaled(hp_2, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
+            value_3 = _scaled(hp_3, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
+            word = _word(value_0, value_1, value_2, value_3, COLUMN_OUT, COLUMN_CVT)
         if WORDS:
             words = column_out_ptr.to(tl.pointer_type(tl.int32))
-            word = _word(low_0, low_1, low_2, low_3)
             _store_turned(words, word, r0 // 4, c, column_rows, column_columns // 4)
         else:
-            column_out_ptr = column_out_ptr.to(tl.pointer_type(tl.uint8))
-            _store_turned(column_out_ptr, low_0, r0, c, column_rows, column_columns)
-            _store_turned(column_out_ptr, low_1, r0 + 1, c, column_rows, column_columns)
-            _store_turned(column_out_ptr, low_2, r0 + 2, c, column_rows, column_columns)
-            _store_turned(column_out_ptr, low_3, r0 + 3, c, column_rows, column_columns)
+            column_bytes = column_out_ptr.to(tl.pointer_type(tl.uint8))
+            for quarter in tl.static_range(4):
+                low = ((word >> (8 * quarter)) & 0xFF).to(tl.uint8)
+                _store_turned(column_bytes, low, r0 + quarter, c, column_rows, column_columns)
         _store_scale(
             column_scale_ptr, scale, c, column_rows, tl.program_id(0), column_last,
             column_scale_stride_0, column_scale_stride_1, COLUMN, COLUMN_STEP,
@@ -417,7 +452,7 @@ def quantize_pair_fused(
     # Triton launches on the current device, which need not be the operand's.
     with torch.cuda.device_of(hp) if hp.is_cuda else contextlib.nullcontext():
         maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
-        if row is not None and column is not None and _rounded_alike(hp, row, column):
+        if row is not None and column is not None and _rounded_alike(row, column):
             return _cast_tiles(hp, row, column, maxima, given, seen, health)
         row_copy = column_copy = None
         if row is not None:
@@ -439,19 +474,14 @@ def _is_rows(side: Side, hp: torch.Tensor) -> bool:
     return side.cast.granularity is Granularity.ROW and hp.stride(1) == 1
 
 
-def _rounded_alike(hp: torch.Tensor, row: Side, column: Side) -> bool:
+def _rounded_alike(row: Side, column: Side) -> bool:
     """Whether one launch can make both copies: the same scale for every element of both.
 
     Two casts with different scales in one launch take as long as two launches (64 us against 18
-    and 24 at 8192 x 2048 bf16). And where a side is no multiple of 16, so that loads are not
-    vectors, triton 3.6 miscompiles the second use of a cast (byte 3 of every fourth word;
-    tests/kernels/test_triton_quantize.py finds it without this condition).
+    and 24 at 8192 x 2048 bf16).
     """
     square = (Granularity.TENSOR, Granularity.BLOCK_128X128)
-    if row.cast != column.cast or row.cast.granularity not in square:
-        return False
-    sides = (*hp.shape, *row.padded, *column.padded, hp.stride(0), hp.data_ptr())
-    return hp.stride(1) == 1 and all(side % 16 == 0 for side in sides)
+    return row.cast == column.cast and row.cast.granularity in square
 
 
 @dataclass(frozen=True)
@@ -599,6 +629,7 @@ def _constants(
         "_FMAX": cast.format.max if cast else 1.0,
         "_POWER_OF_TWO": cast is not None and cast.power_of_two,
         "_OUT": _TRITON_TYPES[cast.format.dtype] if cast else tl.float8e4nv,
+        "_CVT": _CVT[cast.format.dtype] if cast and not _INTERPRETED else "",
         "_FLAG": side.flag if side and health is not None else -1,
         "_COUNT": side.count if side and health is not None else -1,
     }

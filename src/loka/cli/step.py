@@ -1,0 +1,232 @@
+"""`loka bench step`: a model's step by each library's recipe and by plan, against compiled bf16.
+
+The arms of the paper's table: torchao as a user applies it, one library's recipe at every site
+that it can run, and the plan over all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka import mods
+from loka.cli.demo import MODS
+from loka.cli.inputs import Data, model_builder
+from loka.core.budget import Budget
+from loka.core.device import fingerprint
+from loka.core.exceptions import MissingLibrary
+from loka.core.files import write_record
+from loka.core.plan import Plan
+from loka.core.report import HP, Report, estimate_to_json
+from loka.core.stats import Stats
+from loka.core.table import format_table
+from loka.data.batch import Batch, Source
+from loka.dispatch import convert
+from loka.dispatch import plan as plan_report
+from loka.kernels.registry import candidate_named
+from loka.nn import fp8_linears
+from loka.nn.linears import is_prediction
+from loka.probe import Probe, measure
+from loka.report.progress import ProgressBars
+from loka.train import TrainConfig, train
+from loka.train.step_time import Arm, StepTime, time_steps
+
+DISPATCH = "dispatch (plan)"
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+EVERYWHERE = ("deep_gemm:blockwise_e4m3", "fbgemm_fast:rowwise_e4m3", "torch_fast:rowwise_e4m3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What to time. `arms` picks by name; all of them by default."""
+
+    model: str
+    batch_size: int
+    out: Path
+    command: str
+    device: str
+    seed: int = 0
+    probe_steps: int = 16
+    arms: tuple[str, ...] = ()
+    rounds: int = 21
+    compile_blocks: bool = True
+    budget: Budget = field(default_factory=Budget)
+    cache: Path | None = None
+    time_limit: float | None = None
+
+
+def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
+    """Probes, measures and plans what is missing in `config.out`, then times every arm."""
+    report = _report(config, data)
+    decided = plan_report(report, config.budget)
+    decided.save(config.out / "plan.json")
+    print(decided.summary())
+    batch = next(iter(data.train.batches(config.batch_size)))
+    fresh = functools.partial(_fresh, config, data.train)
+    baseline = Arm(name="bf16", build=fresh)
+    every = _arms(fresh, report, decided)
+    wanted = {name: arm for name, arm in every.items() if not config.arms or name in config.arms}
+    found = time_steps(
+        baseline,
+        wanted,
+        batch,
+        device=torch.device(config.device),
+        compile_blocks=config.compile_blocks,
+        rounds=config.rounds,
+        on_result=lambda result: print(_line(result), flush=True),
+    )
+    _write(config, found, report, decided, batch)
+    return found
+
+
+def step_table(found: Mapping[str, StepTime]) -> str:
+    rows = [
+        (
+            result.name,
+            f"{result.microseconds.value / 1e3:.3f}" if result.microseconds else "-",
+            str(result.speedup) if result.speedup else "-",
+            str(result.low_precision),
+            result.failure or "",
+        )
+        for result in found.values()
+    ]
+    return format_table(("arm", "ms a step", "speed-up over bf16", "layers in FP8", "failed"), rows)
+
+
+def _line(result: StepTime) -> str:
+    if result.failure:
+        return f"{result.name}: {result.failure}"
+    return f"{result.name}: {result.microseconds} us, {result.speedup}x"
+
+
+def _fresh(config: StepConfig, source: Source) -> nn.Module:
+    torch.manual_seed(config.seed)
+    model = model_builder(config.model)(source)
+    mods.apply(model, MODS)
+    return model.to(config.device).train()
+
+
+def _report(config: StepConfig, data: Data) -> Report:
+    """The report in the folder, finished if it was not; a new one from a short probed run else."""
+    folder, bars = config.out / "stats", ProgressBars(config.model)
+    if not (folder / "stats.json").exists():
+        model = _fresh(config, data.train)
+        rows = min(config.batch_size * config.probe_steps, data.train.rows)
+        run = TrainConfig(batch_size=config.batch_size, max_rows=rows, seed=config.seed, device=config.device)
+        with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder) as probe:
+            train(model, data.train, config=run, track=bars)
+        print(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
+    return measure(
+        Stats.load(folder),
+        device=config.device,
+        out=config.out / "report.json",
+        cache=config.cache,
+        time_limit=config.time_limit,
+        track=bars,
+    )
+
+
+def _arms(fresh: Callable[[], nn.Module], report: Report, decided: Plan) -> dict[str, Arm]:
+    arms = [
+        Arm(name=f"torchao {recipe}", build=_torchao(fresh, recipe), count=_count_torchao)
+        for recipe in TORCHAO
+    ]
+    arms += [
+        Arm(
+            name=f"torchao {recipe}, its filter",
+            build=_torchao(fresh, recipe, filtered=True),
+            count=_count_torchao,
+        )
+        for recipe in ("tensorwise", "rowwise")
+    ]
+    for name in EVERYWHERE:
+        arms.append(
+            Arm(name=f"{name} everywhere", build=_by_plan(fresh, _everywhere(report, name)), count=_count)
+        )
+    arms.append(Arm(name=DISPATCH, build=_by_plan(fresh, decided), count=_count))
+    return {arm.name: arm for arm in arms}
+
+
+def _count(model: nn.Module) -> int:
+    return len(fp8_linears(model))
+
+
+def _by_plan(fresh: Callable[[], nn.Module], decided: Plan) -> Callable[[], nn.Module]:
+    return lambda: convert(fresh(), decided)
+
+
+def _everywhere(report: Report, name: str) -> Plan:
+    """One candidate at every site that it can run, except at prediction layers."""
+    candidate_named(name)
+    force = {}
+    for site in report.sites.values():
+        measured = site.measurements.get(name)
+        runs = measured is not None and not measured.unsupported
+        prediction = is_prediction(report.model.layers[site.path].out_features)
+        force[site.name] = name if runs and not prediction else HP
+    return plan_report(report, force=force)
+
+
+def _torchao(
+    fresh: Callable[[], nn.Module], recipe: str, *, filtered: bool = False
+) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ImportError as error:
+            raise MissingLibrary(
+                f"torchao {recipe}", why=[str(error)], way_out="pip install 'loka[torchao]'"
+            ) from error
+        allowed: Callable[[nn.Module, str], bool] = lambda module, path: True  # noqa: E731
+        if filtered:
+            from torchao.float8 import _auto_filter_for_recipe
+
+            allowed = _auto_filter_for_recipe(recipe, filter_fqns=[])
+
+        def takes(module: nn.Module, path: str) -> bool:
+            if not isinstance(module, nn.Linear) or is_prediction(module.out_features):
+                return False
+            sixteen = module.in_features % 16 == 0 and module.out_features % 16 == 0
+            return sixteen and allowed(module, path)
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        return convert_to_float8_training(fresh(), config=config, module_filter_fn=takes)
+
+    return build
+
+
+def _count_torchao(model: nn.Module) -> int:
+    return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
+
+
+def _write(
+    config: StepConfig, found: Mapping[str, StepTime], report: Report, decided: Plan, batch: Batch
+) -> None:
+    content = {
+        "machine": fingerprint(config.device).to_json(),
+        "command": config.command,
+        "model": config.model,
+        "batch": len(batch),
+        "compiled": config.compile_blocks,
+        "budget": config.budget.to_json(),
+        "plan": decided.summary(),
+        "report_digest": report.stats_digest,
+        "arms": {
+            name: {
+                **{
+                    key: value
+                    for key, value in asdict(result).items()
+                    if key not in ("microseconds", "speedup")
+                },
+                "microseconds": estimate_to_json(result.microseconds),
+                "speedup": estimate_to_json(result.speedup),
+            }
+            for name, result in found.items()
+        },
+    }
+    write_record(config.out / "step.json", kind="loka-bench-step", version=1, content=content)

@@ -1,0 +1,160 @@
+"""Time of a training step's computation, one way of running the model against another.
+
+What is timed is forward, loss and backward of a real batch, under bf16 autocast over float32
+weights, in a CUDA graph, each arm raced against the baseline in the same run. Embedding tables
+are looked up but get no gradient, and there is no optimizer and no communication: what remains
+is what FP8 can change ("compute-only" in the paper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from loka.core.error import Estimate
+from loka.core.timing import time_interleaved
+from loka.data.batch import Batch
+
+Build = Callable[[], nn.Module]
+
+_COMPILE_LIMIT = 64  # blocks of one class with other candidates are other programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """One arm: microseconds a step and speed-up over the baseline, or why it failed."""
+
+    name: str
+    microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+    low_precision: int = 0  # linear layers with at least one FP8 GEMM
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A way to run the model: builds it on the device, ready to compile; counts its FP8 layers."""
+
+    name: str
+    build: Build
+    count: Callable[[nn.Module], int] = field(default=lambda model: 0)
+
+
+def time_steps(
+    baseline: Arm,
+    arms: Mapping[str, Arm],
+    batch: Batch,
+    *,
+    device: torch.device,
+    compile_blocks: bool = True,
+    rounds: int = 21,
+    on_result: Callable[[StepTime], None] | None = None,
+) -> dict[str, StepTime]:
+    """Races each arm against `baseline`, one arm in memory at a time; the first result is the baseline's.
+
+    With `compile_blocks` the parts of every model are compiled alike (`compiled`). An arm that
+    cannot be built, compiled or captured is a result with a reason, and the others go on.
+
+    Raises ValueError off CUDA.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"steps are timed under CUDA graphs; {device} has none")
+    batch = batch.to(device)
+    base = _step(_prepare(baseline, compile_blocks), batch)
+    found: dict[str, StepTime] = {}
+    for name, arm in {baseline.name: baseline, **arms}.items():
+        try:
+            result = _against(base, baseline.name, arm, batch, device, compile_blocks, rounds)
+        except torch.AcceleratorError:
+            raise  # CUDA is unusable after it
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else ""
+            result = StepTime(name=name, failure=f"{type(error).__name__}: {reason}")
+        found[name] = result
+        torch.cuda.empty_cache()
+        if on_result is not None:
+            on_result(result)
+    return found
+
+
+def _against(
+    base: Callable[[], object],
+    base_name: str,
+    arm: Arm,
+    batch: Batch,
+    device: torch.device,
+    compile_blocks: bool,
+    rounds: int,
+) -> StepTime:
+    if arm.name == base_name:  # the baseline against itself: what the measurement resolves
+        functions = {base_name: base, "again": base}
+        found = time_interleaved(
+            functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds
+        )
+        timing = found.timings["again"]
+        return StepTime(name=base_name, microseconds=timing.microseconds, speedup=timing.speedup)
+    model = _prepare(arm, compile_blocks)
+    functions = {base_name: base, arm.name: _step(model, batch)}
+    found = time_interleaved(
+        functions, baseline=base_name, device=device, keep=list(functions), max_rounds=rounds
+    )
+    if arm.name in found.failures:
+        return StepTime(name=arm.name, failure=found.failures[arm.name])
+    timing = found.timings[arm.name]
+    return StepTime(
+        name=arm.name,
+        microseconds=timing.microseconds,
+        speedup=timing.speedup,
+        low_precision=arm.count(model),
+    )
+
+
+def _prepare(arm: Arm, compile_blocks: bool) -> nn.Module:
+    model = arm.build()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.weight.requires_grad_(False)
+            module.register_forward_hook(_wants_gradient)
+    return compiled(model) if compile_blocks else model
+
+
+def _wants_gradient(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    """The gradient goes as far as the looked-up rows, as in training; the table's update is not timed."""
+    return output.detach().requires_grad_()
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Compiles the parts of `model` in place: each block of a container, each other child.
+
+    Blocks that repeat compile once, so a deep model compiles in the time of a shallow one. Parts
+    that hold embedding tables, and single layers, stay as they are.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
+    torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
+    for child in model.children():
+        blocks = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
+        repeated = any(next(block.children(), None) is not None for block in blocks)
+        for part in blocks if repeated else [child]:
+            tables = any(isinstance(module, nn.Embedding) for module in part.modules())
+            if not tables and next(part.children(), None) is not None:
+                part.compile(dynamic=False)
+    return model
+
+
+def _step(model: nn.Module, batch: Batch) -> Callable[[], object]:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    labels = batch.label.float()
+
+    def step() -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.autocast(labels.device.type, torch.bfloat16):
+            logits = model(batch.dense, batch.sparse)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
+        loss.backward()
+        return loss
+
+    return step
