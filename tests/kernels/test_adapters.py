@@ -146,12 +146,13 @@ def test_cublaslt_takes_the_algorithm_asked_for(fakes: dict[str, Any]) -> None:
     for index in (0, 1, 7):  # beyond the last: the last
         kernel.run(a, b, torch.bfloat16, algorithm=index)
     assert lt.calls == [(40, True, 0), (42, True, 128), (42, True, 128)]
-    before = lt.searches
-    KERNELS["cublaslt"].run(a, b, torch.bfloat16)
-    assert lt.calls[-1] == (40, False, 0)
-    assert lt.searches == before + 1, "another key is another search"
-    KERNELS["cublaslt"].run(a, b, torch.bfloat16)
-    assert lt.searches == before + 1, "the same key is not"
+    before, plans = lt.searches, cublaslt._plan.cache_info().currsize
+    for _ in range(5):
+        KERNELS["cublaslt"].run(a, b, torch.bfloat16)
+        assert lt.calls[-1] == (40, False, 0)
+    new = cublaslt._plan.cache_info().currsize - plans  # more than one where memory is aligned by luck
+    assert 1 <= new <= 4
+    assert lt.searches == before + new, "a search for each key, and no other"
 
 
 def test_cublaslt_without_an_algorithm_says_so(fakes: dict[str, Any]) -> None:

@@ -68,6 +68,8 @@ def gemm(
         weight_dtype=weight_dtype,
         settings=Settings(
             max_rounds=rounds,
+            search_rounds=min(defaults.search_rounds, rounds),
+            sharing_rounds=min(defaults.sharing_rounds, rounds),
             min_draws=min(defaults.min_draws, draws),
             max_draws=draws,
         ),

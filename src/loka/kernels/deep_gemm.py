@@ -31,7 +31,7 @@ from loka.kernels.libraries import why_missing
 from loka.kernels.quantizer import empty_scale
 
 _RECIPE = "blockwise_e4m3"
-_OK = "compiled"
+_DONE = "loka: done"  # marks an answer among what the compiler prints
 
 _compiled: set[Problem] = set()
 
@@ -110,7 +110,8 @@ def precompile(problems: Sequence[Problem], on_done: Callable[[], None] = lambda
         for process, share in zip(running, shares, strict=True):
             assert process.stdout is not None
             for problem in share:
-                if process.stdout.readline().strip() == _OK:
+                answer = next((line for line in process.stdout if line.startswith(_DONE)), "it died")
+                if answer.strip() == _DONE:
                     _compiled.add(problem)
                 for _ in range(todo[problem]):
                     on_done()
@@ -125,7 +126,7 @@ def compile_share(device: int) -> None:
     content = json.load(sys.stdin)
     for entry in content:
         failure = _compile(Problem(**{**entry, "gemm": Gemm(entry["gemm"])}), device)
-        print(failure or _OK, flush=True)
+        print(f"{_DONE} {failure or ''}".strip(), flush=True)
 
 
 def _padded(problem: Problem) -> Problem:

@@ -56,6 +56,7 @@ class Kernel:
         rounding: relative error of its results beyond their one rounding to the problem's dtype:
             2^-8 where they pass through bfloat16 on the way.
         emulates: True for a stand-in that shows the numerics and has no speed.
+        on_request: why it is measured only when asked for by name.
         never_run: why the authors could not run it anywhere; shown wherever it is listed.
     """
 
@@ -72,4 +73,5 @@ class Kernel:
     fast: bool = False
     rounding: Callable[[Problem, Recipe], float] = rounds_once
     emulates: bool = False
+    on_request: str | None = None
     never_run: str | None = None

@@ -13,7 +13,7 @@ import torch
 
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.problem import Problem
-from loka.core.recipe import RECIPES, Recipe
+from loka.core.recipe import RECIPES, Gemm, Recipe
 from loka.core.reference import Quantized
 from loka.kernels.cublaslt import CUBLASLT, CUBLASLT_FAST
 from loka.kernels.deep_gemm import DEEP_GEMM
@@ -56,6 +56,13 @@ class Candidate:
     def name(self) -> str:
         pinned = "" if self.algorithm is None else f"@{self.algorithm}"
         return f"{self.kernel.name}:{self.recipe.name}{pinned}"
+
+    @property
+    def on_request(self) -> str | None:
+        """Why it is measured only when asked for by name, or None."""
+        if any(cast.power_of_two for gemm in Gemm for cast in self.recipe.casts(gemm) or ()):
+            return "the same time and error as without power-of-two scales"
+        return self.kernel.on_request
 
     def padded(self, problem: Problem) -> Problem:
         """The problem that runs, after LoKA's zero padding."""

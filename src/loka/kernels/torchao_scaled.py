@@ -131,6 +131,7 @@ TORCHAO_BLOCK = Kernel(
     library="torchao",
     summary="Triton kernels of torchao's blockwise prototype",
     recipes=("blockwise_e4m3",),
+    on_request="compiles and times 6 variants at the first call for each shape: minutes for a model",
     unsupported=_unsupported_block,
     multiples=_multiples_block,
     run=_run_block,

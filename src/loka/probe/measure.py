@@ -52,7 +52,8 @@ def measure(
     Args:
         stats: from `Probe.stats()` or `Stats.load`.
         device: where to measure; the GPU if there is one. Times are taken on GPUs only.
-        candidates: names to measure; by default all, without emulation where a GPU is used.
+        candidates: names to measure; by default all but those measured on request only
+            (`Candidate.on_request`), without emulation where a GPU is used.
         settings: how finely.
         out: report file, written as layers are done. If it holds an unfinished measurement of
             the same statistics on the same machine, that one is continued.
@@ -119,7 +120,7 @@ def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str,
     if names is not None:
         return tuple(candidate_named(name).name for name in names if name != HP)
     emulate = device.type == "cpu"
-    return tuple(c.name for c in all_candidates() if emulate or not c.kernel.emulates)
+    return tuple(c.name for c in all_candidates() if not c.on_request and (emulate or not c.kernel.emulates))
 
 
 def _continue_from(path: Path, fresh: Report) -> Report:
