@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from loka.cli.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
-from loka.cli.inputs import choose_device
+from loka.cli.inputs import choose_device, open_data
+from loka.cli.step import StepConfig, run_step_bench, step_table
 from loka.core.budget import Budget
 from loka.core.exceptions import MissingLibrary, UnknownName
 from loka.core.files import write_atomic
@@ -93,6 +94,51 @@ def gemm(
     if not found.complete:
         print("Incomplete; the same command again goes on.", *report.notes, sep="\n  ")
     print(f"written: {', '.join(str(out / name) for name in written)}")
+
+
+@bench.command()
+def step(
+    model: Annotated[
+        str, typer.Option(help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
+    ] = "wukong:2gf",
+    data: Annotated[Path | None, typer.Option(help="Criteo TSV, parquet or CSV; synthetic without.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 6144,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")
+    ] = None,
+    candidate: Annotated[list[str] | None, typer.Option(help="Plan over these only; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder; statistics and report in it are used.")] = Path(
+        "runs/bench_step"
+    ),
+    device: Annotated[str | None, typer.Option(help="cuda; steps are timed on a GPU only.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, rows and samples.")] = 0,
+    rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = 21,
+    compile_blocks: Annotated[bool, typer.Option("--compile/--eager", help="torch.compile all arms.")] = True,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
+    min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for measuring sites.")] = None,
+) -> None:
+    """Forward and backward of a model by torchao's recipes, by one library, and by plan."""
+    config = StepConfig(
+        model=model,
+        batch_size=batch_size,
+        out=out,
+        command=shlex.join(["loka", *sys.argv[1:]]),
+        device=choose_device(device),
+        seed=seed,
+        arms=tuple(arm or ()),
+        candidates=tuple(candidate) if candidate else None,
+        rounds=rounds,
+        compile_blocks=compile_blocks,
+        budget=Budget(min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
+        cache=default_folder(),
+        time_limit=time_limit,
+    )
+    rows = config.batch_size * (config.probe_steps + 1)
+    text = step_table(run_step_bench(config, open_data(data, rows=rows, seed=seed, holdout=0.01)))
+    write_atomic(out / "step.txt", f"{text}\n".encode())
+    print(text)
+    print(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")
 
 
 @bench.command()

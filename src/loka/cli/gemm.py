@@ -22,8 +22,8 @@ from loka.dispatch import plan as plan_report
 from loka.dispatch.single_library import fastest_of_library, libraries_of, library_of, only_library
 from loka.kernels.registry import KERNELS
 from loka.probe import Settings, measure
+from loka.probe.compile_ahead import Track
 from loka.probe.confirm import Arms, confirm
-from loka.probe.measure import Track
 from loka.probe.suite import SPREAD, suite_of, suite_stats, total_memory
 from loka.zoo.shapes import lrm_gemm_shapes, of_models, read_shapes
 

@@ -19,7 +19,7 @@ from loka.cli.demo import MODS
 from loka.cli.inputs import Data, model_builder
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.exceptions import MissingLibrary
+from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
 from loka.core.files import write_record
 from loka.core.plan import Plan
 from loka.core.report import HP, Report, estimate_to_json
@@ -53,6 +53,7 @@ class StepConfig:
     seed: int = 0
     probe_steps: int = 16
     arms: tuple[str, ...] = ()
+    candidates: tuple[str, ...] | None = None
     rounds: int = 21
     compile_blocks: bool = True
     budget: Budget = field(default_factory=Budget)
@@ -62,6 +63,11 @@ class StepConfig:
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
     """Probes, measures and plans what is missing in `config.out`, then times every arm."""
+    if torch.device(config.device).type != "cuda":
+        raise LokaError(
+            f"steps are timed under CUDA graphs, and {config.device} has none",
+            way_out="run this on a machine with a GPU",
+        )
     report = _report(config, data)
     decided = plan_report(report, config.budget)
     decided.save(config.out / "plan.json")
@@ -70,6 +76,9 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
     fresh = functools.partial(_fresh, config, data.train)
     baseline = Arm(name="bf16", build=fresh)
     every = _arms(fresh, report, decided)
+    unknown = [name for name in config.arms if name not in every]
+    if unknown:
+        raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(every)}")
     wanted = {name: arm for name, arm in every.items() if not config.arms or name in config.arms}
     found = time_steps(
         baseline,
@@ -124,6 +133,7 @@ def _report(config: StepConfig, data: Data) -> Report:
     return measure(
         Stats.load(folder),
         device=config.device,
+        candidates=config.candidates,
         out=config.out / "report.json",
         cache=config.cache,
         time_limit=config.time_limit,

@@ -23,7 +23,7 @@ from loka.core.report import HP, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
 from loka.kernels.run import run_gemm
-from loka.probe.measure import Track
+from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.operands import Operands, rotated_operands, sides
 
 Arms = Mapping[str, Mapping[str, str]]
@@ -59,6 +59,10 @@ def confirm(
     """
     contests = dict(done or {})
     paths = [path for path in stats.layers if path not in contests]
+    if device.type == "cuda":
+        left = {name: site.problem for name, site in report.sites.items() if site.path in set(paths)}
+        names = {arm[name] for arm in (*site_arms.values(), *layer_arms.values()) for name in left}
+        compile_ahead(tuple(dict.fromkeys(left.values())), sorted(names), track or untracked)
     for path in track(paths, "confirming", len(paths)) if track else paths:
         if deadline is not None and time.monotonic() >= deadline:
             break

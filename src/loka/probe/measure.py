@@ -9,10 +9,9 @@ and measuring again goes on with what is missing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -25,13 +24,10 @@ from loka.core.stats import LinearStats, Stats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
 from loka.probe.cache import TimesCache
+from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
 from loka.probe.timed import NOT_TIMED, Timer, time_layer
-
-T = TypeVar("T")
-Track = Callable[[Iterable[T], str, int], Iterable[T]]
-"""(items, description, total) -> the same items; a place for a progress bar."""
 
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
@@ -98,10 +94,10 @@ def measure(
     )
     work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
     try:
-        _compile_ahead(work, track or _untracked)
-        _draw_all(work, track or _untracked)
+        _compile_ahead(work, track or untracked)
+        _draw_all(work, track or untracked)
         if timeable(device):
-            _time_all(work, track or _untracked)
+            _time_all(work, track or untracked)
     finally:
         work.save(now=True)
     return work.report
@@ -110,10 +106,6 @@ def measure(
 def timeable(device: torch.device) -> bool:
     """Times are taken under CUDA graphs."""
     return device.type == "cuda"
-
-
-def _untracked(items: Iterable[T], description: str, total: int) -> Iterable[T]:
-    return items
 
 
 def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
@@ -192,7 +184,7 @@ class _Work:
 
 
 def _compile_ahead(work: _Work, track: Track) -> None:
-    """Libraries that compile for each shape do it now, on all cores, for what is left to measure."""
+    """For what is left to measure: at the rows of the layer, and at those that errors are drawn with."""
     if not timeable(work.timer.device):
         return
     problems: dict[Problem, None] = {}
@@ -203,15 +195,7 @@ def _compile_ahead(work: _Work, track: Track) -> None:
                 problems[_problem(path, layer, work.report, gemm)] = None
                 drawn = replace(layer, rows=min(layer.rows, work.timer.settings.rows))
                 problems[_problem(path, drawn, work.report, gemm)] = None
-    named = {
-        candidate_named(name).kernel.name: candidate_named(name).kernel for name in work.timer.candidates
-    }
-    for kernel in named.values():
-        if kernel.precompile is None or kernel.missing() or not problems:
-            continue
-        done = iter(track(range(len(problems)), f"compiling {kernel.name}", len(problems)))
-        kernel.precompile(tuple(problems), lambda done=done: next(done, None))  # type: ignore[misc]
-        next(done, None)  # the bar ends
+    compile_ahead(tuple(problems), work.timer.candidates, track)
 
 
 def _draw_all(work: _Work, track: Track) -> None:
