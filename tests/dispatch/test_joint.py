@@ -77,6 +77,18 @@ def test_a_site_without_times_in_a_timed_report_stays_in_hp() -> None:
     assert "note: time was up" in str(plan)
 
 
+def test_a_long_neighbour_makes_no_ties() -> None:
+    """1.4 % at a GEMM of 70 us is a difference, however long the layer's other GEMMs take."""
+    sites = {
+        GIN: {
+            "fbgemm:rowwise_e4m3": measured(28, 70, noise=0.001),
+            "deep_gemm:blockwise_e4m3": measured(28, 71),
+        },
+        GWT: {ROW: measured(28, 90, noise=0.001)},
+    }
+    assert loka.plan(layer_report(sites)).decisions["fc/grad_input"].candidate == "fbgemm:rowwise_e4m3"
+
+
 times = st.floats(10, 300)
 casts = st.sampled_from(["e4m3_row", "e4m3_tensor"])
 

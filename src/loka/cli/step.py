@@ -80,16 +80,22 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
     if unknown:
         raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(every)}")
     wanted = {name: arm for name, arm in every.items() if not config.arms or name in config.arms}
-    found = time_steps(
+    found: dict[str, StepTime] = {}
+
+    def keep(result: StepTime) -> None:
+        found[result.name] = result
+        print(_line(result), flush=True)
+        _write(config, found, report, decided, batch)
+
+    time_steps(
         baseline,
         wanted,
         batch,
         device=torch.device(config.device),
         compile_blocks=config.compile_blocks,
         rounds=config.rounds,
-        on_result=lambda result: print(_line(result), flush=True),
+        on_result=keep,
     )
-    _write(config, found, report, decided, batch)
     return found
 
 
@@ -142,23 +148,15 @@ def _report(config: StepConfig, data: Data) -> Report:
 
 
 def _arms(fresh: Callable[[], nn.Module], report: Report, decided: Plan) -> dict[str, Arm]:
-    arms = [
-        Arm(name=f"torchao {recipe}", build=_torchao(fresh, recipe), count=_count_torchao)
-        for recipe in TORCHAO
-    ]
-    arms += [
-        Arm(
-            name=f"torchao {recipe}, its filter",
-            build=_torchao(fresh, recipe, filtered=True),
-            count=_count_torchao,
-        )
-        for recipe in ("tensorwise", "rowwise")
-    ]
+    arms = [Arm(name=DISPATCH, build=_by_plan(fresh, decided), count=_count)]
     for name in EVERYWHERE:
-        arms.append(
-            Arm(name=f"{name} everywhere", build=_by_plan(fresh, _everywhere(report, name)), count=_count)
-        )
-    arms.append(Arm(name=DISPATCH, build=_by_plan(fresh, decided), count=_count))
+        build = _by_plan(fresh, _everywhere(report, name))
+        arms.append(Arm(name=f"{name} everywhere", build=build, count=_count))
+    for recipe in TORCHAO:
+        arms.append(Arm(name=f"torchao {recipe}", build=_torchao(fresh, recipe), count=_count_torchao))
+    for recipe in TORCHAO[:2]:  # its filter knows no other recipe
+        build = _torchao(fresh, recipe, filtered=True)
+        arms.append(Arm(name=f"torchao {recipe}, its filter", build=build, count=_count_torchao))
     return {arm.name: arm for arm in arms}
 
 

@@ -8,8 +8,9 @@ FP8, the tensor between them is read once for both copies (nn/ops.py), which sav
 
 A choice is allowed if every FP8 GEMM in it earns its place: taking it back to hp, with the rest
 as it is, costs at least what `min_speedup` asks, at the safe end of all intervals. The fastest
-allowed choice wins. Choices within 1 % of it are ties; they go to the one with the fewest FP8
-GEMMs, then to the first by name, so that every rank and every run decides alike.
+allowed choice wins. Choices that differ from it in GEMMs that take no more than 1 % longer are
+ties; they go to the one with the fewest FP8 GEMMs, then to the first by name, so that every
+rank and every run decides alike.
 """
 
 from __future__ import annotations
@@ -85,8 +86,14 @@ def choose(
         free = [gemm for gemm in choice.options if gemm not in fixed]
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
-    best = min(choice.microseconds for choice in allowed)
-    return min((c for c in allowed if c.microseconds <= best + TIE * abs(best)), key=_order)
+    best = min(allowed, key=lambda choice: (choice.microseconds, _order(choice)))
+    return min((choice for choice in allowed if _tied(choice, best)), key=_order)
+
+
+def _tied(choice: Choice, best: Choice) -> bool:
+    """Within 1 % of what the GEMMs take in which the two differ; the rest of the layer is no excuse."""
+    differing = [o for gemm, o in best.options.items() if o.name != choice.options[gemm].name]
+    return choice.microseconds - best.microseconds <= TIE * sum(option.time.value for option in differing)
 
 
 def combine(options: Mapping[Gemm, Option], sharing: Sharing) -> Choice:
