@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -68,28 +68,31 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
             f"steps are timed under CUDA graphs, and {config.device} has none",
             way_out="run this on a machine with a GPU",
         )
-    report = _report(config, data)
-    decided = plan_report(report, config.budget)
-    decided.save(config.out / "plan.json")
-    print(decided.summary())
     batch = next(iter(data.train.batches(config.batch_size)))
     fresh = functools.partial(_fresh, config, data.train)
-    baseline = Arm(name="bf16", build=fresh)
-    every = _arms(fresh, report, decided)
-    unknown = [name for name in config.arms if name not in every]
+    known = [DISPATCH, *map(_everywhere_name, EVERYWHERE), *_torchao_arms(fresh, batch)]
+    unknown = [name for name in config.arms if name not in known]
     if unknown:
-        raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(every)}")
-    wanted = {name: arm for name, arm in every.items() if not config.arms or name in config.arms}
+        raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(known)}")
+    wanted = config.arms or known
+    arms, decided = {}, None
+    if set(wanted) - set(_torchao_arms(fresh, batch)):
+        report = _report(config, data)
+        decided = plan_report(report, config.budget)
+        decided.save(config.out / "plan.json")
+        print(decided.summary())
+        arms = _planned_arms(fresh, report, decided)
+    arms = {**arms, **_torchao_arms(fresh, batch)}
     found: dict[str, StepTime] = {}
 
     def keep(result: StepTime) -> None:
         found[result.name] = result
         print(_line(result), flush=True)
-        _write(config, found, report, decided, batch)
+        _write(config, found, decided, batch)
 
     time_steps(
-        baseline,
-        wanted,
+        Arm(name="bf16", build=fresh),
+        {name: arms[name] for name in wanted},
         batch,
         device=torch.device(config.device),
         compile_blocks=config.compile_blocks,
@@ -147,17 +150,27 @@ def _report(config: StepConfig, data: Data) -> Report:
     )
 
 
-def _arms(fresh: Callable[[], nn.Module], report: Report, decided: Plan) -> dict[str, Arm]:
-    arms = [Arm(name=DISPATCH, build=_by_plan(fresh, decided), count=_count)]
-    for name in EVERYWHERE:
-        build = _by_plan(fresh, _everywhere(report, name))
-        arms.append(Arm(name=f"{name} everywhere", build=build, count=_count))
+def _planned_arms(fresh: Callable[[], nn.Module], report: Report, decided: Plan) -> dict[str, Arm]:
+    arms = {DISPATCH: Arm(name=DISPATCH, build=_by_plan(fresh, decided), count=_count)}
+    for candidate in EVERYWHERE:
+        build, name = _by_plan(fresh, _everywhere(report, candidate)), _everywhere_name(candidate)
+        arms[name] = Arm(name=name, build=build, count=_count)
+    return arms
+
+
+def _everywhere_name(candidate: str) -> str:
+    return f"{candidate} everywhere"
+
+
+def _torchao_arms(fresh: Callable[[], nn.Module], batch: Batch) -> dict[str, Arm]:
+    """Each recipe on every layer that it can run, and as its own filter would choose the layers."""
+    arms = {}
     for recipe in TORCHAO:
-        arms.append(Arm(name=f"torchao {recipe}", build=_torchao(fresh, recipe), count=_count_torchao))
-    for recipe in TORCHAO[:2]:  # its filter knows no other recipe
-        build = _torchao(fresh, recipe, filtered=True)
-        arms.append(Arm(name=f"torchao {recipe}, its filter", build=build, count=_count_torchao))
-    return {arm.name: arm for arm in arms}
+        for filtered in (False, True) if recipe != "rowwise_with_gw_hp" else (False,):  # it has no filter
+            name = f"torchao {recipe}{', its filter' if filtered else ''}"
+            build = _torchao(fresh, batch, recipe, filtered=filtered)
+            arms[name] = Arm(name=name, build=build, count=_count_torchao)
+    return arms
 
 
 def _count(model: nn.Module) -> int:
@@ -181,40 +194,56 @@ def _everywhere(report: Report, name: str) -> Plan:
 
 
 def _torchao(
-    fresh: Callable[[], nn.Module], recipe: str, *, filtered: bool = False
+    fresh: Callable[[], nn.Module], batch: Batch, recipe: str, *, filtered: bool = False
 ) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         try:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
         except ImportError as error:
             raise MissingLibrary(
                 f"torchao {recipe}", why=[str(error)], way_out="pip install 'loka[torchao]'"
             ) from error
-        allowed: Callable[[nn.Module, str], bool] = lambda module, path: True  # noqa: E731
-        if filtered:
-            from torchao.float8 import _auto_filter_for_recipe
-
-            allowed = _auto_filter_for_recipe(recipe, filter_fqns=[])
+        model = fresh()
+        allowed = _auto_filter_for_recipe(recipe, filter_fqns=[]) if filtered else None
+        # "aten.clone.default with axiswise scaling is not supported yet" (torchao 0.18): its rowwise
+        # recipes refuse inputs that are transposed views, such as those of linears over tokens.
+        refused = _views(model, batch) if recipe.startswith("rowwise") else set()
 
         def takes(module: nn.Module, path: str) -> bool:
-            if not isinstance(module, nn.Linear) or is_prediction(module.out_features):
+            if not isinstance(module, nn.Linear) or is_prediction(module.out_features) or path in refused:
                 return False
             sixteen = module.in_features % 16 == 0 and module.out_features % 16 == 0
-            return sixteen and allowed(module, path)
+            return sixteen and (allowed is None or allowed(module, path))
 
         config = Float8LinearConfig.from_recipe_name(recipe)
-        return convert_to_float8_training(fresh(), config=config, module_filter_fn=takes)
+        return convert_to_float8_training(model, config=config, module_filter_fn=takes)
 
     return build
+
+
+def _views(model: nn.Module, batch: Batch) -> set[str]:
+    """The linear layers whose input does not lie in memory in its own order."""
+    found: set[str] = set()
+
+    def look(path: str, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if not args[0].is_contiguous():
+            found.add(path)
+
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_pre_hook(functools.partial(look, path)) for path, module in linears]
+    few = batch.to(next(model.parameters()).device)
+    with torch.no_grad():
+        model(few.dense[:32], few.sparse[:32])
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _count_torchao(model: nn.Module) -> int:
     return sum(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
-def _write(
-    config: StepConfig, found: Mapping[str, StepTime], report: Report, decided: Plan, batch: Batch
-) -> None:
+def _write(config: StepConfig, found: Mapping[str, StepTime], decided: Plan | None, batch: Batch) -> None:
     content = {
         "machine": fingerprint(config.device).to_json(),
         "command": config.command,
@@ -222,17 +251,13 @@ def _write(
         "batch": len(batch),
         "compiled": config.compile_blocks,
         "budget": config.budget.to_json(),
-        "plan": decided.summary(),
-        "report_digest": report.stats_digest,
+        "plan": decided.summary() if decided else None,
         "arms": {
             name: {
-                **{
-                    key: value
-                    for key, value in asdict(result).items()
-                    if key not in ("microseconds", "speedup")
-                },
                 "microseconds": estimate_to_json(result.microseconds),
                 "speedup": estimate_to_json(result.speedup),
+                "low_precision": result.low_precision,
+                "failure": result.failure,
             }
             for name, result in found.items()
         },
