@@ -7,6 +7,7 @@ algorithms for a problem, "kernel:recipe@3" pins one, counted from 0 in the libr
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,35 +106,22 @@ def candidate_named(name: str) -> Candidate:
 
 @functools.lru_cache(maxsize=4096)  # asked on every call; a ragged batch makes many problems
 def require_supported(name: str, problem: Problem) -> Candidate:
-    """The candidate, if it can run `problem`; else NoKernelFits with every candidate's reason."""
-    candidate = candidate_named(name)
-    reason = candidate.unsupported(problem)
-    if reason is None:
-        return candidate
-    raise NoKernelFits(
-        f"{name} cannot run {problem}",
-        why=explain_candidates(problem),
-        way_out="name a candidate that fits, or 'hp' to keep the site in high precision",
-    )
+    """The candidate, if it can run `problem` here; else NoKernelFits with every candidate's reason."""
+    return _require(name, problem, Candidate.unsupported)
 
 
 def require_legal(name: str, problem: Problem) -> Candidate:
     """The candidate, if it can run `problem` wherever its library is installed; else NoKernelFits."""
+    return _require(name, problem, Candidate.illegal)
+
+
+def _require(name: str, problem: Problem, reason_of: Callable[[Candidate, Problem], str | None]) -> Candidate:
     candidate = candidate_named(name)
-    reason = candidate.illegal(problem)
-    if reason is None:
+    if reason_of(candidate, problem) is None:
         return candidate
+    width = max(len(other.name) for other in all_candidates())
     raise NoKernelFits(
         f"{name} cannot run {problem}",
-        why=[f"{other.name}  {other.illegal(problem) or 'fits'}" for other in all_candidates()],
+        why=[f"{c.name.ljust(width)}  {reason_of(c, problem) or 'fits'}" for c in all_candidates()],
         way_out="name a candidate that fits, or 'hp' to keep the site in high precision",
     )
-
-
-def explain_candidates(problem: Problem) -> list[str]:
-    """One line a candidate: its name and why it cannot run `problem`, or 'fits'."""
-    width = max(len(candidate.name) for candidate in all_candidates())
-    return [
-        f"{candidate.name.ljust(width)}  {candidate.unsupported(problem) or 'fits'}"
-        for candidate in all_candidates()
-    ]

@@ -1,6 +1,7 @@
 """Runs one candidate on high-precision operands: pad, quantize, multiply, count.
 
-This is the only place that calls a kernel, so its counter proves what ran.
+Models and measurements call kernels here only, so its counter proves what ran. (The self-check
+calls them too, and does not count.)
 """
 
 from __future__ import annotations

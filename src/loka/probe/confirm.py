@@ -17,14 +17,13 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.gemm_bench import CHOICE, Contest, joined, parted
-from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
-from loka.kernels.run import run_gemm
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
-from loka.probe.operands import Operands, rotated_operands, sides
+from loka.probe.operands import Operands, rotated_operands
+from loka.probe.times import site_call
 
 Arms = Mapping[str, Mapping[str, str]]
 """Arm -> site "path/gemm" -> "hp" or a candidate; "choice" among the arms."""
@@ -101,7 +100,9 @@ def _layer(
     contests = {}
     for site in sites.values():
         arms = {HP: HP, **{arm: runs[site.name] for arm, runs in site_arms.items()}}
-        calls = {name: site_call(name, sets, site.problem) for name in dict.fromkeys(arms.values())}
+        calls: dict[str, Call] = {}
+        for name in arms.values():
+            calls[name] = site_call(name, sets, site.problem)
         contests[site.name] = _race(arms, calls, device, rounds, seed)
     arms = {HP: HP}
     for arm, runs in layer_arms.items():
@@ -109,20 +110,6 @@ def _layer(
     calls = {name: layer_call(name, sets) for name in dict.fromkeys(arms.values())}
     contests[path] = _race(arms, calls, device, rounds, seed)
     return contests
-
-
-def site_call(name: str, sets: Sequence[Operands], problem: Problem) -> Call:
-    """One GEMM with the quantization of both its operands. hp gets its weight cast for free."""
-    dtype = DTYPES[problem.dtype]
-    each = [sides(problem.gemm, _cast(s) if name == HP else s) for s in sets]
-    turn = itertools.cycle(each)
-    health = torch.zeros(3, dtype=torch.int64, device=sets[0]["input"].device)
-
-    def call() -> torch.Tensor:
-        a, b = next(turn)
-        return run_gemm(name, a, b, gemm=problem.gemm, dtype=dtype, health=health)
-
-    return call
 
 
 def layer_call(names: str, sets: Sequence[Operands]) -> Call:

@@ -19,20 +19,13 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.problem import Problem
-from loka.core.recipe import Cast, Gemm
+from loka.core.recipe import SHARED, Cast, Gemm
 from loka.core.report import HP
 from loka.core.timing import median_interval, time_interleaved
 from loka.kernels.quantizer import BAD_A, Side, quantize_pair
 from loka.kernels.registry import candidate_named
 from loka.probe.operands import Operands
 from loka.probe.settings import Settings
-
-# Which GEMM takes a tensor as it lies and which its transpose, and as which operand.
-SHARED: dict[str, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
-    "input": ((Gemm.OUTPUT, 0), (Gemm.GRAD_WEIGHT, 1)),
-    "weight": ((Gemm.OUTPUT, 1), (Gemm.GRAD_INPUT, 1)),
-    "grad_output": ((Gemm.GRAD_INPUT, 0), (Gemm.GRAD_WEIGHT, 0)),
-}
 
 _Pair = tuple[Side | None, Side | None]
 

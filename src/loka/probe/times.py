@@ -102,9 +102,8 @@ def time_site(
                 raise
             failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
-    health = torch.zeros(3, dtype=torch.int64, device=device)
     found = time_interleaved(
-        {actual: _site(actual, sets, problem, health) for actual in entered.values()},
+        {actual: site_call(actual, sets, problem) for actual in entered.values()},
         baseline=HP,
         device=device,
         rivals=None if rivals is None else _renamed(rivals, entered),
@@ -130,9 +129,9 @@ def _renamed(rivals: Mapping[str, Sequence[str]], entered: Mapping[str, str]) ->
     }
 
 
-def _site(
-    name: str, sets: Sequence[Operands], problem: Problem, health: torch.Tensor
-) -> Callable[[], torch.Tensor]:
+def site_call(name: str, sets: Sequence[Operands], problem: Problem) -> Callable[[], torch.Tensor]:
+    """One GEMM with the quantization of both its operands, from each set in turn."""
+    health = torch.zeros(3, dtype=torch.int64, device=sets[0]["weight"].device)
     if name == HP and problem.gemm is not Gemm.GRAD_WEIGHT:
         # bf16 gets its weight cast beforehand, as autocast's cache does for it within a step.
         other = "input" if problem.gemm is Gemm.OUTPUT else "grad_output"
