@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_truncated(record: Path, length: int) -> None:
     with pytest.raises(FileRefused, match=r"truncated|lacks the fields") as caught:
         read(record)
     assert "make it again" in str(caught.value)
+
+
+def test_compressed(record: Path) -> None:
+    packed = record.with_name("thing.json.gz")
+    whole = gzip.compress(record.read_bytes())
+    packed.write_bytes(whole)
+    assert read(packed) == [1, 2.5, "x"]
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    for data in (whole[: len(whole) // 2], bytes(damaged), record.read_bytes(), b""):
+        packed.write_bytes(data)
+        with pytest.raises(FileRefused, match="truncated") as caught:
+            read(packed)
+        assert "make it again" in str(caught.value)
 
 
 def test_edited(record: Path) -> None:

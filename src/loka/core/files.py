@@ -7,10 +7,12 @@ can execute code: JSON for records, safetensors for arrays.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +69,7 @@ def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, A
 def read_record(
     path: Path, *, kind: str, version: int, way_out: str, parse: Callable[[dict[str, Any]], T]
 ) -> T:
-    """`parse` applied to the content of a record file.
+    """`parse` applied to the content of a record file; one ending in ".gz" was compressed with gzip.
 
     Raises:
         FileRefused: missing, truncated, edited, of another kind, or from a newer LoKA.
@@ -77,9 +79,14 @@ def read_record(
         return FileRefused(f"cannot use {path} as a {kind}", why=[reason], way_out=remedy)
 
     try:
-        record = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        record = json.loads(data, parse_constant=_no_constant)
     except FileNotFoundError:
         raise refuse("there is no such file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise refuse(f"it is not whole gzip data ({error}); it was truncated or overwritten") from error
     except OSError as error:
         raise refuse(f"it cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
