@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -87,6 +88,31 @@ def test_a_long_neighbour_makes_no_ties() -> None:
         GWT: {ROW: measured(28, 90, noise=0.001)},
     }
     assert loka.plan(layer_report(sites)).decisions["fc/grad_input"].candidate == "fbgemm:rowwise_e4m3"
+
+
+def test_a_tie_with_an_unsure_candidate_loses_nothing() -> None:
+    """fbgemm comes first by name and is within 1 %, but its interval reaches below the limit."""
+    unsure = dataclasses.replace(measured(28, 90.5), speedup=Estimate(100 / 90.5, 0.98, 1.2))
+    sure = dataclasses.replace(measured(28, 90.0), speedup=Estimate(100 / 90, 1.105, 1.115))
+    for candidates in ({ROW: sure}, {ROW: sure, "fbgemm:rowwise_e4m3": unsure}):
+        decision = loka.plan(layer_report({OUT: candidates})).decisions["fc/output"]
+        assert decision.candidate == ROW
+    assert "below 1.05" in decision.rejected["fbgemm:rowwise_e4m3"]
+
+
+def test_a_forced_name_means_the_algorithm_that_was_measured() -> None:
+    report = layer_report({OUT: {"cublaslt:rowwise_e4m3@3": measured(28, 50)}, GIN: {ROW: measured(28, 50)}})
+    plan = loka.plan(report, force={"fc/output": "cublaslt:rowwise_e4m3"})
+    assert plan.decisions["fc/output"].candidate == "cublaslt:rowwise_e4m3@3"
+    assert "200 us in hp, 100 us by plan (2.00x)." in plan.summary()
+    unmeasured = loka.plan(report, force={"fc/output": "fbgemm:rowwise_e4m3"})
+    assert "100 us in hp, 50 us by plan (2.00x). 1 sites were not timed." in unmeasured.summary()
+
+
+def test_patterns_may_name_any_site_of_the_model() -> None:
+    report = layer_report({OUT: {ROW: measured(28, 50)}})
+    plan = loka.plan(report, loka.Budget(keep=("fc/grad_weight",)), force={"fc/grad_input": "hp"})
+    assert plan.decisions["fc/output"].candidate == ROW
 
 
 times = st.floats(10, 300)

@@ -199,6 +199,30 @@ def test_sharing_a_quantization_changes_nothing(names: tuple[str, str, str], dev
     assert (health[:, 1:] == 0).all()
 
 
+@pytest.mark.parametrize("name", [ROW, BLOCK, "torch:tensorwise_e4m3"])
+def test_autocast_does_not_reach_into_the_gemms(name: str) -> None:
+    """A float32 weight gradient stays one, whether or not backward runs inside autocast."""
+    x, weight, dy = torch.randn(32, 48).bfloat16(), torch.randn(64, 48), torch.randn(32, 64).bfloat16()
+    health = torch.zeros(3, 3, dtype=torch.int64)
+    outside = layer_pass(x, weight, dy, health, (name, name, name))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layer_pass(x, weight, dy, health, (name, name, name))
+    for first, second in zip(outside, inside, strict=True):
+        assert torch.equal(first, second)
+    assert not torch.equal(inside[2], inside[2].bfloat16().float())
+
+
+def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
+    linear = converted(nn.Linear(24, 40, bias=False).to(device), (ROW, ROW, ROW))
+    linear.weight.requires_grad_(False)
+    x = torch.randn(64, 24, requires_grad=True, device=device)
+    y = linear(x)
+    saved = y.grad_fn.next_functions[0][0].saved_tensors
+    assert max(tensor.numel() for tensor in saved) == 24 * 40, "the weight in FP8, and nothing of x"
+    y.sum().backward()
+    assert x.grad is not None
+
+
 def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = ops.quantize_pair

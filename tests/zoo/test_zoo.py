@@ -260,7 +260,7 @@ def test_mlp_order_of_layers() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     wrong: list[dict[str, Any]] = [{"name": "dhen"}, {"name": "dlrm", "size": "2gf"}]
     for arguments in wrong:
-        with pytest.raises(UnknownName, match=r"wukong: small, 0\.5gf, 2gf, fuxictr"):
+        with pytest.raises(UnknownName, match=r"wukong: small, 0\.5gf, 2gf, 22gf, fuxictr"):
             build(**arguments, dense_features=1, vocab_sizes=(2,))
     with pytest.raises(UnknownName, match="relu, silu, gelu"):
         mlp(3, (4,), activation="mish")

@@ -33,7 +33,7 @@ from loka.nn import fp8_linears
 from loka.nn.linears import is_prediction
 from loka.probe import Probe, measure
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig, train
+from loka.train import TrainConfig, step_time, train
 from loka.train.step_time import Arm, StepTime, time_steps
 
 DISPATCH = "dispatch (plan)"
@@ -63,7 +63,7 @@ class StepConfig:
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
     """Probes, measures and plans what is missing in `config.out`, then times every arm."""
-    if torch.device(config.device).type != "cuda":
+    if not step_time.has_graphs(torch.device(config.device)):
         raise LokaError(
             f"steps are timed under CUDA graphs, and {config.device} has none",
             way_out="run this on a machine with a GPU",

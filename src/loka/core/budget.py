@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -35,7 +36,11 @@ class Budget:
     def __post_init__(self) -> None:
         if self.on_miss not in ("keep", "raise"):
             raise ValueError(f"on_miss is {self.on_miss!r}; it must be 'keep' or 'raise'")
-        if not self.min_speedup >= 0:
+        for name in ("min_sqnr_db", "max_mere"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; it must be finite, or None to lift the limit")
+        if not 0 <= self.min_speedup < math.inf:
             raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")
         if isinstance(self.keep, str):
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")

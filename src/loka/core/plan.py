@@ -105,11 +105,13 @@ class Plan:
         text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed."
-        before = [d.hp_microseconds.value for d in self.decisions.values() if d.hp_microseconds]
-        after = [d.microseconds.value - d.saved_us for d in self.decisions.values() if d.microseconds]
+        known = [(d, d.hp_microseconds, d.microseconds) for d in self.decisions.values()]
+        before = [hp.value for _, hp, us in known if hp and us]
+        after = [us.value - d.saved_us for d, hp, us in known if hp and us]
+        left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
-            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x)."
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}"
         )
 
 

@@ -87,10 +87,10 @@ def choose(
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
     best = min(allowed, key=lambda choice: (choice.microseconds, _order(choice)))
-    return min((choice for choice in allowed if _tied(choice, best)), key=_order)
+    return min((choice for choice in allowed if tied(choice, best)), key=_order)
 
 
-def _tied(choice: Choice, best: Choice) -> bool:
+def tied(choice: Choice, best: Choice) -> bool:
     """Within 1 % of what the GEMMs take in which the two differ; the rest of the layer is no excuse."""
     differing = [o for gemm, o in best.options.items() if o.name != choice.options[gemm].name]
     return choice.microseconds - best.microseconds <= TIE * sum(option.time.value for option in differing)
@@ -132,16 +132,17 @@ def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
 
 
 def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
-    """hp, then the fastest of each pair of casts: what is shared depends on nothing else."""
-    best: dict[tuple[str, str], Option] = {}
-    for option in sorted(options.values(), key=lambda option: option.name):
-        if option.casts is None:
-            continue
-        known = best.get(option.casts)
-        if known is None or option.time.value * (1 + TIE) < known.time.value:
-            best[option.casts] = option
-    high = [options[HP]] if HP in options else []
-    return [*high, *best.values()]
+    """hp, then of each pair of casts, on which alone sharing depends: the fastest, what is tied
+    with it, and the one whose time is most surely short, which may earn its place where they do not."""
+    by_casts: dict[tuple[str, str] | None, list[Option]] = {}
+    for option in options.values():
+        by_casts.setdefault(option.casts, []).append(option)
+    kept = [*by_casts.pop(None, [])]
+    for several in by_casts.values():
+        fastest = min(option.time.value for option in several)
+        surest = min(several, key=lambda option: (option.time.high, option.name))
+        kept += [o for o in several if o.time.value <= fastest * (1 + TIE) or o is surest]
+    return kept
 
 
 def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:

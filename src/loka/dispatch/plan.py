@@ -17,10 +17,9 @@ from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.plan import Decision, Plan
 from loka.core.recipe import SHARED, Gemm
-from loka.core.report import HP, Measurement, Report, SiteReport
+from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
-from loka.core.timing import TIE
-from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of
+from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of, tied
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
 
@@ -70,11 +69,13 @@ def _matches(site: SiteReport, pattern: str) -> bool:
 
 
 def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
+    names = [name for path in report.model.layers for name in (path, *(site_name(path, g) for g in Gemm))]
     for where, several in patterns.items():
         for pattern in several:
-            if not any(_matches(site, pattern) for site in report.sites.values()):
+            # All sites of the model: one budget serves a report of a part of them too.
+            if not any(fnmatchcase(name, pattern) for name in names):
                 raise UnknownName(
-                    f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(report.sites)}"
+                    f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}"
                 )
 
 
@@ -108,12 +109,19 @@ def _decide_layer(
 
 def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
     """What was decided before any comparison: forced, or kept in hp."""
-    for pattern, candidate in force.items():
+    for pattern, wanted in force.items():
         if _matches(site, pattern):
+            candidate = _measured_name(site, wanted)
             _check_forced(site, candidate)
             return _decision(site, candidate, f"forced by {pattern!r}", {})
     kept = _kept(site, report.model, budget)
     return None if kept is None else _decision(site, HP, kept, {})
+
+
+def _measured_name(site: SiteReport, wanted: str) -> str:
+    """A kernel with several algorithms was measured under the name of the fastest, "kernel:recipe@3"."""
+    pinned = [name for name in site.measurements if name.partition("@")[0] == wanted]
+    return wanted if wanted in site.measurements or not pinned else pinned[0]
 
 
 def _check_forced(site: SiteReport, candidate: str) -> None:
@@ -168,7 +176,7 @@ def _chosen(
     """The decision at one site of a layer, with what each other candidate would have cost."""
     gemm = site.problem.gemm
     name = choice.options[gemm].name
-    tied, others = [], {}
+    ties, others = [], {}
     for other, option in options.items():
         if other in (name, HP):
             continue
@@ -177,14 +185,16 @@ def _chosen(
         others[other] = instead.microseconds
         if not speedup.low >= budget.min_speedup:
             rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
-        elif instead.microseconds <= choice.microseconds * (1 + TIE):
-            tied.append(other)
+        elif tied(instead, choice) and tied(choice, instead):
+            ties.append(other)
             rejected[other] = f"tied with {name}, which comes first"
+        elif instead.microseconds < choice.microseconds:
+            rejected[other] = f"faster than {name}, but another GEMM of the layer would not earn its place"
         else:
             rejected[other] = f"slower: {site.measurements[other].microseconds} us"
     if name == HP:
         return _no_candidate(site, budget, rejected)
-    reason = "fastest within the budget" + _ties(tied) + _shares(choice, gemm)
+    reason = "fastest within the budget" + _ties(ties) + _shares(choice, gemm)
     decision = _decision(site, name, reason, rejected)
     runner_up = min(others, key=lambda other: others[other], default=HP)
     return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
@@ -228,18 +238,18 @@ def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str
     """The winner where nothing was timed, why it won, and why each other candidate lost."""
     errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
     best = max(sorted(errors), key=lambda name: errors[name].value)
-    tied = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
-    chosen = tied[0]
+    equal = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
+    chosen = equal[0]
     lost = {
-        name: f"tied with {chosen}, which comes first" if name in tied else f"less exact: {error} dB"
+        name: f"tied with {chosen}, which comes first" if name in equal else f"less exact: {error} dB"
         for name, error in errors.items()
         if name != chosen
     }
-    return chosen, "smallest error; not timed" + _ties(tied[1:]), lost
+    return chosen, "smallest error; not timed" + _ties(equal[1:]), lost
 
 
-def _ties(tied: list[str]) -> str:
-    return f" (tied with {len(tied)} more)" if tied else ""
+def _ties(names: list[str]) -> str:
+    return f" (tied with {len(names)} more)" if names else ""
 
 
 def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:

@@ -292,9 +292,10 @@ class LinearGemms(torch.autograd.Function):
         y, kept_x, x_scale, kept_weight, weight_scale = linear_forward(
             x, weight, health, *candidates, share_x, share_weight
         )
-        ctx.save_for_backward(
-            kept_x if share_x else x, x_scale, kept_weight if share_weight else weight, weight_scale
-        )
+        # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
+        saved_x = kept_x if share_x else x if keep[0] else x_scale
+        saved_weight = kept_weight if share_weight else weight if keep[1] else weight_scale
+        ctx.save_for_backward(saved_x, x_scale, saved_weight, weight_scale)
         ctx.health = health
         ctx.candidates = candidates
         ctx.features = x.shape[1]

@@ -26,6 +26,8 @@ _OTHER_SOURCES = (
     "core/timing.py",
     "core/reference.py",
     "core/recipe.py",
+    "probe/draw.py",
+    "probe/errors.py",
     "probe/operands.py",
     "probe/times.py",
     "probe/sharing.py",

@@ -23,7 +23,7 @@ from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
-from loka.probe.cache import TimesCache
+from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
@@ -76,7 +76,7 @@ def measure(
         model=stats.model,
         machine=fingerprint(device),
         stats_digest=stats.digest(),
-        settings={**asdict(settings), "candidates": list(names)},
+        settings={**asdict(settings), "candidates": list(names), "sources": sources_digest()},
         sites={},
         skipped=dict(stats.skipped),
         complete=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from loka.core.timing import MAX_ROUNDS, TIE
@@ -31,3 +32,14 @@ class Settings:
     sharing_rounds: int = 15
     tie: float = TIE
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "sharing_rounds": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least {value}")
+        if self.max_draws < self.min_draws:
+            raise ValueError(f"max_draws is {self.max_draws}, less than min_draws, which is {self.min_draws}")
+        for name in ("interval_db", "tie"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it has to be finite and not negative")

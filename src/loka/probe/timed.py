@@ -108,7 +108,7 @@ def _time_site(
     measurements: dict[str, Measurement] = {}
     for name, found in measured.items():
         actual = times.pinned.get(name, name)
-        if name in times.failures:
+        if name in times.failures and not _short_of_memory({name: times.failures[name]}):
             found = Measurement(unsupported=f"cannot be timed: {times.failures[name]}")
         elif actual in times.timings:
             timing = times.timings[actual]
@@ -116,7 +116,10 @@ def _time_site(
                 found, microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
             )
         measurements[actual] = found
-    return replace(site, measurements=measurements, unfinished=CUT_SHORT if times.cut_short else None)
+    unfinished = CUT_SHORT if times.cut_short else None
+    if _short_of_memory(times.failures):  # says nothing about the kernel: it is tried again
+        unfinished = NO_MEMORY
+    return replace(site, measurements=measurements, unfinished=unfinished)
 
 
 def _asked(name: str, timer: Timer) -> str:

@@ -60,7 +60,7 @@ def time_steps(
 
     Raises ValueError off CUDA.
     """
-    if device.type != "cuda":
+    if not has_graphs(device):
         raise ValueError(f"steps are timed under CUDA graphs; {device} has none")
     batch = batch.to(device)
     base = _step(_prepare(baseline, compile_blocks), batch)
@@ -78,6 +78,10 @@ def time_steps(
         if on_result is not None:
             on_result(result)
     return found
+
+
+def has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _against(
