@@ -8,6 +8,7 @@ is what FP8 can change ("compute-only" in the paper).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 from loka.core.error import Estimate
-from loka.core.timing import time_interleaved
+from loka.core.exceptions import LokaError
+from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
 
 Build = Callable[[], nn.Module]
@@ -71,13 +73,18 @@ def time_steps(
         except torch.AcceleratorError:
             raise  # CUDA is unusable after it
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else ""
-            result = StepTime(name=name, failure=f"{type(error).__name__}: {reason}")
+            result = StepTime(name=name, failure=_reason(error))
         found[name] = result
+        gc.collect()  # a compiled part refers to itself, and would keep its arm's memory
         torch.cuda.empty_cache()
         if on_result is not None:
             on_result(result)
     return found
+
+
+def _reason(error: Exception) -> str:
+    way_out = error.way_out if isinstance(error, LokaError) else ""
+    return f"{first_line(error)} ({way_out})" if way_out else first_line(error)
 
 
 def has_graphs(device: torch.device) -> bool:

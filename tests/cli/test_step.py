@@ -1,0 +1,347 @@
+"""`loka bench step`: which arms there are, what each does to the model, and what is written; no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from loka.cli import step
+from loka.cli.app import app
+from loka.cli.inputs import Data, open_data
+from loka.cli.step import DISPATCH, EVERYWHERE, StepConfig, run_step_bench
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
+from loka.core.files import read_record
+from loka.core.plan import Plan
+from loka.core.report import HP, Measurement, Report
+from loka.dispatch import plan
+from loka.nn import fp8_linears
+from loka.nn.linears import find_linears, is_prediction
+from loka.probe import Probe
+from loka.train import step_time
+from loka.train.step_time import Arm, StepTime
+
+ROWWISE = "emulated:rowwise_e4m3"
+TORCHAO = [
+    "torchao tensorwise",
+    "torchao tensorwise, its filter",
+    "torchao rowwise",
+    "torchao rowwise, its filter",
+    "torchao rowwise_with_gw_hp",
+]
+ALL = [DISPATCH, *(f"{name} everywhere" for name in EVERYWHERE), *TORCHAO]
+
+
+class FakeSteps:
+    """Stands in for `time_steps`: builds no arm, and says what it was told to say of each."""
+
+    def __init__(self) -> None:
+        self.arms: dict[str, Arm] = {}
+        self.baseline: Arm | None = None
+        self.rows = 0
+        self.options: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+
+    def __call__(
+        self,
+        baseline: Arm,
+        arms: Mapping[str, Arm],
+        batch: Any,
+        *,
+        on_result: Callable[[StepTime], None],
+        **options: Any,
+    ) -> dict[str, StepTime]:
+        self.baseline, self.arms, self.rows, self.options = baseline, dict(arms), len(batch), options
+        for place, name in enumerate((baseline.name, *arms)):
+            if name in self.failures:
+                on_result(StepTime(name=name, failure=self.failures[name]))
+                continue
+            time = Estimate(2000.0 / (1 + place), 1900.0 / (1 + place), 2100.0 / (1 + place))
+            speedup = Estimate(1.0 + place, 0.9 + place, 1.1 + place)
+            on_result(StepTime(name=name, microseconds=time, speedup=speedup, low_precision=place))
+        return {}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> FakeSteps:
+    """The CPU passes for a device with CUDA graphs; probing and measuring are real."""
+    fake = FakeSteps()
+    monkeypatch.setattr(step, "time_steps", fake)
+    monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    return fake
+
+
+def config_in(out: Path, **changes: Any) -> StepConfig:
+    config = StepConfig(
+        model="wukong",
+        batch_size=32,
+        out=out,
+        command="loka bench step",
+        device="cpu",
+        probe_steps=2,
+        candidates=(ROWWISE,),
+        rounds=9,
+        compile_blocks=False,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return open_data(None, rows=100, seed=0, holdout=0.01)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, data: Data) -> Report:
+    """A report over emulated kernels at all sites of a small Wukong."""
+    config = config_in(tmp_path_factory.mktemp("measured"))
+    return step._report(config, data)
+
+
+def never(*args: object, **options: object) -> None:
+    raise AssertionError("nothing has to be probed or measured")
+
+
+def test_an_unknown_arm_is_told_all_that_exist(steps: FakeSteps, data: Data, tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="no arm is called magic, more of it") as caught:
+        run_step_bench(config_in(tmp_path / "out", arms=("magic", DISPATCH, "more of it")), data)
+    assert caught.value.way_out == f"one of {', '.join(ALL)}"
+    assert not (tmp_path / "out").exists(), "it is refused before anything is probed"
+
+
+def test_a_cpu_is_refused(data: Data, tmp_path: Path) -> None:
+    with pytest.raises(LokaError, match="cpu has none") as caught:
+        run_step_bench(config_in(tmp_path / "out"), data)
+    assert caught.value.way_out == "run this on a machine with a GPU"
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command from end to end; a failing arm stands in the table with its reason."""
+    broken = f"{EVERYWHERE[1]} everywhere"
+    steps.failures = {broken: "RuntimeError: no kernel image"}
+    command = ["bench", "step", "--model", "wukong", "--batch-size", "32", "--device", "cpu", "--eager"]
+    command += ["--candidate", ROWWISE, "--rounds", "11", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+
+    assert steps.baseline is not None
+    assert (steps.baseline.name, list(steps.arms), steps.rows) == ("bf16", ALL, 32)
+    assert steps.options == {"device": torch.device("cpu"), "compile_blocks": False, "rounds": 11}
+
+    path = tmp_path / "step.json"
+    content = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c)
+    assert list(content["arms"]) == ["bf16", *ALL]
+    assert content["arms"][broken] == {
+        "microseconds": None,
+        "speedup": None,
+        "low_precision": 0,
+        "failure": "RuntimeError: no kernel image",
+    }
+    assert content["arms"][DISPATCH]["microseconds"] == [1000.0, 950.0, 1050.0]
+    assert content["arms"][DISPATCH]["speedup"] == [2.0, 1.9, 2.1]
+    assert content["arms"][DISPATCH]["low_precision"] == 1
+    assert (content["model"], content["batch"], content["compiled"]) == ("wukong", 32, False)
+    assert content["machine"]["torch"] == torch.__version__
+
+    decided = Plan.load(tmp_path / "plan.json")
+    assert content["plan"] == decided.summary()
+    assert {d.candidate for d in decided.decisions.values()} == {HP, ROWWISE}
+
+    table = (tmp_path / "step.txt").read_text().splitlines()
+    assert table[0].split("  ")[0] == "arm"
+    assert len(table) == 2 + len(ALL)
+    [row] = [line for line in table if line.startswith(broken)]
+    assert row.endswith("RuntimeError: no kernel image")
+    [row] = [line for line in table if line.startswith(DISPATCH)]
+    assert "1.000" in row, "milliseconds"
+
+    before = (tmp_path / "report.json").read_bytes()
+    monkeypatch.setattr(step, "Probe", never)
+    assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "report.json").read_bytes() == before, "a report that is there is used"
+
+
+def test_results_are_kept_as_they_come(steps: FakeSteps, data: Data, tmp_path: Path) -> None:
+    """What was timed before an unusable GPU ends the run is in the record."""
+
+    def dies(baseline: Arm, arms: object, batch: object, **options: Any) -> None:
+        options["on_result"](StepTime(name=baseline.name, microseconds=Estimate(9.0, 8.0, 10.0)))
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.AcceleratorError):
+        patch.setattr(step, "time_steps", dies)
+        run_step_bench(config_in(tmp_path, arms=(TORCHAO[0],)), data)
+    path = tmp_path / "step.json"
+    arms = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["arms"])
+    assert arms["bf16"]["microseconds"] == [9.0, 8.0, 10.0]
+    assert list(arms) == ["bf16"]
+
+
+def test_torchao_alone_needs_no_report(
+    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Probe", "measure", "plan_report"):
+        monkeypatch.setattr(step, name, never)
+    found = run_step_bench(config_in(tmp_path, arms=(TORCHAO[2], TORCHAO[0])), data)
+    assert list(found) == ["bf16", TORCHAO[2], TORCHAO[0]], "in the order asked for"
+    assert {path.name for path in tmp_path.iterdir()} == {"step.json"}
+    summary = read_record(
+        tmp_path / "step.json", kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["plan"]
+    )
+    assert summary is None
+
+
+def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) -> None:
+    """At every site that runs it, whatever the budget says; hp where it cannot run and at narrow outputs."""
+    refused, absent = "top.0/output", "top.3/grad_input"
+    sites = dict(measured.sites)
+    for name, changed in {
+        refused: {ROWWISE: Measurement(unsupported="not on Tuesdays")},
+        absent: {},
+    }.items():
+        others = {key: value for key, value in sites[name].measurements.items() if key != ROWWISE}
+        sites[name] = dataclasses.replace(sites[name], measurements={**others, **changed})
+    decided = step._everywhere(dataclasses.replace(measured, sites=sites), ROWWISE)
+    assert set(decided.decisions) == set(sites)
+    for name, decision in decided.decisions.items():
+        narrow = is_prediction(measured.model.layers[decision.path].out_features)
+        wanted = HP if narrow or name in (refused, absent) else ROWWISE
+        assert decision.candidate == wanted, name
+    counts = Counter(decision.candidate for decision in decided.decisions.values())
+    assert min(counts[HP], counts[ROWWISE]) > 2
+    assert decided.decisions["logit/output"].candidate == HP
+
+    fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
+    model = step._by_plan(fresh, decided)()
+    wide = [path for path, shape in measured.model.layers.items() if not is_prediction(shape.out_features)]
+    assert step._count(model) == len(fp8_linears(model)) == len(wide)
+    with pytest.raises(UnknownName, match="no candidate is called 'cutlass:rowwise'"):
+        step._everywhere(measured, "cutlass:rowwise")
+
+
+def test_every_planned_arm_is_of_its_own_candidate(measured: Report, data: Data, tmp_path: Path) -> None:
+    """The arms are closures made in a loop: none may run another's plan."""
+    fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
+    decided = plan(measured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "convert", lambda model, decided: decided)
+        patch.setattr(step, "_everywhere", lambda report, candidate: f"all {candidate}")
+        arms = step._planned_arms(fresh, measured, decided)
+        built = {name: arm.build() for name, arm in arms.items()}
+    assert built == {DISPATCH: decided, **{f"{name} everywhere": f"all {name}" for name in EVERYWHERE}}
+
+
+def test_without_torchao_its_arms_say_how_to_get_it(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the exception, and in the table of the real `time_steps`; bf16 is timed all the same."""
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    config = config_in(tmp_path, arms=tuple(TORCHAO))
+    fresh = functools.partial(step._fresh, config, data.train)
+    batch = next(iter(data.train.batches(32)))
+    for name, arm in step._torchao_arms(fresh, batch).items():
+        with pytest.raises(MissingLibrary, match=name.partition(",")[0]) as caught:
+            arm.build()
+        assert caught.value.way_out == "pip install 'loka[torchao]'"
+
+    def race(functions: Mapping[str, object], **options: object) -> Any:
+        timing = types.SimpleNamespace(microseconds=Estimate(1.0, 1.0, 1.0), speedup=Estimate(1.0, 1.0, 1.0))
+        return types.SimpleNamespace(timings=dict.fromkeys(functions, timing), failures={})
+
+    monkeypatch.setattr(step_time, "time_interleaved", race)
+    monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    found = run_step_bench(config, data)
+    assert found["bf16"].failure is None
+    table = step.step_table(found)
+    for name in TORCHAO:
+        reason = f"MissingLibrary: {name.partition(',')[0]} (pip install 'loka[torchao]')"
+        assert found[name].failure == reason
+        assert reason in table
+
+
+def test_torchao_gets_the_layers_that_its_recipe_runs(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
+    taken: dict[str, list[str]] = {}
+
+    def convert(model: nn.Module, *, config: str, module_filter_fn: Callable[..., bool]) -> nn.Module:
+        taken[config] = [path for path, module in model.named_modules() if module_filter_fn(module, path)]
+        return model
+
+    library = types.ModuleType("torchao.float8")
+    library.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=lambda name: name)
+    library._auto_filter_for_recipe = lambda recipe, filter_fqns: lambda module, path: path.startswith("top")
+    library.convert_to_float8_training = convert
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", library)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = nn.Linear(13, 32)
+            self.bottom = nn.Linear(32, 32)
+            self.tokens = nn.Linear(16, 16, bias=False)
+            self.top = nn.Linear(32, 32)
+            self.logit = nn.Linear(32, 1)
+
+        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+            x = self.bottom(self.odd(dense)).unflatten(1, (16, 2)).transpose(1, 2)
+            return self.logit(self.top(self.tokens(x).flatten(1))).squeeze(1)
+
+    batch = next(iter(data.train.batches(32)))
+    arms = step._torchao_arms(Net, batch)
+    expected = {
+        "torchao tensorwise": ["bottom", "tokens", "top"],
+        "torchao tensorwise, its filter": ["top"],
+        "torchao rowwise": ["bottom", "top"],
+        "torchao rowwise, its filter": ["top"],
+        "torchao rowwise_with_gw_hp": ["bottom", "top"],
+    }
+    for name, paths in expected.items():
+        taken.clear()
+        model = arms[name].build()
+        assert taken == {name.partition(",")[0].removeprefix("torchao "): paths}, name
+        assert not any(module._forward_pre_hooks for module in model.modules()), "looking left nothing"
+    assert list(arms) == list(expected)
+
+
+def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
+    """Arms start from one model with the mods of the demo, ready to train, whatever was drawn before."""
+    config = config_in(tmp_path, seed=3)
+    first = step._fresh(config, data.train)
+    torch.randn(5)
+    second = step._fresh(config, data.train)
+    assert first.training
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    biased = [path for path, linear in find_linears(first)[0].items() if linear.bias is not None]
+    assert biased == ["logit"]
+    other = step._fresh(dataclasses.replace(config, seed=4), data.train)
+    assert not torch.equal(other.logit.weight, first.logit.weight)
+
+
+def test_statistics_in_the_folder_are_not_gathered_again(
+    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path)
+    model = step._fresh(config, data.train)
+    batch = next(iter(data.train.batches(32)))
+    with Probe(model, every=1, save_to=tmp_path / "stats") as probe:
+        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.label)
+        loss.backward()
+    monkeypatch.setattr(step, "Probe", never)
+    monkeypatch.setattr(step, "train", never)
+    run_step_bench(config, data)
+    assert Report.load(tmp_path / "report.json").stats_digest == probe.stats().digest()
