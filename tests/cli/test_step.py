@@ -173,7 +173,9 @@ def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "report.json").read_bytes() == before, "a report that is there is used"
 
 
-def test_results_are_kept_as_they_come(steps: FakeSteps, data: Data, tmp_path: Path) -> None:
+def test_results_are_kept_as_they_come(
+    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was timed before an unusable GPU ends the run is in the record."""
 
     def dies(baseline: Arm, arms: object, batch: object, **options: Any) -> None:
