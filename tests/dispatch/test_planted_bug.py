@@ -18,7 +18,6 @@ from models import odd_mlp
 from planted import Plant, broken, plant  # noqa: F401  (a fixture)
 
 import loka
-from loka.core.error import Estimate
 from loka.core.exceptions import WrongResults
 from loka.core.recipe import RECIPES, Gemm, Recipe
 from loka.kernels.emulated import EMULATED
@@ -55,10 +54,6 @@ def result(example: ModuleType, stats: loka.Stats):
     return example.measured(stats)
 
 
-def overlap(first: Estimate, second: Estimate) -> bool:
-    return first.low <= second.high and second.low <= first.high
-
-
 def test_standard_normal_inputs_miss_it(result) -> None:
     found, same = result
     for bug in BUGS:
@@ -66,10 +61,11 @@ def test_standard_normal_inputs_miss_it(result) -> None:
         # for all of them. No measure whatever can tell equal bits apart.
         assert same["standard normal", "power of two", bug]
         # float32 scales of such blocks differ by some 10 %. The mean relative error, which is dominated
-        # by the few outputs next to zero, does not resolve that, nor does a cosine asked to be 0.99.
+        # by the few outputs next to zero, does not resolve that (the few decide, so its intervals do not
+        # always overlap; it never shows the five-fold gap of learnt inputs), nor does a cosine of 0.99.
         right = found["standard normal", "float32", "right"]
         wrong = found["standard normal", "float32", bug]
-        assert overlap(right["mere"], wrong["mere"])
+        assert not wrong["mere"].low > 5 * right["mere"].high
         assert wrong["cosine"].low > 0.99
         # What does see it, with float32 scales: sqnr_db, and DeepGEMM's measure at its 0.001.
         assert wrong["sqnr_db"].high < right["sqnr_db"].low - 5

@@ -14,6 +14,17 @@ from loka.cli.bench import bench
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
 from loka.cli.inputs import choose_device, model_builder, open_data
+from loka.cli.options import (
+    BatchSize,
+    CacheFolder,
+    DataFile,
+    Device,
+    ModelName,
+    NoCache,
+    Rows,
+    Seed,
+    TimeLimit,
+)
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -38,16 +49,6 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 
-ModelName = Annotated[
-    str, typer.Option("--model", help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
-]
-DataFile = Annotated[
-    Path | None, typer.Option("--data", help="Criteo TSV, parquet or CSV; synthetic rows without it.")
-]
-Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
-Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 
 
@@ -125,13 +126,9 @@ def measure(
     ),
     device: Device = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")] = False,
+    time_limit: TimeLimit = None,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Error, and on a GPU time, of every candidate at every site."""
     report = measure_stats(

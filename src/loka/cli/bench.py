@@ -11,6 +11,16 @@ import typer
 
 from loka.cli.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
 from loka.cli.inputs import choose_device, open_data
+from loka.cli.options import (
+    BatchSize,
+    CacheFolder,
+    DataFile,
+    Device,
+    ModelName,
+    NoCache,
+    Seed,
+    TimeLimit,
+)
 from loka.cli.step import StepConfig, run_step_bench, step_table
 from loka.core.budget import Budget
 from loka.core.exceptions import MissingLibrary, UnknownName
@@ -40,20 +50,16 @@ def gemm(
     out: Annotated[Path, typer.Option(help="Folder; an unfinished run in it is continued.")] = Path(
         "runs/bench_gemm"
     ),
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")] = None,
+    device: Device = None,
     weight_dtype: Annotated[str, typer.Option(help="bfloat16, or float32 master weights.")] = "bfloat16",
     rounds: Annotated[int, typer.Option(min=6, help="At most so many in a race.")] = Settings().max_rounds,
     draws: Annotated[int, typer.Option(min=2, help="At most so many for an error.")] = Settings().max_draws,
     confirm_rounds: Annotated[int, typer.Option(min=9, help="Of the race that confirms the choice.")] = 41,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
     min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.0,
-    time_limit: Annotated[
-        float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")] = False,
+    time_limit: TimeLimit = None,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
 ) -> None:
     """All three GEMMs of every shape, every candidate; the plan's choice against each library."""
     if weight_dtype not in ("bfloat16", "float32"):
@@ -98,11 +104,9 @@ def gemm(
 
 @bench.command()
 def step(
-    model: Annotated[
-        str, typer.Option(help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
-    ] = "wukong:2gf",
-    data: Annotated[Path | None, typer.Option(help="Criteo TSV, parquet or CSV; synthetic without.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a step.")] = 6144,
+    model: ModelName = "wukong:2gf",
+    data: DataFile = None,
+    batch_size: BatchSize = 6144,
     arm: Annotated[
         list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")
     ] = None,
@@ -111,7 +115,7 @@ def step(
         "runs/bench_step"
     ),
     device: Annotated[str | None, typer.Option(help="cuda; steps are timed on a GPU only.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, rows and samples.")] = 0,
+    seed: Seed = 0,
     rounds: Annotated[int, typer.Option(min=9, help="Of each race against bf16.")] = 21,
     compile_blocks: Annotated[bool, typer.Option("--compile/--eager", help="torch.compile all arms.")] = True,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,

@@ -70,19 +70,20 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
         )
     batch = next(iter(data.train.batches(config.batch_size)))
     fresh = functools.partial(_fresh, config, data.train)
-    known = [DISPATCH, *map(_everywhere_name, EVERYWHERE), *_torchao_arms(fresh, batch)]
+    torchao = _torchao_arms(fresh, batch)
+    known = [DISPATCH, *map(_everywhere_name, EVERYWHERE), *torchao]
     unknown = [name for name in config.arms if name not in known]
     if unknown:
         raise UnknownName(f"no arm is called {', '.join(unknown)}", way_out=f"one of {', '.join(known)}")
     wanted = config.arms or known
     arms, decided = {}, None
-    if set(wanted) - set(_torchao_arms(fresh, batch)):
+    if set(wanted) - set(torchao):
         report = _report(config, data)
         decided = plan_report(report, config.budget)
         decided.save(config.out / "plan.json")
         print(decided.summary())
         arms = _planned_arms(fresh, report, decided)
-    arms = {**arms, **_torchao_arms(fresh, batch)}
+    arms = {**arms, **torchao}
     found: dict[str, StepTime] = {}
 
     def keep(result: StepTime) -> None:

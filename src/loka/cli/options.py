@@ -1,0 +1,26 @@
+"""Options that several commands take, each declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelName = Annotated[
+    str, typer.Option("--model", help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
+]
+DataFile = Annotated[
+    Path | None, typer.Option("--data", help="Criteo TSV, parquet or CSV; synthetic rows without it.")
+]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
+Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
+TimeLimit = Annotated[
+    float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")
+]
+CacheFolder = Annotated[
+    Path | None, typer.Option(help="Folder of times measured before; the user's cache by default.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Time everything anew.")]
