@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from loka.core.exceptions import UnknownName
-from loka.zoo import build, presets
+from loka.zoo import build, dense_part, presets
 from loka.zoo.dcn import CrossLayer, DCNv2
 from loka.zoo.dlrm import DLRM
 from loka.zoo.layers import Embeddings, mlp
@@ -72,6 +73,26 @@ def test_wukong_two_gflop_has_the_published_gemms() -> None:
     assert published("wukong", "2gf", 769) == Counter(first + others + top + rest)
 
 
+@pytest.mark.parametrize(("size", "gflop"), [("2gf", 1.47), ("6gf", 6.07), ("22gf", 23.4)])
+def test_wukong_sizes_are_gflop_in_training(size: str, gflop: float) -> None:
+    """Three GEMMs a Linear, and as many products a bmm; counted by PyTorch on meta tensors."""
+    with torch.device("meta"):
+        model = build("wukong", dense_features=13, vocab_sizes=(2,) * 769, size=size)
+        dense, sparse = torch.empty(4, 13), torch.empty(4, 769, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(dense, sparse)
+    assert 3 * counter.get_total_flops() / 4 / 1e9 == pytest.approx(gflop, rel=0.005)
+
+
+def test_wukong_six_gflop_scales_the_published_size() -> None:
+    """l stays; n, k and the MLP double. So do the widths of every GEMM between the first and the top."""
+    first = [(770, 48), (770, 64), (36960, 4096), (4096, 4096), (4096, 4096), (4096, 10240)]
+    others = [(128, 48), (128, 64), (6144, 4096), (4096, 4096), (4096, 4096), (4096, 10240)] * 7
+    top = [(20480, 1024), (1024, 512), (512, 1)]
+    rest = [(13, 512), (512, 256), (256, 160), (770, 128)]
+    assert published("wukong", "6gf", 769) == Counter(first + others + top + rest)
+
+
 def test_fuxictr_wukong_has_the_published_gemms() -> None:
     first = [(39, 8), (39, 40), (312, 512), (512, 2560)]
     others = [(80, 8), (80, 40), (640, 512), (512, 2560)] * 2
@@ -120,6 +141,44 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         dense, sparse = rows(9)
         one = torch.cat([model(dense[i : i + 1], sparse[i : i + 1]) for i in range(9)])
         torch.testing.assert_close(model(dense, sparse), one, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "wukong"])
+def test_the_dense_part_computes_the_model_from_looked_up_rows(name: str) -> None:
+    torch.manual_seed(0)
+    model = build(name, dense_features=5, vocab_sizes=VOCAB).double()
+    part = dense_part(model)
+    dense, sparse = rows(9)
+    found = model.front.embeddings(sparse).detach().requires_grad_()
+    assert torch.equal(part(dense, found), model(dense, sparse))
+    part(dense, found).square().sum().backward()
+    model.zero_grad()
+    shared = {path: weight for path, weight in model.named_parameters() if "embeddings" not in path}
+    assert dict(part.named_parameters()).keys() == shared.keys()
+    assert all(weight is shared[path] for path, weight in part.named_parameters())
+    modules = dict(model.named_modules())
+    for path, module in part.named_modules():
+        assert (module is modules[path]) == (path not in ("", "front", "front.embeddings")), path
+    # The rows' gradient is the tables'.
+    model(dense, sparse).square().sum().backward()
+    table = model.front.embeddings.table.weight
+    offset = (sparse + model.front.embeddings.offsets).flatten()
+    expected = torch.zeros_like(table).index_add_(0, offset, found.grad.flatten(0, 1))
+    torch.testing.assert_close(table.grad.to_dense(), expected, **CLOSE)
+    assert isinstance(model.front.embeddings, Embeddings), "the model keeps its tables"
+
+
+def test_the_dense_part_of_mlperf_has_no_tables() -> None:
+    with torch.device("meta"):
+        part = dense_part(build("dcnv2", dense_features=13, vocab_sizes=(1,) * 26, size="mlperf"))
+        assert part(torch.empty(6, 13), torch.empty(6, 26, 128)).shape == (6,)
+    assert not any(isinstance(module, nn.Embedding) for module in part.modules())
+    assert part.cross[0].v.in_features == 27 * 128
+
+
+def test_the_dense_part_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has no `front`"):
+        dense_part(nn.Linear(2, 2))
 
 
 def test_embeddings_are_separate_tables_in_one() -> None:
@@ -260,7 +319,7 @@ def test_mlp_order_of_layers() -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     wrong: list[dict[str, Any]] = [{"name": "dhen"}, {"name": "dlrm", "size": "2gf"}]
     for arguments in wrong:
-        with pytest.raises(UnknownName, match=r"wukong: small, 0\.5gf, 2gf, 22gf, fuxictr"):
+        with pytest.raises(UnknownName, match=r"wukong: small, 0\.5gf, 2gf, 6gf, 22gf, fuxictr"):
             build(**arguments, dense_features=1, vocab_sizes=(2,))
     with pytest.raises(UnknownName, match="relu, silu, gelu"):
         mlp(3, (4,), activation="mish")

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.budget import Budget
+from loka.core.chain import Chain
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.problem import Problem
+from loka.core.recipe import Gemm
 from loka.core.report import (
     HP,
     estimate_from_json,
@@ -57,14 +59,37 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChainDecision:
+    """A chain that runs as a whole, by the fused path.
+
+    `recipe` is how its tensors are quantized, such as "e4m3_row". `candidates` names the GEMM
+    that runs inside at each of its sites: "hp" or "kernel:recipe". Times are of the whole chain,
+    None where none were measured.
+    """
+
+    chain: Chain
+    recipe: str
+    candidates: Mapping[str, str]
+    reason: str
+    microseconds: Estimate | None = None
+    hp_microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions for all sites of a model, measured on `machine`."""
+    """Decisions for all sites of a model, measured on `machine`.
+
+    `chains`, by name, are those that run as a whole; the sites inside keep their decisions,
+    which say what would run without the chain.
+    """
 
     model: ModelSignature
     machine: Fingerprint
     budget: Budget
     timed: bool
     decisions: Mapping[str, Decision]
+    chains: Mapping[str, ChainDecision] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -93,6 +118,7 @@ class Plan:
         header = ("site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why")
         rows = [_row(decision) for decision in self.decisions.values()]
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
+        lines += [_chain_line(decided, self.decisions) for decided in self.chains.values()]
         lines.append(self.summary())
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -115,19 +141,32 @@ class Plan:
         )
 
 
-def _row(decision: Decision) -> tuple[str, ...]:
-    def show(estimate: Estimate | None, pattern: str) -> str:
-        return pattern.format(estimate.value) if estimate else "-"
+def _show(estimate: Estimate | None, pattern: str) -> str:
+    return pattern.format(estimate.value) if estimate else "-"
 
+
+def _chain_line(decided: ChainDecision, decisions: Mapping[str, Decision]) -> str:
+    chain = decided.chain
+    first = decisions.get(site_name(chain.name, Gemm.OUTPUT))
+    rows = f"{first.problem.m} rows, " if first else ""
+    layers = f"{len(chain.links)} layer{'s' if len(chain.links) > 1 else ''}"
+    return (
+        f"chain {chain.name}: {layers}, {rows}{decided.recipe}, {_show(decided.microseconds, '{:.1f}')} us, "
+        f"hp {_show(decided.hp_microseconds, '{:.1f}')} us, {_show(decided.speedup, '{:.2f}x')}: "
+        f"{decided.reason}"
+    )
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
     problem = decision.problem
     return (
         decision.site,
         f"{problem.m}x{problem.n}x{problem.k}",
         decision.candidate,
-        show(decision.sqnr_db, "{:.1f}"),
-        show(decision.microseconds, "{:.1f}"),
-        show(decision.hp_microseconds, "{:.1f}"),
-        show(decision.speedup, "{:.2f}x"),
+        _show(decision.sqnr_db, "{:.1f}"),
+        _show(decision.microseconds, "{:.1f}"),
+        _show(decision.hp_microseconds, "{:.1f}"),
+        _show(decision.speedup, "{:.2f}x"),
         decision.reason,
     )
 
@@ -156,6 +195,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "budget": plan.budget.to_json(),
         "timed": plan.timed,
         "decisions": decisions,
+        "chains": {name: _chain_to_json(decided) for name, decided in plan.chains.items()},
         "notes": list(plan.notes),
     }
 
@@ -169,11 +209,45 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
             raise ValueError(f"decision {name} names no layer of the model, or no candidate")
         fields = {key: estimate_from_json(entry[key]) for key in estimates}
         decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
+    chains = {name: _chain_from_json(name, entry, model) for name, entry in content.get("chains", {}).items()}
+    paths = [path for decided in chains.values() for path in decided.chain.paths]
+    if len(set(paths)) < len(paths):
+        raise ValueError("a module is in two chains")
     return Plan(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
         budget=Budget.from_json(content["budget"]),
         timed=content["timed"],
         decisions=decisions,
+        chains=chains,
         notes=tuple(content["notes"]),
     )
+
+
+_CHAIN_TIMES = ("microseconds", "hp_microseconds", "speedup")
+
+
+def _chain_to_json(decided: ChainDecision) -> dict[str, Any]:
+    return {
+        "chain": decided.chain.to_json(),
+        "recipe": decided.recipe,
+        "candidates": dict(decided.candidates),
+        "reason": decided.reason,
+        **{key: estimate_to_json(getattr(decided, key)) for key in _CHAIN_TIMES},
+    }
+
+
+def _chain_from_json(name: str, content: Mapping[str, Any], model: ModelSignature) -> ChainDecision:
+    chain = Chain.from_json(content["chain"], model)
+    if name != chain.name:
+        raise ValueError(f"chain {name} begins at {chain.name}")
+    sites = {site_name(link.path, gemm) for link in chain.links for gemm in Gemm}
+    for site, candidate in content["candidates"].items():
+        if site not in sites:
+            raise ValueError(f"chain {name} has no site {site}")
+        if candidate != HP and ":" not in candidate:
+            raise ValueError(f"chain {name}: {candidate!r} at {site} is no candidate")
+    if not all(isinstance(content[key], str) for key in ("recipe", "reason")):
+        raise ValueError(f"chain {name} lacks its recipe or reason")
+    times = {key: estimate_from_json(content[key]) for key in _CHAIN_TIMES}
+    return ChainDecision(**{**content, **times, "chain": chain})

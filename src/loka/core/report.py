@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loka.core.chain import Chain, chains_from_json
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
@@ -71,6 +72,9 @@ class Report:
         sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
+        chains: the model's chains, as the statistics have them.
+        chain_times: by the name of a chain and the candidate that runs it as a whole, "hp" or
+            "fused:e4m3_row".
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -82,6 +86,8 @@ class Report:
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
+    chains: tuple[Chain, ...] = ()
+    chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -179,19 +185,31 @@ def problem_from_json(content: Mapping[str, Any]) -> Problem:
     return problem
 
 
+def _measurement_to_json(measured: Measurement) -> dict[str, Any]:
+    return {
+        "errors": {key: estimate_to_json(value) for key, value in measured.errors.items()},
+        "microseconds": estimate_to_json(measured.microseconds),
+        "speedup": estimate_to_json(measured.speedup),
+        "rounds": measured.rounds,
+        "unsupported": measured.unsupported,
+    }
+
+
+def _measurement_from_json(content: Mapping[str, Any]) -> Measurement:
+    errors = {key: estimate_from_json(value) for key, value in content["errors"].items()}
+    return Measurement(
+        errors={key: value for key, value in errors.items() if value is not None},
+        microseconds=estimate_from_json(content["microseconds"]),
+        speedup=estimate_from_json(content["speedup"]),
+        rounds=content["rounds"],
+        unsupported=content["unsupported"],
+    )
+
+
 def _to_json(report: Report) -> dict[str, Any]:
     sites = {}
     for name, site in report.sites.items():
-        measurements = {
-            candidate: {
-                "errors": {key: estimate_to_json(value) for key, value in measured.errors.items()},
-                "microseconds": estimate_to_json(measured.microseconds),
-                "speedup": estimate_to_json(measured.speedup),
-                "rounds": measured.rounds,
-                "unsupported": measured.unsupported,
-            }
-            for candidate, measured in site.measurements.items()
-        }
+        measurements = {name: _measurement_to_json(m) for name, m in site.measurements.items()}
         sites[name] = {
             "path": site.path,
             "problem": problem_to_json(site.problem),
@@ -213,6 +231,11 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sites": sites,
         "skipped": dict(report.skipped),
         "sharing": sharing,
+        "chains": [chain.to_json() for chain in report.chains],
+        "chain_times": {
+            name: {candidate: _measurement_to_json(measured) for candidate, measured in times.items()}
+            for name, times in report.chain_times.items()
+        },
         "notes": list(report.notes),
         "complete": report.complete,
     }
@@ -226,16 +249,9 @@ def _from_json(content: Mapping[str, Any]) -> Report:
             raise ValueError(f"site {name} is of no layer of the model")
         measurements = {}
         for candidate, entry in site["measurements"].items():
-            errors = {key: estimate_from_json(value) for key, value in entry["errors"].items()}
-            if not entry["unsupported"] and not {"sqnr_db", "mere"} <= set(errors):
+            if not entry["unsupported"] and not {"sqnr_db", "mere"} <= set(entry["errors"]):
                 raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
-            measurements[candidate] = Measurement(
-                errors={key: value for key, value in errors.items() if value is not None},
-                microseconds=estimate_from_json(entry["microseconds"]),
-                speedup=estimate_from_json(entry["speedup"]),
-                rounds=entry["rounds"],
-                unsupported=entry["unsupported"],
-            )
+            measurements[candidate] = _measurement_from_json(entry)
         sites[name] = SiteReport(
             path=site["path"],
             problem=problem_from_json(site["problem"]),
@@ -249,6 +265,14 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         }
         for path, tensors in content["sharing"].items()
     }
+    chains = chains_from_json(content.get("chains", ()), model)
+    chain_times = {
+        name: {candidate: _measurement_from_json(entry) for candidate, entry in times.items()}
+        for name, times in content.get("chain_times", {}).items()
+    }
+    unknown = sorted(set(chain_times) - {chain.name for chain in chains})
+    if unknown:
+        raise ValueError(f"times of chains that are not there: {', '.join(unknown)}")
     return Report(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
@@ -257,6 +281,8 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         sites=sites,
         skipped=content["skipped"],
         sharing=sharing,
+        chains=chains,
+        chain_times=chain_times,
         notes=tuple(content["notes"]),
         complete=content["complete"],
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from loka.core.chain import Chain, chains_from_json
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES
 from loka.core.signature import ModelSignature
@@ -59,13 +60,17 @@ class LinearStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Statistics of a model. `skipped` says why a layer has none."""
+    """Statistics of a model. `skipped` says why a layer has none.
+
+    `chains` are those of the first sampled step; a lone layer is a chain of one.
+    """
 
     model: ModelSignature
     steps: int
     sampled_steps: int
     layers: Mapping[str, LinearStats]
     skipped: Mapping[str, str] = field(default_factory=dict)
+    chains: tuple[Chain, ...] = ()
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
@@ -139,6 +144,8 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "layers": layers,
         "skipped": dict(stats.skipped),
     }
+    if stats.chains:  # else the digest is that of a folder from before there were chains
+        content["chains"] = [chain.to_json() for chain in stats.chains]
     return content, tensors
 
 
@@ -158,10 +165,12 @@ def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
             for operand, entry in layer["operands"].items()
         }
         layers[path] = LinearStats(**{**layer, "operands": operands})
+    model = ModelSignature.from_json(content["model"])
     return Stats(
-        model=ModelSignature.from_json(content["model"]),
+        model=model,
         steps=content["steps"],
         sampled_steps=content["sampled_steps"],
         layers=layers,
         skipped=content["skipped"],
+        chains=chains_from_json(content.get("chains", ()), model),
     )

@@ -33,6 +33,11 @@ def reset_kernel_runs() -> None:
     _RUNS.clear()
 
 
+def note_run(candidate: str, gemm: Gemm) -> None:
+    """Counts a GEMM that a fused kernel ran elsewhere (nn/chain_ops.py)."""
+    _RUNS[candidate, gemm.value] += 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemm:
     """A candidate that was found fit for a problem: how to quantize for it, and how to run it.

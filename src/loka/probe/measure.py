@@ -79,6 +79,7 @@ def measure(
         settings={**asdict(settings), "candidates": list(names), "sources": sources_digest()},
         sites={},
         skipped=dict(stats.skipped),
+        chains=stats.chains,
         complete=False,
     )
     path = Path(out) if out is not None else None

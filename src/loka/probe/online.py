@@ -3,7 +3,8 @@
 Between sampled steps nothing is attached to the layers: a step costs one hook on the root.
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
-gives the same weights, bit for bit, as training without.
+gives the same weights, bit for bit, as training without. The first sampled step also shows which
+layers feed each other: the chains (nn/dataflow.py).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.chain import Chain
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.problem import dtype_name
 from loka.core.stats import LinearStats, Stats
+from loka.nn.dataflow import Dataflow, unseen
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
@@ -117,6 +120,9 @@ class Probe:
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
         self._eager = False
+        self._filter = filter
+        self._dataflow: Dataflow | None = None
+        self._chains: tuple[Chain, ...] | None = None
         if not self._linears:
             raise LokaError(
                 f"{self._signature.name} has no linear layer to probe",
@@ -166,6 +172,7 @@ class Probe:
             sampled_steps=self._sampled,
             layers=layers,
             skipped=skipped,
+            chains=self._chains or (),
         )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -181,15 +188,23 @@ class Probe:
         self._sampled += 1
         _eager.acquire()
         self._eager = True
+        if self._chains is None:
+            self._dataflow = Dataflow(self._model, filter=self._filter)
+            self._dataflow.start()
         for path, linear in self._linears.items():
             self._step_hooks.append(
                 linear.register_forward_hook(self._observer(path), with_kwargs=True, prepend=True)
             )
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._dataflow is not None and output is not None:  # None: the step failed
+            self._chains, _ = self._dataflow.finish(output)
         self._detach()
 
     def _detach(self) -> None:
+        if self._dataflow is not None:
+            self._dataflow.stop()
+            self._dataflow = None
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks = []
@@ -207,7 +222,7 @@ class Probe:
             given = args[0] if args else kwargs["input"]
             if given.is_nested:
                 given = torch.cat(given.unbind())
-            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+            with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 learnt = self._learnt.setdefault(path, _Learnt(order=len(self._learnt)))
                 rows = given.reshape(-1, linear.in_features)
                 learnt.rows = max(learnt.rows, rows.shape[0])
@@ -223,8 +238,9 @@ class Probe:
                     )
                 else:
                     learnt.weight = matrix_normal.update(learnt.weight, linear.weight)
-            if output.requires_grad and not output.is_nested:
-                output.register_hook(lambda grad: self._observe_grad(learnt, grad))
+            with unseen():
+                if output.requires_grad and not output.is_nested:
+                    output.register_hook(lambda grad: self._observe_grad(learnt, grad))
 
         return observe
 
@@ -257,6 +273,7 @@ class Probe:
                         way_out="resume with the value of the first run",
                     )
         self._steps, self._sampled = stats.steps, stats.sampled_steps
+        self._chains = stats.chains or None  # statistics of an older LoKA have none
         for path, layer in stats.layers.items():
             if path in self._linears:
                 self._learnt[path] = _from_record(layer, self._linears[path].weight.device)

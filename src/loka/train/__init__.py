@@ -2,6 +2,7 @@
 
 from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.config import TrainConfig
+from loka.train.graphed import GraphedStep, graphed
 from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
 from loka.train.metrics import Quality, RunningNE, quality
 from loka.train.optim import RowwiseAdagrad, build_optimizers, warmup_factor
@@ -11,6 +12,7 @@ __all__ = [
     "AcrossPairs",
     "Checkpoint",
     "CheckpointNotSaved",
+    "GraphedStep",
     "PairedDifference",
     "Quality",
     "RowwiseAdagrad",
@@ -21,6 +23,7 @@ __all__ = [
     "across_pairs",
     "build_optimizers",
     "evaluate",
+    "graphed",
     "load_newest",
     "newest_step",
     "paired_difference",

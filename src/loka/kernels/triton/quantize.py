@@ -18,7 +18,6 @@ Scales lie in memory as `kernels.quantizer.empty_scale` says.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 
 import torch
@@ -28,30 +27,22 @@ import triton.language as tl
 from loka.core.recipe import Cast, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.quantizer import Side, empty_scale
+from loka.kernels.triton.pack import (
+    CVT,
+    INTERPRETED,
+    TRITON_TYPES,
+    magnitude_bits,
+    store_row,
+    store_turned,
+    word,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
-_TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-_PACK = (
-    "{{.reg .b16 low, high; cvt.rn.satfinite.{0} low, $2, $1; "
-    "cvt.rn.satfinite.{0} high, $4, $3; mov.b32 $0, {{low, high}};}}"
-)
-_CVT = {
-    torch.float8_e4m3fn: _PACK.format("e4m3x2.f32"),
-    torch.float8_e5m2: _PACK.format("e5m2x2.f32"),
-}
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _ROWS_TILE = 4096  # elements that a program of `_quantize_rows` holds at a time
 _AMAX_PROGRAMS = 2048  # enough to fill 132 multiprocessors several times over
 
 # Where a side's scale comes from.
 _NONE, _MAXIMA, _GROUP, _BLOCK, _GIVEN = (tl.constexpr(i) for i in range(5))
-
-
-@triton.jit
-def _magnitude_bits(value):
-    # Non-negative floats order like their bits, and NaN lies above infinity: an integer
-    # maximum needs no NaN handling and never loses one.
-    return tl.abs(value).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -126,7 +117,7 @@ def _quantize_rows(
     for step in range(0, span, BLOCK_C):
         c = step + tl.arange(0, BLOCK_C)
         hp = _load(hp_ptr, r, c, rows, columns, stride_row, stride_column)
-        amax = tl.maximum(amax, tl.max(_magnitude_bits(hp), axis=1))
+        amax = tl.maximum(amax, tl.max(magnitude_bits(hp), axis=1))
     if TENSOR_AMAX:
         tl.atomic_max(tensor_amax_ptr, tl.max(amax, axis=0), sem="relaxed")
     scale = _scale_of(amax, FMAX, TINY, POWER_OF_TWO)
@@ -138,7 +129,7 @@ def _quantize_rows(
         low = _scaled(hp, scale[:, None], FMAX, False).to(OUT).to(tl.uint8, bitcast=True)
         tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
     tl.store(scale_ptr + r, scale, mask=r < padded_rows)
-    _flag(health_ptr, _magnitude_bits(scale), FLAG, COUNT)
+    _flag(health_ptr, magnitude_bits(scale), FLAG, COUNT)
 
 
 @triton.jit
@@ -167,7 +158,7 @@ def _maxima(
     row_amax = tl.zeros((BLOCK_R,), dtype=tl.int32)
     for step in range(0, span, BLOCK_C):
         c = begin + step + tl.arange(0, BLOCK_C)
-        bits = _magnitude_bits(_load(hp_ptr, r, c, rows, columns, stride_row, stride_column))
+        bits = magnitude_bits(_load(hp_ptr, r, c, rows, columns, stride_row, stride_column))
         if COLUMNS:
             tl.atomic_max(column_amax_ptr + c, tl.max(bits, axis=0), mask=c < columns, sem="relaxed")
         row_amax = tl.maximum(row_amax, tl.max(bits, axis=1))
@@ -253,7 +244,7 @@ def _row_quarter(
     POWER_OF_TWO: tl.constexpr,
 ):
     """Every fourth row for the row copy: stores its scales; returns scaled values and what to flag."""
-    group_bits = tl.max(_magnitude_bits(hp), axis=1)
+    group_bits = tl.max(magnitude_bits(hp), axis=1)
     scale = _side_scale(
         group_bits, block_bits, amax_ptr, scale_ptr, r, rows, SOURCE, STEP, FMAX, TINY, POWER_OF_TWO
     )
@@ -270,45 +261,7 @@ def _row_quarter(
         STEP,
     )
     value = _scaled(hp, scale[:, None], FMAX, SOURCE == _GIVEN)
-    return value, _magnitude_bits(scale) if SOURCE != _GIVEN else group_bits
-
-
-@triton.jit
-def _word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexpr):
-    """Four values of consecutive rows as bytes of one int32, the first lowest.
-
-    CVT is the conversion written out for the hardware. Through Triton's own casts the bytes are
-    single registers that get shifted and merged, and triton 3.6 merges wrong bytes where a cast
-    has two uses (tests/kernels/test_triton_quantize.py). Empty: Triton's casts, for its interpreter.
-    """
-    if CVT != "":
-        word = tl.inline_asm_elementwise(
-            CVT,
-            "=r,f,f,f,f",
-            [value_0, value_1, value_2, value_3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        word = value_0.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
-        word |= value_1.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        word |= value_2.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        word |= value_3.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
-    return word
-
-
-@triton.jit
-def _store_row(out_ptr, word, SHIFT: tl.constexpr, r, c, padded_rows, padded_columns):
-    written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
-    low = ((word >> SHIFT) & 0xFF).to(tl.uint8)
-    tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
-
-
-@triton.jit
-def _store_turned(out_ptr, low, r, c, padded_rows, padded_columns):
-    written = (r < padded_columns)[:, None] & (c < padded_rows)[None, :]
-    tl.store(out_ptr + c[None, :] * padded_columns + r[:, None], low, mask=written)
+    return value, magnitude_bits(scale) if SOURCE != _GIVEN else group_bits
 
 
 @triton.jit
@@ -372,8 +325,8 @@ def _cast(
     hp_2 = _load(hp_ptr, r0 + 2, c, rows, columns, stride_row, stride_column)
     hp_3 = _load(hp_ptr, r0 + 3, c, rows, columns, stride_row, stride_column)
     bits = tl.maximum(
-        tl.maximum(_magnitude_bits(hp_0), _magnitude_bits(hp_1)),
-        tl.maximum(_magnitude_bits(hp_2), _magnitude_bits(hp_3)),
+        tl.maximum(magnitude_bits(hp_0), magnitude_bits(hp_1)),
+        tl.maximum(magnitude_bits(hp_2), magnitude_bits(hp_3)),
     )
     column_bits = tl.max(bits, axis=0)
     block_bits = tl.max(column_bits, axis=0)
@@ -400,12 +353,12 @@ def _cast(
             row_scale_stride_0, row_scale_stride_1, row_last,
             ROW, ROW_STEP, ROW_FMAX, TINY, ROW_POWER_OF_TWO,
         )  # fmt: skip
-        word = _word(value_0, value_1, value_2, value_3, ROW_OUT, ROW_CVT)
+        packed = word(value_0, value_1, value_2, value_3, ROW_OUT, ROW_CVT)
         row_bytes = row_out_ptr.to(tl.pointer_type(tl.uint8))
-        _store_row(row_bytes, word, 0, r0, c, row_rows, row_columns)
-        _store_row(row_bytes, word, 8, r0 + 1, c, row_rows, row_columns)
-        _store_row(row_bytes, word, 16, r0 + 2, c, row_rows, row_columns)
-        _store_row(row_bytes, word, 24, r0 + 3, c, row_rows, row_columns)
+        store_row(row_bytes, packed, 0, r0, c, row_rows, row_columns)
+        store_row(row_bytes, packed, 8, r0 + 1, c, row_rows, row_columns)
+        store_row(row_bytes, packed, 16, r0 + 2, c, row_rows, row_columns)
+        store_row(row_bytes, packed, 24, r0 + 3, c, row_rows, row_columns)
         shown = tl.maximum(tl.maximum(shown_0, shown_1), tl.maximum(shown_2, shown_3))
         _flag(health_ptr, shown, ROW_FLAG, ROW_COUNT)
     if COLUMN != _NONE:
@@ -418,20 +371,20 @@ def _cast(
             value_1 = _scaled(hp_1, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
             value_2 = _scaled(hp_2, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
             value_3 = _scaled(hp_3, scale[None, :], COLUMN_FMAX, COLUMN == _GIVEN)
-            word = _word(value_0, value_1, value_2, value_3, COLUMN_OUT, COLUMN_CVT)
+            packed = word(value_0, value_1, value_2, value_3, COLUMN_OUT, COLUMN_CVT)
         if WORDS:
             words = column_out_ptr.to(tl.pointer_type(tl.int32))
-            _store_turned(words, word, r0 // 4, c, column_rows, column_columns // 4)
+            store_turned(words, packed, r0 // 4, c, column_rows, column_columns // 4)
         else:
             column_bytes = column_out_ptr.to(tl.pointer_type(tl.uint8))
             for quarter in tl.static_range(4):
-                low = ((word >> (8 * quarter)) & 0xFF).to(tl.uint8)
-                _store_turned(column_bytes, low, r0 + quarter, c, column_rows, column_columns)
+                low = ((packed >> (8 * quarter)) & 0xFF).to(tl.uint8)
+                store_turned(column_bytes, low, r0 + quarter, c, column_rows, column_columns)
         _store_scale(
             column_scale_ptr, scale, c, column_rows, tl.program_id(0), column_last,
             column_scale_stride_0, column_scale_stride_1, COLUMN, COLUMN_STEP,
         )  # fmt: skip
-        shown = _magnitude_bits(scale) if COLUMN != _GIVEN else column_bits
+        shown = magnitude_bits(scale) if COLUMN != _GIVEN else column_bits
         _flag(health_ptr, shown, COLUMN_FLAG, COLUMN_COUNT)
 
 
@@ -628,8 +581,8 @@ def _constants(
         "_STEP": int(cast is not None and cast.granularity is Granularity.ROW),
         "_FMAX": cast.format.max if cast else 1.0,
         "_POWER_OF_TWO": cast is not None and cast.power_of_two,
-        "_OUT": _TRITON_TYPES[cast.format.dtype] if cast else tl.float8e4nv,
-        "_CVT": _CVT[cast.format.dtype] if cast and not _INTERPRETED else "",
+        "_OUT": TRITON_TYPES[cast.format.dtype] if cast else tl.float8e4nv,
+        "_CVT": CVT[cast.format.dtype] if cast and not INTERPRETED else "",
         "_FLAG": side.flag if side and health is not None else -1,
         "_COUNT": side.count if side and health is not None else -1,
     }
@@ -659,7 +612,7 @@ def _rows(
         FMAX=side.cast.format.max,
         TINY=_TINY,
         POWER_OF_TWO=side.cast.power_of_two,
-        OUT=_TRITON_TYPES[side.cast.format.dtype],
+        OUT=TRITON_TYPES[side.cast.format.dtype],
         TENSOR_AMAX=tensor_amax is not None,
         FLAG=side.flag if health is not None else -1,
         COUNT=side.count if health is not None else -1,

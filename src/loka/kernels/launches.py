@@ -1,0 +1,24 @@
+"""How many launches the fused path makes, by what launches: counted where it calls, on every device.
+
+A CUDA graph's replay counts nothing: count while it is captured. On a CPU the same calls are counted
+though nothing is launched, so that a test without a GPU can hold the number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+_LAUNCHES: Counter[str] = Counter()
+
+
+def note_launch(name: str, launches: int = 1) -> None:
+    _LAUNCHES[name] += launches
+
+
+def launches() -> dict[str, int]:
+    """Since the last reset: "gemm", "produce", "derive", "units", "book", "bank", "quantize"."""
+    return dict(_LAUNCHES)
+
+
+def reset_launches() -> None:
+    _LAUNCHES.clear()

@@ -1,0 +1,232 @@
+"""Chains in a model: which modules run a chain as a whole, and undoing it.
+
+The first module of a chain computes all of it, and the others pass their input on: the user's own
+forward code runs as before, module by module. Module objects, names, parameters and `state_dict` keys
+stay; only the class of each object changes, to one that is also its old class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.chain import Chain, Link
+from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe, chain_recipe_named
+from loka.core.exceptions import NoKernelFits, NotConverted
+from loka.core.problem import target_of
+from loka.core.recipe import Gemm
+from loka.core.report import site_name
+from loka.kernels.fused_gemm import unsupported as fused_unsupported
+from loka.kernels.producer import unsupported
+from loka.kernels.registry import candidate_named
+from loka.nn.block_norm import BlockNorm
+from loka.nn.chain_ops import ChainGemms
+from loka.nn.chain_state import ChainState, RunningChain
+from loka.nn.unwrap import unwrap
+
+
+class Chained(nn.Module):
+    """A module inside a chain. `loka_chain` is the chain where this is the first one, else None."""
+
+    loka_chain: RunningChain | None
+    loka_was: type[nn.Module]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        running = self.loka_chain
+        return input if running is None else _run(running, input)
+
+    def extra_repr(self) -> str:
+        was = super().extra_repr()
+        how = "chained" if self.loka_chain is None else f"runs a chain, {self.loka_chain.recipe.candidate}"
+        return f"{was}, {how}" if was else how
+
+
+def _run(running: RunningChain, input: torch.Tensor) -> torch.Tensor:
+    first = running.chain.links[0]
+    linear = running.linear(0)
+    if input.shape[-1] != first.in_features:
+        raise ValueError(
+            f"{first.path}: input has {input.shape[-1]} features, the chain takes {first.in_features}"
+        )
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        input = input.to(torch.get_autocast_dtype(kind))
+    elif input.dtype != linear.weight.dtype:
+        raise TypeError(
+            f"{first.path}: input is {input.dtype}, the weight {linear.weight.dtype}; "
+            "cast one, or use torch.autocast"
+        )
+    rows = input.reshape(-1, first.in_features)
+    parameters = running.parameters()
+    training = torch.is_grad_enabled() and (
+        rows.requires_grad or any(parameter.requires_grad for parameter in parameters)
+    )
+    if 0 in rows.shape:
+        out = _empty(running, rows)
+    else:
+        out = ChainGemms.apply(
+            rows,
+            running.state.handle,
+            running.place,
+            not running.chain.prologue.identity,
+            training,
+            *parameters,
+        )
+    # As F.linear does: a plain view of a custom function's output refuses in-place ops.
+    return torch.ops.aten._unsafe_view(out, [*input.shape[:-1], running.chain.links[-1].out_features])
+
+
+def _empty(running: RunningChain, rows: torch.Tensor) -> torch.Tensor:
+    """No rows: nothing to compute, but every parameter gets a gradient of zeros, as from nn.Linear."""
+    out = rows
+    for place in range(len(running.chain.links)):
+        linear = running.linear(place)
+        out = nn.functional.linear(out, linear.weight.to(out.dtype))
+    return out
+
+
+def _chained(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Chained{cls.__name__}", (Chained, cls), {"__module__": __name__})
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    cls: _chained(cls)
+    for cls in (
+        nn.Linear, BlockNorm, nn.LayerNorm, nn.RMSNorm,
+        nn.Hardswish, nn.ReLU, nn.SiLU, nn.GELU, nn.Identity, nn.Dropout,
+    )
+}  # fmt: skip
+for _class in _CLASSES.values():  # where pickle looks for them
+    setattr(sys.modules[__name__], _class.__name__, _class)
+
+
+def form_chains(model: nn.Module, chains: Sequence[tuple[Chain, str, Mapping[str, str]]]) -> ChainState:
+    """Makes `chains` run as a whole in `model`, in place: (chain, recipe, GEMM kernels by site) each.
+
+    Chains that are to share scales' and weights' launches are formed together. A site that the
+    mapping lacks runs `default_kernels`.
+
+    Raises:
+        NotConverted: a module is chained already, or is not of the class that a chain takes; or a
+            chain is of no kind that the fused path can run. Nothing was changed then.
+        UnknownName: a recipe or kernel that does not exist.
+    """
+    modules = dict(unwrap(model).named_modules())
+    found = _found(modules)
+    formed: list[tuple[Chain, ChainRecipe, Mapping[str, str]]] = []
+    for chain, recipe_name, kernels in chains:
+        recipe = chain_recipe_named(recipe_name)
+        _check(chain, found)
+        complete = {**default_kernels(chain, recipe, found(chain.name).weight.device), **kernels}
+        for link in chain.links:
+            for gemm in Gemm:
+                _check_kernel(chain, link, gemm, complete[site_name(link.path, gemm)])
+        formed.append((chain, recipe, complete))
+    state = ChainState(formed, found)
+    for running in state.chains:
+        for place, path in enumerate(running.chain.paths):
+            module = found(path)
+            module.__dict__["loka_was"] = type(module)
+            module.__dict__["loka_chain"] = None if place else running
+            module.__class__ = _CLASSES[type(module)]
+    return state
+
+
+def _found(modules: Mapping[str, nn.Module]) -> Callable[[str], Any]:
+    def find(path: str) -> Any:
+        if path not in modules:
+            raise NotConverted(f"the model has no module {path!r}", way_out="find or probe its chains again")
+        return modules[path]
+
+    return find
+
+
+def _check(chain: Chain, found: Callable[[str], Any]) -> None:
+    reasons = []
+    for path in chain.paths:
+        module = found(path)
+        if type(module) not in _CLASSES:
+            reasons.append(f"{path} is a {type(module).__name__}")
+    reason = objection(chain)
+    if reason:
+        reasons.append(reason)
+    if reasons:
+        raise NotConverted(
+            f"cannot form the chain at {chain.name}",
+            why=reasons,
+            way_out="revert the model first, or leave this chain out of the plan",
+        )
+
+
+def objection(chain: Chain) -> str | None:
+    """Why the fused path cannot run this chain on any device, or None."""
+    stages = [(chain.prologue, chain.links[0].in_features)]
+    stages += [(link.epilogue, link.out_features) for link in chain.links]
+    for epilogue, features in stages:
+        reason = unsupported(epilogue, features)
+        if reason:
+            return reason
+    return None
+
+
+def default_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
+    """By site: what runs where nothing was measured, for bf16 (autocast counts).
+
+    On Hopper the GEMM with the producer in its epilogue where there is one, torch's kernels elsewhere, with
+    fast accumulation where K is short; emulated on a CPU. grad_weight sums over all rows of a batch,
+    where fast accumulation loses too much.
+    """
+    target = target_of(device)
+    kernel = dict.fromkeys(Gemm, "emulated")
+    if device.type == "cuda":
+        kernel = {Gemm.OUTPUT: "torch_fast", Gemm.GRAD_INPUT: "torch_fast", Gemm.GRAD_WEIGHT: "torch"}
+    found = {
+        site_name(link.path, gemm): f"{kernel[gemm]}:{recipe.gemm_recipe(gemm)}"
+        for link in chain.links
+        for gemm in Gemm
+    }
+    for link in chain.links:
+        if device.type == "cuda" and fused_objection(chain, link, target) is None:
+            found[site_name(link.path, Gemm.OUTPUT)] = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}"
+    return found
+
+
+def fused_objection(chain: Chain, link: Link, target: str) -> str | None:
+    """Why the GEMM with a producer in its epilogue cannot run this link, or None."""
+    if link.bias:
+        return "the linear layer has a bias"
+    if link.epilogue.identity:
+        return "nothing follows the linear layer that could be fused"
+    if link is not chain.links[-1] and link.epilogue.bound(link.out_features) is None:
+        return "what it produces has no bound, and a delayed scale needs the maximum"
+    return fused_unsupported(link.epilogue, columns=link.out_features, inner=link.in_features, target=target)
+
+
+def _check_kernel(chain: Chain, link: Link, gemm: Gemm, name: str) -> None:
+    if not name.startswith(FUSED_GEMM):
+        candidate_named(name)
+        return
+    reason = "it computes `output` only" if gemm is not Gemm.OUTPUT else fused_objection(chain, link, "cpu")
+    if reason is not None:
+        raise NoKernelFits(
+            f"{name} cannot run {site_name(link.path, gemm)}", why=[reason], way_out="name another kernel"
+        )
+
+
+def dissolve_chains(model: nn.Module) -> None:
+    """Undoes `form_chains`; nothing of it stays on the modules."""
+    for module in unwrap(model).modules():
+        if isinstance(module, Chained):
+            was = module.loka_was
+            del module.__dict__["loka_was"], module.__dict__["loka_chain"]
+            module.__class__ = was  # type: ignore[assignment]
+
+
+def running_chains(model: nn.Module) -> dict[str, RunningChain]:
+    """The chains that run in `model`, by name."""
+    heads = [m.loka_chain for m in unwrap(model).modules() if isinstance(m, Chained) and m.loka_chain]
+    return {running.chain.name: running for running in heads}

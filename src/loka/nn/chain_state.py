@@ -1,0 +1,210 @@
+"""What the chains of a model share and keep between steps: scale book, weight bank, who ran.
+
+A step begins with the first chain that runs in it. Then, and only if weights may have changed since,
+two launches serve the whole model: the next scales (from what the last step saw) and the FP8 copies of
+all weights. Nothing here is in a `state_dict`: it all follows from the weights and the data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.chain import Chain, Epilogue, constant_scale
+from loka.core.chain_recipe import ChainRecipe
+from loka.core.recipe import Format, Gemm
+from loka.core.report import site_name
+from loka.nn.scale_book import ScaleBook, Slot
+from loka.nn.weight_bank import WeightBank
+
+MARGIN = 1  # octaves of delayed scales: none of 10^5 activation maxima and 4 of gradients lay beyond
+
+
+@dataclass(kw_only=True)
+class RunningChain:
+    """A chain that was formed in a model. `modules` are by path; the rest are places in the book.
+
+    A slot is None where a norm's bound makes the scale a constant. `inputs[l]` is of the input of
+    link l (of the prologue's result for l = 0), `gradients[l]` of dZ of link l.
+    """
+
+    chain: Chain
+    recipe: ChainRecipe
+    kernels: Mapping[str, str]
+    modules: Mapping[str, nn.Module]
+    place: int
+    inputs: tuple[int | None, ...]
+    gradients: tuple[int, ...]
+    constants: tuple[float | None, ...]
+    state: ChainState = field(repr=False)
+
+    def linear(self, link: int) -> nn.Linear:
+        found = self.modules[self.chain.links[link].path]
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def kernel(self, link: int, gemm: Gemm) -> str:
+        return self.kernels[site_name(self.chain.links[link].path, gemm)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The prologue norm's, then of each link: weight, bias, gamma, beta; absent ones left out."""
+        found = _norm_parameters(self.chain.prologue, self.chain.members, self.modules)
+        for place, link in enumerate(self.chain.links):
+            linear = self.linear(place)
+            found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
+            found += _norm_parameters(link.epilogue, link.members, self.modules)
+        return found
+
+    def input_scale(self, link: int) -> torch.Tensor:
+        """float32 [1] of the FP8 operand that link `link` reads."""
+        slot = self.inputs[link]
+        return self.state.constant(self.constants[link]) if slot is None else self.state.book.scale(slot)
+
+    def gradient_scale(self, link: int) -> torch.Tensor:
+        return self.state.book.scale(self.gradients[link])
+
+    def largest_unit(self) -> torch.Tensor:
+        return self.state.book.unit(self.place)
+
+
+def _norm_parameters(
+    epilogue: Epilogue, members: Sequence[str], modules: Mapping[str, nn.Module]
+) -> list[torch.Tensor]:
+    for path in members:
+        module = modules[path]
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            wanted = [module.weight, getattr(module, "bias", None)]
+            return [p for p in wanted if p is not None]
+    assert not epilogue.gamma
+    assert not epilogue.beta
+    return []
+
+
+class ChainState:
+    """All chains of one model. Copying the model copies it, with scales but without the old addresses."""
+
+    def __init__(
+        self,
+        formed: Sequence[tuple[Chain, ChainRecipe, Mapping[str, str]]],
+        modules: Callable[[str], nn.Module],
+    ) -> None:
+        slots: list[Slot] = []
+        self.chains: list[RunningChain] = []
+        weights: dict[str, torch.Tensor] = {}
+        for place, (chain, recipe, kernels) in enumerate(formed):
+            running = RunningChain(
+                chain=chain,
+                recipe=recipe,
+                kernels=kernels,
+                modules={path: modules(path) for path in chain.paths},
+                place=place,
+                inputs=(),
+                gradients=(),
+                constants=(),
+                state=self,
+            )
+            self._give_slots(running, slots)
+            self.chains.append(running)
+            weights.update({link.path: running.linear(i).weight for i, link in enumerate(chain.links)})
+        first = len(slots)
+        slots += [Slot(name=f"{path}/weight") for path in weights]
+        device = next(iter(weights.values())).device
+        self.book = ScaleBook(slots, device, units=len(self.chains))
+        self.bank = WeightBank(weights, self.book, first)
+        self._constants: dict[float, torch.Tensor] = {}
+        self._ran: set[int] = set()
+        self._ones: dict[int, torch.Tensor] = {}
+        self.handle = _register(self)
+
+    def _give_slots(self, running: RunningChain, slots: list[Slot]) -> None:
+        chain = running.chain
+        before = [chain.prologue, *(link.epilogue for link in chain.links[:-1])]
+        inputs: list[int | None] = []
+        constants: list[float | None] = []
+        for link, epilogue in zip(chain.links, before, strict=True):
+            bound = epilogue.bound(link.in_features)
+            constants.append(None if bound is None else constant_scale(bound, Format.E4M3.max))
+            inputs.append(None if bound is not None else len(slots))
+            if bound is None:
+                slots.append(Slot(name=f"{link.path}/input", largest=Format.E4M3.max, margin=MARGIN))
+        running.inputs, running.constants = tuple(inputs), tuple(constants)
+        running.gradients = tuple(range(len(slots), len(slots) + len(chain.links)))
+        largest = running.recipe.gradient.max
+        slots += [
+            Slot(name=f"{link.path}/grad_output", largest=largest, margin=MARGIN) for link in chain.links
+        ]
+
+    def begin(self, running: RunningChain, *, training: bool) -> None:
+        """Before a chain's forward: the step's two launches if this is its first chain.
+
+        Not inside of a backward pass: a checkpoint that runs a forward again must find the scales
+        and copies that the first run had.
+        """
+        device = running.linear(0).weight.device
+        if device != self.book.device:
+            self.book.to(device)
+            self._constants, self._ones = {}, {}
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._adopt()
+        first = training and (not self._ran or running.place in self._ran)
+        if first:
+            self._ran.clear()
+        if training:
+            self._ran.add(running.place)
+        if first and self.bank.stale():
+            self.book.update()
+            self.bank.refresh()
+        elif not training and self.bank.changed():
+            self.bank.refresh()
+
+    def _adopt(self) -> None:
+        """Parameters that were replaced by other objects, as load_state_dict(assign=True) does."""
+        for running in self.chains:
+            for place, link in enumerate(running.chain.links):
+                weight = running.linear(place).weight
+                if self.bank.weights[link.path] is not weight:
+                    self.bank.weights[link.path] = weight
+                    self.bank.forget()
+
+    def constant(self, value: float | None) -> torch.Tensor:
+        assert value is not None
+        if value not in self._constants:
+            with torch.inference_mode(mode=False):
+                self._constants[value] = torch.full((1,), value, device=self.book.device)
+        return self._constants[value]
+
+    def ones(self, size: int) -> torch.Tensor:
+        """float32 [1, size]: the scales of a weight's columns where the rows' scales hold the weight's."""
+        if size not in self._ones:
+            with torch.inference_mode(mode=False):
+                self._ones[size] = torch.ones(1, size, device=self.book.device)
+        return self._ones[size]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_constants": {}, "_ones": {}, "_ran": set()}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__dict__.update(content)
+        self.handle = _register(self)
+
+
+# Ops take numbers and tensors only: a chain is named by its model's handle and its place.
+_STATES: weakref.WeakValueDictionary[int, ChainState] = weakref.WeakValueDictionary()
+_HANDLES = itertools.count(1)
+
+
+def _register(state: ChainState) -> int:
+    handle = next(_HANDLES)
+    _STATES[handle] = state
+    return handle
+
+
+def running_chain(handle: int, place: int) -> RunningChain:
+    return _STATES[handle].chains[place]

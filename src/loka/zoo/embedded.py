@@ -1,0 +1,40 @@
+"""A zoo model without its tables: what is left to compute once the rows are looked up.
+
+    dense [B, D], rows [B, F, dim] -> logits [B]        rows[b, f] = table_f[id_bf]
+
+Tables live elsewhere in large systems (TorchRec, FBGEMM), have sparse gradients, and cannot be
+captured in a CUDA graph; the rest can. The rows' gradient is what goes back to the tables.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+
+from loka.zoo.layers import Front
+
+
+def dense_part(model: nn.Module) -> nn.Module:
+    """The same class with the same submodules and names, called with rows in place of ids.
+
+    Parameters are shared, not copied: training one trains the other, and the state dict is that
+    of `model` less `front.embeddings`. Only the model and its front are new objects: a child
+    replaced in one of the two later, such as `logit`, is not replaced in the other. So mods and
+    plans go on one of them, before or after.
+
+    To never allocate the tables, build the model with tables of one row:
+
+        dense_part(build("dcnv2", size="mlperf", dense_features=13, vocab_sizes=(1,) * 26))
+
+    Raises ValueError for a model without the zoo's `front`.
+    """
+    front = getattr(model, "front", None)
+    if not isinstance(front, Front):
+        raise ValueError(f"{type(model).__name__} has no `front` of the zoo, so its tables are not known")
+    # What is in a memo is not copied: deepcopy takes these as they are.
+    shared = [*model.children(), *front.children(), *model.parameters(), *model.buffers()]
+    memo: dict[int, object] = {id(part): part for part in shared if part is not front}
+    memo[id(front.embeddings)] = nn.Identity()
+    part: nn.Module = copy.deepcopy(model, memo)
+    return part
