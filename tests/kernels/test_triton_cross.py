@@ -18,7 +18,14 @@ from loka.core.recipe import Format
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.cross")
 
-SIZES = [(64, 128), (37, 100), (70, 300), (1, 16)]  # even tiles, then rows and features that leave a rest
+SIZES = [  # even tiles, then rows and features that leave a rest, then MLPerf's width
+    (64, 128),
+    (37, 100),
+    (70, 300),
+    (1, 16),
+    pytest.param(1024, 3456, marks=pytest.mark.gpu),
+    pytest.param(1000, 3456, marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture

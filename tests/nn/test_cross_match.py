@@ -218,6 +218,27 @@ def test_a_hook_or_a_subclass_of_linear_prevents_a_match() -> None:
     assert match(replaced) is None
 
 
+class Remembers(Cross):
+    def forward(self, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return x0 * self.up(self.down(x)) + x
+
+
+class Counts(Cross):
+    calls = 0
+
+    def forward(self, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x0 * self.up(self.down(x)) + x
+
+
+@pytest.mark.parametrize("kind", [Remembers, Counts])
+def test_a_module_that_remembers_does_not_match_and_is_left_clean(kind: type[nn.Module]) -> None:
+    module = kind()
+    assert match(module) is None
+    assert not {"last", "calls"} & set(module.__dict__)
+
+
 def test_plain_modules_do_not_match_and_stay_as_they_are() -> None:
     assert match(nn.Linear(N, N)) is None
     assert match(nn.Sequential(nn.Linear(N, R), nn.Linear(R, N))) is None

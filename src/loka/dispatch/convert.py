@@ -16,6 +16,7 @@ from loka.core.report import HP
 from loka.core.signature import LinearShape
 from loka.kernels.registry import require_supported
 from loka.kernels.self_check import self_check
+from loka.nn.chain import dissolve_chains, form_chains, running_chains
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
 from loka.nn.unwrap import unwrap
@@ -26,8 +27,9 @@ M = TypeVar("M", bound=nn.Module)
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
-    A layer with at least one FP8 GEMM becomes an Fp8Linear; the module objects, parameters,
-    hooks and `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
+    A chain of the plan runs as a whole in the place of its first module; a layer outside of
+    chains with at least one FP8 GEMM becomes an Fp8Linear. The module objects, parameters and
+    `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
     All checks come first: a refused plan leaves the model as it was.
 
     Raises:
@@ -36,7 +38,7 @@ def convert(model: M, plan: Plan) -> M:
         NoKernelFits: a candidate of the plan cannot run here.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if fp8_linears(model):
+    if fp8_linears(model) or running_chains(model):
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
@@ -47,7 +49,12 @@ def convert(model: M, plan: Plan) -> M:
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(linears, plan)
+    if plan.chains:
+        form_chains(model, [(d.chain, d.recipe, d.candidates) for d in plan.chains.values()])
+    inside = {link.path for decided in plan.chains.values() for link in decided.chain.links}
     for path in dict.fromkeys(decision.path for decision in plan.decisions.values()):
+        if path in inside:
+            continue
         chosen = plan.candidates(path)
         candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
         if candidates != (HP, HP, HP):
@@ -61,10 +68,11 @@ def revert(model: M) -> M:
     Raises NotConverted if there is nothing to revert.
     """
     converted = fp8_linears(model)
-    if not converted:
+    if not converted and not running_chains(model):
         raise NotConverted("no layer of this model runs in FP8", way_out="convert it first")
     for linear in converted.values():
         restore_linear(linear)
+    dissolve_chains(model)
     return model
 
 

@@ -19,6 +19,7 @@ from loka.core.plan import Decision, Plan
 from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
+from loka.dispatch.chains import decide_chains
 from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of, tied
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
@@ -50,8 +51,9 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         for decision in _decide_layer(sites, report, budget, force, report.sharing.get(path, {}))
     }
     decisions = {name: decided[name] for name in report.sites}
+    chains, apart = decide_chains(report, budget, decisions, _objection)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += report.notes
+    notes += [*apart, *report.notes]
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -60,6 +62,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         budget=budget,
         timed=report.timed,
         decisions=decisions,
+        chains=chains,
         notes=tuple(notes),
     )
 

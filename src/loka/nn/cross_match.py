@@ -4,7 +4,8 @@
 
 The module's forward is traced symbolically (torch.fx), in training and in evaluation, and both graphs
 must be that formula and nothing else. Only small modules are traced: those whose parameters are the
-ones of one or two linear layers. A module that cannot be traced, or does more, is no cross layer.
+ones of one or two linear layers. A module that cannot be traced, does more or remembers something is
+no cross layer.
 """
 
 from __future__ import annotations
@@ -44,12 +45,26 @@ def match(module: nn.Module) -> CrossSpec | None:
     found = []
     for training in (True, False):
         with _mode(module, training):
-            try:
-                graph = fx.Tracer().trace(module)
-            except Exception:  # the forward is a stranger's: anything may go wrong with proxies in it
-                return None
-        found.append(_read(graph, module))
+            graph = _trace(module)
+        found.append(None if graph is None else _read(graph, module))
     return found[0] if found[0] == found[1] else None
+
+
+def _trace(module: nn.Module) -> fx.Graph | None:
+    """The graph of forward; None where it cannot be traced, or leaves something behind in the module."""
+    before = {inner: dict(inner.__dict__) for inner in module.modules()}
+    graph = None
+    try:
+        graph = fx.Tracer().trace(module)
+    except Exception:  # the forward is a stranger's: anything may go wrong with proxies in it
+        return None
+    finally:
+        for inner, state in before.items():
+            if {k: id(v) for k, v in inner.__dict__.items()} != {k: id(v) for k, v in state.items()}:
+                graph = None
+                inner.__dict__.clear()
+                inner.__dict__.update(state)
+    return graph
 
 
 def _may_be(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ def find_linears(
     found: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for path, module in unwrap(model).named_modules():
-        if type(module) in (nn.Linear, Fp8Linear):
+        if type(module) in (nn.Linear, Fp8Linear) or _chained(module):
             assert isinstance(module, nn.Linear)
             if filter is not None and not filter(module, path):
                 skipped[path] = "left out by the filter"
@@ -44,6 +44,11 @@ def find_linears(
                 "nn.MultiheadAttention multiplies by raw parameters, not through nn.Linear modules"
             )
     return found, skipped
+
+
+def _chained(module: nn.Module) -> bool:
+    """A linear layer inside a chain (nn/chain.py): exactly an nn.Linear before."""
+    return getattr(module, "loka_was", None) is nn.Linear
 
 
 def signature(model: nn.Module) -> ModelSignature:

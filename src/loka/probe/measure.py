@@ -1,20 +1,23 @@
 """The offline half of Probe: error and time of every candidate at every site.
 
 Errors of all layers come first (probe/errors.py), for they need the least and decide the most.
-On a GPU the sites are then timed (probe/times.py), and what shared quantization saves
-(probe/sharing.py), until everything is done or the time is up. The report is saved on the way,
+On a GPU the sites are then timed (probe/times.py), what shared quantization saves
+(probe/sharing.py), and chains as a whole (probe/chain_times.py), until everything is done or the
+time is up. The report is saved on the way,
 and measuring again goes on with what is missing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from loka.core.chain import Chain
+from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.device import fingerprint
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.problem import Problem, linear_problem
@@ -23,11 +26,13 @@ from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
+from loka.nn.chain_kernels import inner_kernels
 from loka.probe.cache import TimesCache, sources_digest
+from loka.probe.chain_times import chain_key, time_chain, worth_timing
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
-from loka.probe.timed import NOT_TIMED, Timer, time_layer
+from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
@@ -99,6 +104,7 @@ def measure(
         _draw_all(work, track or untracked)
         if timeable(device):
             _time_all(work, track or untracked)
+            _time_chains(work, track or untracked)
     finally:
         work.save(now=True)
     return work.report
@@ -162,6 +168,14 @@ class _Work:
         self._saved = time.monotonic()
         self._seconds = self._saved - began
 
+    def chains(self) -> list[Chain]:
+        """Those to time: all of whose layers were watched."""
+        return [
+            chain
+            for chain in self.report.chains
+            if worth_timing(chain) and all(link.path in self.stats.layers for link in chain.links)
+        ]
+
     def _noted(self) -> Report:
         """The report with `notes` and `complete` as they are at this moment."""
         report = self.report
@@ -177,6 +191,10 @@ class _Work:
                     missing.setdefault(reason, []).append(name)
             if timeable(self.timer.device) and sites and path not in report.sharing:
                 missing.setdefault("shared quantization not timed", []).append(path)
+        if timeable(self.timer.device):
+            untimed = [c.name for c in self.chains() if c.name not in report.chain_times]
+            if untimed:
+                missing["chains not timed"] = untimed
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
@@ -276,6 +294,39 @@ def _time_all(work: _Work, track: Track) -> None:
             sites={**report.sites, **{site.name: site for site in timed.values()}},
             sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
         )
+        work.save()
+
+
+def _time_chains(work: _Work, track: Track) -> None:
+    """Chains of equal shape share their times."""
+    known: dict[str, Mapping[str, Measurement]] = {}
+    chains = work.chains()
+    for chain in track(chains, "timing chains", len(chains)):
+        if chain.name in work.report.chain_times:
+            continue
+        if work.timer.late:
+            break
+        layers = {link.path: work.stats.layers[link.path] for link in chain.links}
+        kernels = {
+            recipe.candidate: inner_kernels(chain, recipe, work.report.sites)
+            for recipe in CHAIN_RECIPES.values()
+        }
+        key = chain_key(chain, layers, kernels)
+        if key not in known:
+            try:
+                known[key] = time_chain(
+                    chain,
+                    layers,
+                    kernels,
+                    device=work.timer.device,
+                    settings=work.timer.settings,
+                    deadline=work.timer.deadline,
+                )
+            except torch.OutOfMemoryError:
+                work.timer.notes.append(f"chain at {chain.name}: {NO_MEMORY}")
+                continue
+        times = {**work.report.chain_times, chain.name: known[key]}
+        work.report = replace(work.report, chain_times=times)
         work.save()
 
 

@@ -1,0 +1,176 @@
+"""Timing a chain as a whole: forward and backward, under a CUDA graph, as it will run.
+
+The chain is built anew from its description, with random normal data of the probed shapes and dtypes:
+"hp" under torch.compile, and each recipe of the fused path. One race for all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from loka.core.chain import Activation, Chain, Epilogue, Norm
+from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.problem import DTYPES
+from loka.core.recipe import Gemm
+from loka.core.report import HP, Measurement, site_name
+from loka.core.stats import LinearStats
+from loka.core.timing import first_line, time_interleaved
+from loka.nn.block_norm import BlockNorm
+from loka.nn.chain import form_chains, objection
+from loka.probe.settings import Settings
+
+_ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    Activation.HARD_SWISH: nn.Hardswish,
+    Activation.RELU: nn.ReLU,
+    Activation.SWISH: nn.SiLU,
+    Activation.GELU: nn.GELU,
+}
+
+
+def worth_timing(chain: Chain) -> bool:
+    """A linear layer with nothing before or after it is no more than its sites."""
+    return len(chain.links) > 1 or not (chain.prologue.identity and chain.links[0].epilogue.identity)
+
+
+def chain_key(
+    chain: Chain, layers: Mapping[str, LinearStats], kernels: Mapping[str, Mapping[str, str]]
+) -> str:
+    """Equal for chains that take equally long."""
+    places = {link.path: str(place) for place, link in enumerate(chain.links)}
+    shape = [(link.in_features, link.out_features, link.bias, link.epilogue) for link in chain.links]
+    first = layers[chain.links[0].path]
+    inside = [
+        sorted((places[site.rpartition("/")[0]], site.rpartition("/")[2], name) for site, name in own.items())
+        for own in kernels.values()
+    ]
+    runs = (first.rows, first.dtype, first.weight_dtype, first.needs_input_grad)
+    return repr((chain.prologue, shape, runs, inside))
+
+
+def time_chain(
+    chain: Chain,
+    layers: Mapping[str, LinearStats],
+    kernels: Mapping[str, Mapping[str, str]],
+    *,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None = None,
+) -> dict[str, Measurement]:
+    """Times of "hp" and of each recipe of the fused path, by candidate; a reason where one cannot run.
+
+    Args:
+        layers: statistics by module path, of all linear layers of the chain.
+        kernels: by candidate ("fused:e4m3_row"), the GEMM kernels to run inside, by site.
+    """
+    reason = objection(chain)
+    if reason is not None:
+        return {recipe.candidate: Measurement(unsupported=reason) for recipe in CHAIN_RECIPES.values()}
+    first = layers[chain.links[0].path]
+    steps: dict[str, Callable[[], object]] = {}
+    found: dict[str, Measurement] = {}
+    model, renamed, sites = build_chain(chain, device, DTYPES[first.weight_dtype])
+    base = copy.deepcopy(model)
+    base.compile(dynamic=False)
+    arms = {HP: base}
+    for recipe in CHAIN_RECIPES.values():
+        own = copy.deepcopy(model)
+        inside = {sites[site]: name for site, name in kernels.get(recipe.candidate, {}).items()}
+        try:
+            form_chains(own, [(renamed, recipe.name, inside)])
+        except Exception as error:
+            found[recipe.candidate] = Measurement(unsupported=first_line(error))
+        else:
+            arms[recipe.candidate] = own
+    for name, arm in arms.items():
+        try:
+            step = _step(arm, chain, first, device)
+            step()
+            step()
+            steps[name] = step
+        except torch.AcceleratorError:
+            raise  # CUDA is unusable after it
+        except Exception as error:
+            found[name] = Measurement(unsupported=f"cannot be timed: {first_line(error)}")
+    if HP not in steps:
+        return found
+    race = time_interleaved(
+        steps,
+        baseline=HP,
+        device=device,
+        keep=list(steps),
+        max_rounds=settings.sharing_rounds,
+        deadline=deadline,
+    )
+    for name, timing in race.timings.items():
+        found[name] = Measurement(
+            microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
+        )
+    for name, why in race.failures.items():
+        found[name] = Measurement(unsupported=f"cannot be timed: {why}")
+    return found
+
+
+def build_chain(
+    chain: Chain, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, Chain, dict[str, str]]:
+    """A chain of its own as an nn.Sequential, its description, and its sites by those of `chain`."""
+    modules: list[nn.Module] = []
+
+    def add(epilogue: Epilogue, features: int) -> tuple[str, ...]:
+        begin = len(modules)
+        modules.extend(_epilogue_modules(epilogue, features))
+        return tuple(str(place) for place in range(begin, len(modules)))
+
+    members = add(chain.prologue, chain.links[0].in_features)
+    links = []
+    for link in chain.links:
+        path = str(len(modules))
+        modules.append(nn.Linear(link.in_features, link.out_features, bias=link.bias))
+        links.append(replace(link, path=path, members=add(link.epilogue, link.out_features)))
+    renamed = Chain(links=tuple(links), prologue=chain.prologue, members=members)
+    sites = {
+        site_name(old.path, gemm): site_name(new.path, gemm)
+        for old, new in zip(chain.links, links, strict=True)
+        for gemm in Gemm
+    }
+    return nn.Sequential(*modules).to(device, dtype), renamed, sites
+
+
+def _epilogue_modules(epilogue: Epilogue, features: int) -> Sequence[nn.Module]:
+    found: list[nn.Module] = []
+    if epilogue.norm is Norm.BLOCK:
+        found.append(BlockNorm(features, epilogue.block, eps=epilogue.eps))
+    elif epilogue.norm is Norm.LAYER:
+        affine = epilogue.gamma or epilogue.beta
+        found.append(nn.LayerNorm(features, eps=epilogue.eps, elementwise_affine=affine, bias=epilogue.beta))
+    elif epilogue.norm is Norm.RMS:
+        found.append(nn.RMSNorm(features, eps=epilogue.eps, elementwise_affine=epilogue.gamma))
+    if epilogue.activation is not Activation.NONE:
+        found.append(_ACTIVATIONS[epilogue.activation]())
+    return found
+
+
+def _step(model: nn.Module, chain: Chain, first: LinearStats, device: torch.device) -> Callable[[], object]:
+    generator = torch.Generator(device).manual_seed(0)
+    compute = DTYPES[first.dtype]
+    x = torch.randn(first.rows, chain.links[0].in_features, generator=generator, device=device)
+    x = x.to(compute).requires_grad_(first.needs_input_grad)
+    grad = torch.randn(first.rows, chain.links[-1].out_features, generator=generator, device=device)
+    grad = (grad / max(first.rows, 1)).to(compute)
+    leaves = [x, *model.parameters()]
+    autocast = compute != DTYPES[first.weight_dtype]
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        with torch.autocast(device.type, compute if autocast else torch.bfloat16, enabled=autocast):
+            out = model(x)
+        if out.requires_grad:
+            out.backward(grad)
+
+    return step
