@@ -2,9 +2,10 @@
 
     python benchmarks/fused/towers.py --out benchmarks/fused/towers.json
 
-Every arm is the same module in bf16, made by LoKA's mods, timed under a CUDA graph, all arms of a shape in one race:
-bf16 under torch.compile (the baseline), torchao's three recipes under torch.compile, and LoKA's fused
-chains with the safe recipe and with faster ones. Random normal data; the input gets a gradient.
+Every arm is the same module in bf16, made by LoKA's mods, timed under a CUDA graph, all arms of a shape
+in one race: bf16 under torch.compile (the baseline), torchao's three recipes under torch.compile, and
+LoKA's fused chains with the safe recipe and with faster ones. Random normal data; the input gets a
+gradient.
 
 The floor is what no schedule of this arithmetic can beat here: the best FP8 time of every GEMM, and the
 least bytes beside them over the bandwidth of a copy. With all producers inside GEMM epilogues these are
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
+import itertools
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ def _compile_ahead(shapes: list[str], wanted: list[str]) -> None:
 def _tower(widths: tuple[int, ...]) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.SiLU()]
     model = nn.Sequential(*layers)
     loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()])
@@ -127,16 +128,18 @@ def _fast(chain: Chain, recipe: str) -> dict[str, str]:
     }
 
 
-def _step(model: nn.Module, rows: int, widths: tuple[int, ...]) -> Callable[[], object]:
+def _step(model: nn.Module, rows: int, widths: tuple[int, ...]) -> Callable[..., object]:
     torch.manual_seed(1)
     x = torch.randn(rows, widths[0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(rows, widths[-1], device="cuda", dtype=torch.bfloat16) / rows
     leaves = [x, *model.parameters()]
 
-    def step() -> None:
+    def step(between: Callable[[torch.Tensor], None] = lambda out: None) -> None:
         for leaf in leaves:
             leaf.grad = None
-        model(x).backward(gradient)
+        out = model(x)
+        between(out)
+        out.backward(gradient)
 
     return step
 
@@ -185,8 +188,9 @@ def _race(rows: int, widths: tuple[int, ...], wanted: list[str], rounds: int) ->
     return {"arms": arms, "floor_us": floor, "floor_speedup": base / sum(floor.values())}
 
 
-def _memory(model: nn.Module, step: Callable[[], object]) -> dict[str, object]:
-    """Bytes at the peak of a step beyond what lies there anyway, gradients of weights not counted."""
+def _memory(model: nn.Module, step: Callable[..., object]) -> dict[str, object]:
+    """Bytes that forward keeps for backward, and the peak of a step, both beyond what lies there anyway;
+    the output, and at the peak all gradients of weights, are not counted."""
     for parameter in model.parameters():
         parameter.grad = None
     gc.collect()
@@ -194,7 +198,8 @@ def _memory(model: nn.Module, step: Callable[[], object]) -> dict[str, object]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     reset_launches()
-    step()
+    kept: list[int] = []
+    step(lambda out: kept.append(torch.cuda.memory_allocated() - before - out.numel() * out.element_size()))
     counted = launches()
     torch.cuda.synchronize()
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
@@ -202,6 +207,7 @@ def _memory(model: nn.Module, step: Callable[[], object]) -> dict[str, object]:
         2 * p.numel() for chain in running_chains(model).values() for p in chain.parameters() if p.dim() == 2
     )
     return {
+        "kept_bytes": kept[0],
         "peak_activation_bytes": torch.cuda.max_memory_allocated() - before - gradients,
         "weight_copy_bytes": copies,
         "launches": counted,
@@ -214,7 +220,7 @@ def _floor(rows: int, widths: tuple[int, ...]) -> dict[str, float]:
     one = torch.ones(1, 1, device=device)
     total, known = 0.0, {}
     moved = 4 * rows * sum(widths[1:])
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         for m, k, n in ((rows, before, after), (rows, after, before), (after, rows, before)):
             if (m, k, n) not in known:
                 a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
@@ -241,21 +247,23 @@ def _floor(rows: int, widths: tuple[int, ...]) -> dict[str, float]:
 def _table(result: dict[str, object]) -> str:
     arms = result["arms"]
     assert isinstance(arms, dict)
-    base = arms[BF16]["peak_activation_bytes"]
+    base = arms[BF16]
     rows = []
     for arm, found in arms.items():
         if "failure" in found:
-            rows.append((arm, "-", "-", "-", "-", "-", str(found["failure"])[:80]))
+            rows.append((arm, "-", "-", "-", "-", "-", "-", str(found["failure"])[:80]))
             continue
         value, low, high = found["speedup"]
         of_floor = value / float(str(result["floor_speedup"]))
         rows.append(
             (
-                arm, f"{found['microseconds']:.1f}", f"{value:.3f}x", f"[{low:.3f}, {high:.3f}]", f"{of_floor:.0%}",
-                f"{found['peak_activation_bytes'] / base:.2f}", json.dumps(found["launches"]) if found["launches"] else "",
+                arm, f"{found['microseconds']:.1f}", f"{value:.3f}x", f"[{low:.3f}, {high:.3f}]",
+                f"{of_floor:.0%}",
+                *(f"{found[key] / base[key]:.2f}" for key in ("kept_bytes", "peak_activation_bytes")),
+                " ".join(f"{n} {what}" for what, n in found["launches"].items()),
             )
         )  # fmt: skip
-    table = format_table(("arm", "us", "speed-up", "95 %", "of floor", "memory", "launches"), rows)
+    table = format_table(("arm", "us", "speed-up", "95 %", "of floor", "kept", "peak", "launches"), rows)
     return f"{table}\nfloor {result['floor_speedup']:.2f}x: {result['floor_us']}"
 
 

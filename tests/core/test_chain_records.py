@@ -163,8 +163,8 @@ def test_what_is_no_decision(spoil: Callable[[dict[str, Any]], Any], message: st
 def test_files_from_before_there_were_chains(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     for record, kind, fields in (
-        (a_report(), "loka-report", ("chains", "chain_times")),
-        (a_plan(), "loka-plan", ("chains",)),
+        (a_report(), "loka-report", ("chains", "crosses", "chain_times")),
+        (a_plan(), "loka-plan", ("chains", "crosses")),
     ):
         record.save(path)
         content = read_record(path, kind=kind, version=2, way_out="", parse=dict)
@@ -172,3 +172,4 @@ def test_files_from_before_there_were_chains(tmp_path: Path) -> None:
             del content[name]
         write_record(path, kind=kind, version=2, content=content)
         assert not type(record).load(path).chains
+        assert not type(record).load(path).crosses

@@ -89,9 +89,8 @@ def state_of(weights: list[tuple[torch.Tensor | None, torch.Tensor]]) -> CrossSt
         for v, u in weights
     )
     largest = torch.zeros(1, dtype=torch.int32, device=device)
-    return CrossState(
-        layers=layers, largest=largest, multiply=multiply_by(GPU if device.type == "cuda" else CPU)
-    )
+    names = GPU if device.type == "cuda" else CPU
+    return CrossState(layers=layers, largest=largest, multiply=multiply_by(lambda where, gemm: names[gemm]))
 
 
 def slots(state: CrossState) -> list[Delayed]:

@@ -325,17 +325,18 @@ def test_functionals_of_a_transformer_are_readers() -> None:
 
 def test_the_zoo() -> None:
     inputs = (torch.randn(8, 13), torch.zeros(8, 6, dtype=torch.int64))
-    many = {}
+    many, stacks = {}, {}
     for name in ("dlrm", "dcnv2", "wukong"):
         torch.manual_seed(0)
         model = build(name, dense_features=13, vocab_sizes=[10] * 6)
         mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
         found = assert_runs_as_one(model, *inputs)
         many[name] = {c.name: [link.path for link in c.links] for c in found.chains if len(c.links) > 1}
+        stacks[name] = [stack.paths for stack in found.crosses]
         prologues = {chain.members for chain in found.chains if chain.members}
         assert prologues == ({("layers.0.fmb.norm",), ("layers.1.fmb.norm",)} if name == "wukong" else set())
     assert many["dlrm"]["top.0"] == ["top.0", "top.3", "top.6"]
-    assert many["dcnv2"]["cross.1.v"] == ["cross.1.v", "cross.1.u"]
+    assert stacks == {"dlrm": [], "dcnv2": [("cross.0", "cross.1")], "wukong": []}
     assert many["dcnv2"]["deep.0"] == ["deep.0", "deep.3", "deep.6"]
     assert many["wukong"]["layers.1.fmb.mlp.0"] == ["layers.1.fmb.mlp.0", "layers.1.fmb.mlp.3"]
 

@@ -14,7 +14,7 @@ from loka.core.timing import Race, first_line, race
 from loka.kernels import registry
 from loka.kernels.emulated import EMULATED
 from loka.kernels.kernel import Kernel
-from loka.probe import sharing, times
+from loka.probe import chain_times, sharing, times
 
 
 class FakeTimer:
@@ -63,11 +63,17 @@ class FakeTimer:
         return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
+def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer, *, wholes: bool = False) -> FakeTimer:
     """Makes `measure` take the CPU for a device that can be timed, with `timer`."""
     monkeypatch.setattr(times, "time_interleaved", timer)
     monkeypatch.setattr(sharing, "time_interleaved", timer)
-    monkeypatch.setattr(sys.modules["loka.probe.measure"], "timeable", lambda device: True)
+    measure = sys.modules["loka.probe.measure"]
+    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    if wholes:
+        monkeypatch.setattr(chain_times, "time_interleaved", timer)
+        return timer
+    for whole in ("time_chain", "time_stack"):  # they compile; tests/probe/test_chain_times.py has them
+        monkeypatch.setattr(measure, whole, lambda *args, **options: {})
     return timer
 
 

@@ -108,6 +108,10 @@ class Chain:
         return self.links[0].path
 
     @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(link.path for link in self.links)
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """All modules in the order they are called."""
         return self.members + tuple(path for link in self.links for path in (link.path, *link.members))

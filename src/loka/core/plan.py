@@ -10,6 +10,7 @@ from typing import Any
 
 from loka.core.budget import Budget
 from loka.core.chain import Chain
+from loka.core.cross_record import CrossStack, Whole, check_distinct
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
@@ -77,10 +78,23 @@ class ChainDecision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CrossDecision:
+    """A stack of cross layers that runs as a whole. Fields as in ChainDecision."""
+
+    stack: CrossStack
+    recipe: str
+    candidates: Mapping[str, str]
+    reason: str
+    microseconds: Estimate | None = None
+    hp_microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
-    `chains`, by name, are those that run as a whole; the sites inside keep their decisions,
+    `chains` and `crosses`, by name, are those that run as a whole; the sites inside keep their decisions,
     which say what would run without the chain.
     """
 
@@ -90,6 +104,7 @@ class Plan:
     timed: bool
     decisions: Mapping[str, Decision]
     chains: Mapping[str, ChainDecision] = field(default_factory=dict)
+    crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -118,7 +133,8 @@ class Plan:
         header = ("site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why")
         rows = [_row(decision) for decision in self.decisions.values()]
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
-        lines += [_chain_line(decided, self.decisions) for decided in self.chains.values()]
+        lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
+        lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
         lines.append(self.summary())
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -145,13 +161,17 @@ def _show(estimate: Estimate | None, pattern: str) -> str:
     return pattern.format(estimate.value) if estimate else "-"
 
 
-def _chain_line(decided: ChainDecision, decisions: Mapping[str, Decision]) -> str:
-    chain = decided.chain
-    first = decisions.get(site_name(chain.name, Gemm.OUTPUT))
+def _whole_line(decided: ChainDecision | CrossDecision, decisions: Mapping[str, Decision]) -> str:
+    whole: Whole
+    if isinstance(decided, ChainDecision):
+        whole, count, kind = decided.chain, len(decided.chain.links), "chain"
+    else:
+        whole, count, kind = decided.stack, len(decided.stack.layers), "cross layers"
+    first = decisions.get(site_name(whole.linears[0], Gemm.OUTPUT))
     rows = f"{first.problem.m} rows, " if first else ""
-    layers = f"{len(chain.links)} layer{'s' if len(chain.links) > 1 else ''}"
+    layers = f"{count} layer{'s' if count > 1 else ''}"
     return (
-        f"chain {chain.name}: {layers}, {rows}{decided.recipe}, {_show(decided.microseconds, '{:.1f}')} us, "
+        f"{kind} {whole.name}: {layers}, {rows}{decided.recipe}, {_show(decided.microseconds, '{:.1f}')} us, "
         f"hp {_show(decided.hp_microseconds, '{:.1f}')} us, {_show(decided.speedup, '{:.2f}x')}: "
         f"{decided.reason}"
     )
@@ -195,7 +215,14 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "budget": plan.budget.to_json(),
         "timed": plan.timed,
         "decisions": decisions,
-        "chains": {name: _chain_to_json(decided) for name, decided in plan.chains.items()},
+        "chains": {
+            name: {"chain": decided.chain.to_json(), **_whole_to_json(decided)}
+            for name, decided in plan.chains.items()
+        },
+        "crosses": {
+            name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
+            for name, decided in plan.crosses.items()
+        },
         "notes": list(plan.notes),
     }
 
@@ -209,10 +236,19 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
             raise ValueError(f"decision {name} names no layer of the model, or no candidate")
         fields = {key: estimate_from_json(entry[key]) for key in estimates}
         decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
-    chains = {name: _chain_from_json(name, entry, model) for name, entry in content.get("chains", {}).items()}
-    paths = [path for decided in chains.values() for path in decided.chain.paths]
-    if len(set(paths)) < len(paths):
-        raise ValueError("a module is in two chains")
+    chains = {
+        name: ChainDecision(**_whole_from_json(name, entry, "chain", Chain.from_json(entry["chain"], model)))
+        for name, entry in content.get("chains", {}).items()
+    }
+    crosses = {
+        name: CrossDecision(
+            **_whole_from_json(name, entry, "stack", CrossStack.from_json(entry["stack"], model))
+        )
+        for name, entry in content.get("crosses", {}).items()
+    }
+    check_distinct(
+        [decided.chain for decided in chains.values()], [decided.stack for decided in crosses.values()]
+    )
     return Plan(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
@@ -220,6 +256,7 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
         timed=content["timed"],
         decisions=decisions,
         chains=chains,
+        crosses=crosses,
         notes=tuple(content["notes"]),
     )
 
@@ -227,9 +264,8 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
 _CHAIN_TIMES = ("microseconds", "hp_microseconds", "speedup")
 
 
-def _chain_to_json(decided: ChainDecision) -> dict[str, Any]:
+def _whole_to_json(decided: ChainDecision | CrossDecision) -> dict[str, Any]:
     return {
-        "chain": decided.chain.to_json(),
         "recipe": decided.recipe,
         "candidates": dict(decided.candidates),
         "reason": decided.reason,
@@ -237,17 +273,17 @@ def _chain_to_json(decided: ChainDecision) -> dict[str, Any]:
     }
 
 
-def _chain_from_json(name: str, content: Mapping[str, Any], model: ModelSignature) -> ChainDecision:
-    chain = Chain.from_json(content["chain"], model)
-    if name != chain.name:
-        raise ValueError(f"chain {name} begins at {chain.name}")
-    sites = {site_name(link.path, gemm) for link in chain.links for gemm in Gemm}
+def _whole_from_json(name: str, content: Mapping[str, Any], key: str, whole: Whole) -> dict[str, Any]:
+    """The fields of a decision about `whole`, which is its field `key`."""
+    if name != whole.name:
+        raise ValueError(f"{key} {name} begins at {whole.name}")
+    sites = {site_name(path, gemm) for path in whole.linears for gemm in Gemm}
     for site, candidate in content["candidates"].items():
         if site not in sites:
-            raise ValueError(f"chain {name} has no site {site}")
+            raise ValueError(f"{key} {name} has no site {site}")
         if candidate != HP and ":" not in candidate:
-            raise ValueError(f"chain {name}: {candidate!r} at {site} is no candidate")
-    if not all(isinstance(content[key], str) for key in ("recipe", "reason")):
-        raise ValueError(f"chain {name} lacks its recipe or reason")
-    times = {key: estimate_from_json(content[key]) for key in _CHAIN_TIMES}
-    return ChainDecision(**{**content, **times, "chain": chain})
+            raise ValueError(f"{key} {name}: {candidate!r} at {site} is no candidate")
+    if not all(isinstance(content[text], str) for text in ("recipe", "reason")):
+        raise ValueError(f"{key} {name} lacks its recipe or reason")
+    times = {time: estimate_from_json(content[time]) for time in _CHAIN_TIMES}
+    return {**content, **times, key: whole}

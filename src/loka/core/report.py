@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.chain import Chain, chains_from_json
+from loka.core.cross_record import CrossStack, Whole, crosses_from_json
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
@@ -72,8 +73,8 @@ class Report:
         sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
-        chains: the model's chains, as the statistics have them.
-        chain_times: by the name of a chain and the candidate that runs it as a whole, "hp" or
+        chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
+        chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
@@ -87,6 +88,7 @@ class Report:
     skipped: Mapping[str, str] = field(default_factory=dict)
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
+    crosses: tuple[CrossStack, ...] = ()
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
@@ -232,6 +234,7 @@ def _to_json(report: Report) -> dict[str, Any]:
         "skipped": dict(report.skipped),
         "sharing": sharing,
         "chains": [chain.to_json() for chain in report.chains],
+        "crosses": [stack.to_json() for stack in report.crosses],
         "chain_times": {
             name: {candidate: _measurement_to_json(measured) for candidate, measured in times.items()}
             for name, times in report.chain_times.items()
@@ -266,11 +269,13 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         for path, tensors in content["sharing"].items()
     }
     chains = chains_from_json(content.get("chains", ()), model)
+    crosses = crosses_from_json(content.get("crosses", ()), chains, model)
     chain_times = {
         name: {candidate: _measurement_from_json(entry) for candidate, entry in times.items()}
         for name, times in content.get("chain_times", {}).items()
     }
-    unknown = sorted(set(chain_times) - {chain.name for chain in chains})
+    wholes: list[Whole] = [*chains, *crosses]
+    unknown = sorted(set(chain_times) - {whole.name for whole in wholes})
     if unknown:
         raise ValueError(f"times of chains that are not there: {', '.join(unknown)}")
     return Report(
@@ -282,6 +287,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         skipped=content["skipped"],
         sharing=sharing,
         chains=chains,
+        crosses=crosses,
         chain_times=chain_times,
         notes=tuple(content["notes"]),
         complete=content["complete"],

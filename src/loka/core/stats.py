@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from loka.core.chain import Chain, chains_from_json
+from loka.core.cross_record import CrossStack, crosses_from_json
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES
 from loka.core.signature import ModelSignature
@@ -62,7 +63,8 @@ class LinearStats:
 class Stats:
     """Statistics of a model. `skipped` says why a layer has none.
 
-    `chains` are those of the first sampled step; a lone layer is a chain of one.
+    `chains` and `crosses` (stacks of cross layers) are those of the first sampled step; a lone layer
+    is a chain of one, a lone cross layer a stack of one.
     """
 
     model: ModelSignature
@@ -71,6 +73,7 @@ class Stats:
     layers: Mapping[str, LinearStats]
     skipped: Mapping[str, str] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
+    crosses: tuple[CrossStack, ...] = ()
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
@@ -80,6 +83,24 @@ class Stats:
             digest.update(name.encode())
             digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def for_inference(self, *, batch: float = 1.0) -> Stats:
+        """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.
+
+        What is measured from it are times and errors of a forward pass, so that a plan made of
+        it fits a frozen model at that batch size.
+        """
+        layers = {
+            path: replace(
+                layer,
+                rows=max(round(layer.rows * batch), 1),
+                needs_input_grad=False,
+                needs_weight_grad=False,
+                operands={name: d for name, d in layer.operands.items() if name != "grad_output"},
+            )
+            for path, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
 
     def save(self, folder: Path | str) -> None:
         """Writes the folder so that a reader sees the old statistics or the new, never a mix."""
@@ -146,6 +167,8 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     }
     if stats.chains:  # else the digest is that of a folder from before there were chains
         content["chains"] = [chain.to_json() for chain in stats.chains]
+    if stats.crosses:
+        content["crosses"] = [stack.to_json() for stack in stats.crosses]
     return content, tensors
 
 
@@ -166,11 +189,13 @@ def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
         }
         layers[path] = LinearStats(**{**layer, "operands": operands})
     model = ModelSignature.from_json(content["model"])
+    chains = chains_from_json(content.get("chains", ()), model)
     return Stats(
         model=model,
         steps=content["steps"],
         sampled_steps=content["sampled_steps"],
         layers=layers,
         skipped=content["skipped"],
-        chains=chains_from_json(content.get("chains", ()), model),
+        chains=chains,
+        crosses=crosses_from_json(content.get("crosses", ()), chains, model),
     )

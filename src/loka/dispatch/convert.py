@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
 from loka.core.plan import Decision, Plan
@@ -16,7 +17,7 @@ from loka.core.report import HP
 from loka.core.signature import LinearShape
 from loka.kernels.registry import require_supported
 from loka.kernels.self_check import self_check
-from loka.nn.chain import dissolve_chains, form_chains, running_chains
+from loka.nn.chain import dissolve_chains, form_chains, runs_fused
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
 from loka.nn.unwrap import unwrap
@@ -27,8 +28,8 @@ M = TypeVar("M", bound=nn.Module)
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
-    A chain of the plan runs as a whole in the place of its first module; a layer outside of
-    chains with at least one FP8 GEMM becomes an Fp8Linear. The module objects, parameters and
+    A chain or stack of cross layers of the plan runs as a whole in the place of its first module; a
+    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear. The module objects, parameters and
     `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
     All checks come first: a refused plan leaves the model as it was.
 
@@ -38,7 +39,7 @@ def convert(model: M, plan: Plan) -> M:
         NoKernelFits: a candidate of the plan cannot run here.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if fp8_linears(model) or running_chains(model):
+    if fp8_linears(model) or runs_fused(model):
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
@@ -49,9 +50,17 @@ def convert(model: M, plan: Plan) -> M:
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(linears, plan)
-    if plan.chains:
-        form_chains(model, [(d.chain, d.recipe, d.candidates) for d in plan.chains.values()])
-    inside = {link.path for decided in plan.chains.values() for link in decided.chain.links}
+    if plan.chains or plan.crosses:
+        form_chains(
+            model,
+            [(d.chain, d.recipe, d.candidates) for d in plan.chains.values()],
+            [(d.stack, d.recipe, d.candidates) for d in plan.crosses.values()],
+        )
+    wholes: list[Whole] = [
+        *(d.chain for d in plan.chains.values()),
+        *(d.stack for d in plan.crosses.values()),
+    ]
+    inside = {path for whole in wholes for path in whole.linears}
     for path in dict.fromkeys(decision.path for decision in plan.decisions.values()):
         if path in inside:
             continue
@@ -68,7 +77,7 @@ def revert(model: M) -> M:
     Raises NotConverted if there is nothing to revert.
     """
     converted = fp8_linears(model)
-    if not converted and not running_chains(model):
+    if not converted and not runs_fused(model):
         raise NotConverted("no layer of this model runs in FP8", way_out="convert it first")
     for linear in converted.values():
         restore_linear(linear)

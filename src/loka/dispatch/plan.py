@@ -51,7 +51,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         for decision in _decide_layer(sites, report, budget, force, report.sharing.get(path, {}))
     }
     decisions = {name: decided[name] for name in report.sites}
-    chains, apart = decide_chains(report, budget, decisions, _objection)
+    chains, crosses, apart = decide_chains(report, budget, decisions, _objection)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*apart, *report.notes]
     if not report.complete:
@@ -63,6 +63,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         timed=report.timed,
         decisions=decisions,
         chains=chains,
+        crosses=crosses,
         notes=tuple(notes),
     )
 

@@ -141,6 +141,7 @@ def quantize_bank(batch: Batch, scales: Scales) -> None:
     slot is raised to max |W|, `counters` grow by the elements that saturated, and by those that
     were not zero and are now.
     """
+    note_launch("bank")
     if batch.table is not None:
         from loka.kernels.triton.bank import quantize_bank_fused
 

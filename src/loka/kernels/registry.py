@@ -22,6 +22,7 @@ from loka.kernels.emulated import EMULATED
 from loka.kernels.fbgemm import FBGEMM, FBGEMM_FAST
 from loka.kernels.kernel import Kernel
 from loka.kernels.mslk import MSLK, MSLK_FAST
+from loka.kernels.split_gemm import LOKA_SPLIT, LOKA_SPLIT_FAST
 from loka.kernels.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.torchao_scaled import TORCHAO, TORCHAO_BLOCK, TORCHAO_FAST
 
@@ -41,6 +42,8 @@ KERNELS: dict[str, Kernel] = {
         TORCHAO_BLOCK,
         MSLK,
         MSLK_FAST,
+        LOKA_SPLIT,
+        LOKA_SPLIT_FAST,
     )
 }
 

@@ -3,6 +3,7 @@
 from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
 
 from loka.nn.block_norm import BlockNorm
+from loka.nn.chain import chain_snapshot, forget_weights
 from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
@@ -12,9 +13,11 @@ __all__ = [
     "BlockNorm",
     "Fp8Linear",
     "HardSwish",
+    "chain_snapshot",
     "check_finite",
     "convert_linear",
     "find_linears",
+    "forget_weights",
     "fp8_linears",
     "health_of",
     "is_prediction",

@@ -16,6 +16,7 @@ from torch import nn
 
 from loka.core.chain import Chain, Link
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe, chain_recipe_named
+from loka.core.cross_record import CrossStack
 from loka.core.exceptions import NoKernelFits, NotConverted
 from loka.core.problem import target_of
 from loka.core.recipe import Gemm
@@ -26,6 +27,7 @@ from loka.kernels.registry import candidate_named
 from loka.nn.block_norm import BlockNorm
 from loka.nn.chain_ops import ChainGemms
 from loka.nn.chain_state import ChainState, RunningChain
+from loka.nn.cross import Crossed, prepare, restore, running_crosses, swap
 from loka.nn.unwrap import unwrap
 
 
@@ -33,11 +35,16 @@ class Chained(nn.Module):
     """A module inside a chain. `loka_chain` is the chain where this is the first one, else None."""
 
     loka_chain: RunningChain | None
+    loka_state: ChainState
     loka_was: type[nn.Module]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         running = self.loka_chain
         return input if running is None else _run(running, input)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.loka_state.bank.forget()  # loaded weights may be far from what the scales are used to
 
     def extra_repr(self) -> str:
         was = super().extra_repr()
@@ -104,10 +111,15 @@ for _class in _CLASSES.values():  # where pickle looks for them
     setattr(sys.modules[__name__], _class.__name__, _class)
 
 
-def form_chains(model: nn.Module, chains: Sequence[tuple[Chain, str, Mapping[str, str]]]) -> ChainState:
-    """Makes `chains` run as a whole in `model`, in place: (chain, recipe, GEMM kernels by site) each.
+def form_chains(
+    model: nn.Module,
+    chains: Sequence[tuple[Chain, str, Mapping[str, str]]],
+    crosses: Sequence[tuple[CrossStack, str, Mapping[str, str]]] = (),
+) -> ChainState:
+    """Makes `chains` and stacks of cross layers run as a whole in `model`, in place: (chain, recipe,
+    GEMM kernels by site) each; one at least.
 
-    Chains that are to share scales' and weights' launches are formed together. A site that the
+    What is to share scales' and weights' launches is formed together. A site that the
     mapping lacks runs `default_kernels`.
 
     Raises:
@@ -117,7 +129,7 @@ def form_chains(model: nn.Module, chains: Sequence[tuple[Chain, str, Mapping[str
     """
     modules = dict(unwrap(model).named_modules())
     found = _found(modules)
-    formed: list[tuple[Chain, ChainRecipe, Mapping[str, str]]] = []
+    formed: list[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str]]] = []
     for chain, recipe_name, kernels in chains:
         recipe = chain_recipe_named(recipe_name)
         _check(chain, found)
@@ -125,13 +137,17 @@ def form_chains(model: nn.Module, chains: Sequence[tuple[Chain, str, Mapping[str
         for link in chain.links:
             for gemm in Gemm:
                 _check_kernel(chain, link, gemm, complete[site_name(link.path, gemm)])
-        formed.append((chain, recipe, complete))
-    state = ChainState(formed, found)
+        formed.append((chain, recipe, complete, frozenset(kernels)))
+    prepared = [prepare(stack, recipe, kernels, found) for stack, recipe, kernels in crosses]
+    state = ChainState(formed, found, prepared)
+    for stack in state.crosses:
+        swap(stack, found)
     for running in state.chains:
         for place, path in enumerate(running.chain.paths):
             module = found(path)
             module.__dict__["loka_was"] = type(module)
             module.__dict__["loka_chain"] = None if place else running
+            module.__dict__["loka_state"] = state
             module.__class__ = _CLASSES[type(module)]
     return state
 
@@ -220,9 +236,12 @@ def _check_kernel(chain: Chain, link: Link, gemm: Gemm, name: str) -> None:
 def dissolve_chains(model: nn.Module) -> None:
     """Undoes `form_chains`; nothing of it stays on the modules."""
     for module in unwrap(model).modules():
-        if isinstance(module, Chained):
+        if isinstance(module, Crossed):
+            restore(module)
+        elif isinstance(module, Chained):
             was = module.loka_was
-            del module.__dict__["loka_was"], module.__dict__["loka_chain"]
+            for name in ("loka_was", "loka_chain", "loka_state"):
+                del module.__dict__[name]
             module.__class__ = was  # type: ignore[assignment]
 
 
@@ -230,3 +249,29 @@ def running_chains(model: nn.Module) -> dict[str, RunningChain]:
     """The chains that run in `model`, by name."""
     heads = [m.loka_chain for m in unwrap(model).modules() if isinstance(m, Chained) and m.loka_chain]
     return {running.chain.name: running for running in heads}
+
+
+def runs_fused(model: nn.Module) -> bool:
+    """Whether a chain or a stack of cross layers runs in `model`."""
+    return bool(running_chains(model) or running_crosses(model))
+
+
+def chain_states(model: nn.Module) -> list[ChainState]:
+    """What the chains of `model` share: one state for all that were formed together."""
+    found = {id(m.loka_state): m.loka_state for m in unwrap(model).modules() if isinstance(m, Chained)}
+    return list(found.values())
+
+
+def chain_snapshot(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Delayed scales by name ("fc1/input", "fc1/weight", "fc1/grad_output"): {scale, amax, saturated,
+    underflowed}. Empty without chains. Reading it synchronizes."""
+    return {name: slot for state in chain_states(model) for name, slot in state.book.snapshot().items()}
+
+
+def forget_weights(model: nn.Module) -> None:
+    """The next forward quantizes all weights of chains anew, with scales of their own maxima.
+
+    For writes that PyTorch does not version: through `parameter.data`, or by a collective.
+    """
+    for state in chain_states(model):
+        state.bank.forget()

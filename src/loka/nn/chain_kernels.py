@@ -1,27 +1,29 @@
-"""Which measured GEMM kernels run inside a chain: one rule for timing a chain and for planning it."""
+"""Which measured GEMM kernels run inside a chain or a stack of cross layers: one rule for timing it
+and for planning it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loka.core.chain import Chain
 from loka.core.chain_recipe import ChainRecipe
+from loka.core.cross_record import CrossStack, Whole
 from loka.core.recipe import Gemm
 from loka.core.report import SiteReport, site_name
 from loka.kernels.registry import candidate_named
 
 
-def inner_kernels(chain: Chain, recipe: ChainRecipe, sites: Mapping[str, SiteReport]) -> dict[str, str]:
+def inner_kernels(whole: Whole, recipe: ChainRecipe, sites: Mapping[str, SiteReport]) -> dict[str, str]:
     """By site, the fastest of the measured kernels with scales of tensors, where one was timed.
 
     Inside a chain operands come quantized, and quantization costs these kernels the same: they
     stand in the order of their times. grad_weight keeps to exact accumulation, over all rows of a
-    batch. `output` is left to the GEMM with the producer in its epilogue where that can run.
+    batch. A chain's `output` is left to the GEMM with the producer in its epilogue where that can run.
     """
     found: dict[str, str] = {}
-    for link in chain.links:
-        for gemm in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT):
-            site = sites.get(site_name(link.path, gemm))
+    gemms = [Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT, *([Gemm.OUTPUT] if isinstance(whole, CrossStack) else [])]
+    for path in whole.linears:
+        for gemm in gemms:
+            site = sites.get(site_name(path, gemm))
             times = {}
             for name, measured in site.measurements.items() if site else ():
                 wanted = name.partition("@")[0].endswith(f":{recipe.gemm_recipe(gemm)}")
@@ -32,5 +34,5 @@ def inner_kernels(chain: Chain, recipe: ChainRecipe, sites: Mapping[str, SiteRep
                     continue
                 times[name] = measured.microseconds.value
             if times:
-                found[site_name(link.path, gemm)] = min(times, key=lambda name: (times[name], name))
+                found[site_name(path, gemm)] = min(times, key=lambda name: (times[name], name))
     return found

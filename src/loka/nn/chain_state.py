@@ -1,6 +1,6 @@
-"""What the chains of a model share and keep between steps: scale book, weight bank, who ran.
+"""What the chains and cross layers of a model share and keep between steps: scale book, weight bank, who ran.
 
-A step begins with the first chain that runs in it. Then, and only if weights may have changed since,
+A step begins with the first of them that runs in it. Then, and only if weights may have changed since,
 two launches serve the whole model: the next scales (from what the last step saw) and the FP8 copies of
 all weights. Nothing here is in a `state_dict`: it all follows from the weights and the data.
 """
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from loka.core.chain import Chain, Epilogue, constant_scale
-from loka.core.chain_recipe import ChainRecipe
+from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
 from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
+from loka.nn.cross_state import Formed, RunningCross, give_slots
 from loka.nn.scale_book import ScaleBook, Slot
 from loka.nn.weight_bank import WeightBank
 
@@ -28,7 +29,7 @@ MARGIN = 1  # octaves of delayed scales: none of 10^5 activation maxima and 4 of
 
 @dataclass(kw_only=True)
 class RunningChain:
-    """A chain that was formed in a model. `modules` are by path; the rest are places in the book.
+    """A chain that was formed in a model. `kernels` are by site; a user or a plan chose the `named` ones.
 
     A slot is None where a norm's bound makes the scale a constant. `inputs[l]` is of the input of
     link l (of the prologue's result for l = 0), `gradients[l]` of dZ of link l.
@@ -37,6 +38,7 @@ class RunningChain:
     chain: Chain
     recipe: ChainRecipe
     kernels: Mapping[str, str]
+    named: frozenset[str]
     modules: Mapping[str, nn.Module]
     place: int
     inputs: tuple[int | None, ...]
@@ -49,8 +51,16 @@ class RunningChain:
         assert isinstance(found, nn.Linear)
         return found
 
-    def kernel(self, link: int, gemm: Gemm) -> str:
-        return self.kernels[site_name(self.chain.links[link].path, gemm)]
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {link.path: self.linear(place).weight for place, link in enumerate(self.chain.links)}
+
+    def kernel(self, link: int, gemm: Gemm, dtype: torch.dtype = torch.bfloat16) -> str:
+        """The GEMM kernel; where nobody named one, it suits the dtype."""
+        site = site_name(self.chain.links[link].path, gemm)
+        name = self.kernels[site]
+        if name.startswith(FUSED_GEMM) and dtype != torch.bfloat16 and site not in self.named:
+            return f"torch_fast:{self.recipe.gemm_recipe(gemm)}"
+        return name
 
     def parameters(self) -> list[torch.Tensor]:
         """The prologue norm's, then of each link: weight, bias, gamma, beta; absent ones left out."""
@@ -87,21 +97,25 @@ def _norm_parameters(
 
 
 class ChainState:
-    """All chains of one model. Copying the model copies it, with scales but without the old addresses."""
+    """All chains and stacks of cross layers of one model, one at least.
+
+    Copying the model copies it, with scales but without the old addresses.
+    """
 
     def __init__(
         self,
-        formed: Sequence[tuple[Chain, ChainRecipe, Mapping[str, str]]],
+        formed: Sequence[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str]]],
         modules: Callable[[str], nn.Module],
+        crosses: Sequence[Formed] = (),
     ) -> None:
         slots: list[Slot] = []
         self.chains: list[RunningChain] = []
-        weights: dict[str, torch.Tensor] = {}
-        for place, (chain, recipe, kernels) in enumerate(formed):
+        for place, (chain, recipe, kernels, named) in enumerate(formed):
             running = RunningChain(
                 chain=chain,
                 recipe=recipe,
                 kernels=kernels,
+                named=named,
                 modules={path: modules(path) for path in chain.paths},
                 place=place,
                 inputs=(),
@@ -111,11 +125,21 @@ class ChainState:
             )
             self._give_slots(running, slots)
             self.chains.append(running)
-            weights.update({link.path: running.linear(i).weight for i, link in enumerate(chain.links)})
+        self.crosses = [
+            RunningCross(
+                formed=formed_,
+                modules={path: modules(path) for path in formed_.stack.linears},
+                place=len(self.chains) + number,
+                slots=give_slots(formed_.stack, slots, MARGIN),
+                state=self,
+            )
+            for number, formed_ in enumerate(crosses)
+        ]
+        weights = {path: weight for running in self._all() for path, weight in running.weights().items()}
         first = len(slots)
         slots += [Slot(name=f"{path}/weight") for path in weights]
         device = next(iter(weights.values())).device
-        self.book = ScaleBook(slots, device, units=len(self.chains))
+        self.book = ScaleBook(slots, device, units=len(self.chains) + len(self.crosses))
         self.bank = WeightBank(weights, self.book, first)
         self._constants: dict[float, torch.Tensor] = {}
         self._ran: set[int] = set()
@@ -140,13 +164,16 @@ class ChainState:
             Slot(name=f"{link.path}/grad_output", largest=largest, margin=MARGIN) for link in chain.links
         ]
 
-    def begin(self, running: RunningChain, *, training: bool) -> None:
-        """Before a chain's forward: the step's two launches if this is its first chain.
+    def _all(self) -> list[RunningChain | RunningCross]:
+        return [*self.chains, *self.crosses]
+
+    def begin(self, running: RunningChain | RunningCross, *, training: bool) -> None:
+        """Before a chain's or a stack's forward: the step's two launches if this is its first one.
 
         Not inside of a backward pass: a checkpoint that runs a forward again must find the scales
         and copies that the first run had.
         """
-        device = running.linear(0).weight.device
+        device = next(iter(running.weights().values())).device
         if device != self.book.device:
             self.book.to(device)
             self._constants, self._ones = {}, {}
@@ -162,15 +189,16 @@ class ChainState:
             self.book.update()
             self.bank.refresh()
         elif not training and self.bank.changed():
+            if not _capturing(device):
+                self.bank.forget()  # between training steps weights may jump: averages, checkpoints
             self.bank.refresh()
 
     def _adopt(self) -> None:
         """Parameters that were replaced by other objects, as load_state_dict(assign=True) does."""
-        for running in self.chains:
-            for place, link in enumerate(running.chain.links):
-                weight = running.linear(place).weight
-                if self.bank.weights[link.path] is not weight:
-                    self.bank.weights[link.path] = weight
+        for running in self._all():
+            for path, weight in running.weights().items():
+                if self.bank.weights[path] is not weight:
+                    self.bank.weights[path] = weight
                     self.bank.forget()
 
     def constant(self, value: float | None) -> torch.Tensor:
@@ -195,6 +223,10 @@ class ChainState:
         self.handle = _register(self)
 
 
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 # Ops take numbers and tensors only: a chain is named by its model's handle and its place.
 _STATES: weakref.WeakValueDictionary[int, ChainState] = weakref.WeakValueDictionary()
 _HANDLES = itertools.count(1)
@@ -208,3 +240,9 @@ def _register(state: ChainState) -> int:
 
 def running_chain(handle: int, place: int) -> RunningChain:
     return _STATES[handle].chains[place]
+
+
+def running_cross(handle: int, place: int) -> RunningCross:
+    """`place` is that of the stack's unit in the book, which those of the chains come before."""
+    state = _STATES[handle]
+    return state.crosses[place - len(state.chains)]

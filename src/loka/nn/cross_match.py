@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from loka.nn.watched import foreign_hooks
+
 _ADD: set[object] = {operator.add, operator.iadd, torch.add}
 _MULTIPLY: set[object] = {operator.mul, operator.imul, torch.mul, torch.multiply}
 _ADD_METHODS = {"add", "add_"}
@@ -84,13 +86,8 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    """By others than LoKA, whose hooks only watch."""
+    return foreign_hooks(vars(module), "") or "forward" in module.__dict__
 
 
 @contextmanager

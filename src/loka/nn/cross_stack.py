@@ -10,7 +10,7 @@ FP8: the unit of a row's gradient goes into the transposed gradient (core/cross.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +21,16 @@ from loka.core.producer import NO_PARAMETERS
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.cross import cross_derive, cross_gather, cross_produce
+from loka.kernels.launches import note_launch
 from loka.kernels.producer import derive, produce, row_units
 from loka.kernels.run import ScaledGemm, scaled_gemm
 
 _CAST = Cast(Format.E4M3, Granularity.TENSOR)
 
-Multiply = Callable[[Gemm, Quantized, Quantized, tuple[int, int, int], torch.dtype], torch.Tensor]
-"""(gemm, A, B, (m, n, k) without padding, dtype of the result) -> A B^T [m, n]."""
+Where = tuple[int, str]
+"""A layer's place in the stack, and which of its linear layers: "u" or "v"."""
+Multiply = Callable[[Where, Gemm, Quantized, Quantized, tuple[int, int, int], torch.dtype], torch.Tensor]
+"""(where, gemm, A, B, (m, n, k) without padding, dtype of the result) -> A B^T [m, n]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,8 @@ class CrossState:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What backward needs of forward. Scales are the book's: they may not move in between.
+    """What backward needs of forward. The scales of the FP8 copies are not in it: backward's state must
+    have those that forward's had (nn/cross_state.py keeps a copy).
 
     outers: u_l [T, N]. inputs, inners: x_l^T [N16, T16] and v_l^T [R16, T16] in e4m3; an inner is
     None where the rank is full. joint: the first x was x_0 itself.
@@ -95,23 +99,35 @@ Weights = Sequence[tuple[torch.Tensor | None, torch.Tensor]]
 """(V [R, N] or None, U [N, R]) of every layer: their shapes, and the dtypes of their gradients."""
 
 
-def multiply_by(names: Mapping[Gemm, str]) -> Multiply:
-    """Multiplies by the candidates of these names, which take e4m3 under tensor scales.
+def multiply_by(named: Callable[[Where, Gemm], str]) -> Multiply:
+    """Multiplies by the candidates that `named` names, which take e4m3 under tensor scales.
 
     The function raises NoKernelFits for a problem that its candidate cannot run.
     """
-    names = dict(names)
 
     def multiply(
-        gemm: Gemm, a: Quantized, b: Quantized, sides: tuple[int, int, int], dtype: torch.dtype
+        where: Where, gemm: Gemm, a: Quantized, b: Quantized, sides: tuple[int, int, int], dtype: torch.dtype
     ) -> torch.Tensor:
-        target = target_of(a.data.device)
-        return _scaled_gemm(names[gemm], gemm, sides, dtype_name(dtype), target)(a, b)
+        run = _scaled_gemm(named(where, gemm), gemm, sides, dtype_name(dtype), target_of(a.data.device))
+        note_launch("gemm")
+        return run(
+            Quantized(fit(a.data, run.padded_a), a.scale, run.casts[0]),
+            Quantized(fit(b.data, run.padded_b), b.scale, run.casts[1]),
+        )
 
     return multiply
 
 
-@functools.lru_cache(maxsize=256)
+def fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
+    """Operands are padded to 16; a kernel that wants other sides, of a ragged batch say, gets a copy."""
+    if low.shape == sides:
+        return low
+    raw = low.view(torch.uint8)[: sides[0], : sides[1]]
+    grown = torch.nn.functional.pad(raw, (0, sides[1] - raw.shape[1], 0, sides[0] - raw.shape[0]))
+    return grown.contiguous().view(low.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
 def _scaled_gemm(name: str, gemm: Gemm, sides: tuple[int, int, int], dtype: str, target: str) -> ScaledGemm:
     m, n, k = sides
     return scaled_gemm(name, Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype, target=target))
@@ -143,11 +159,16 @@ def cross_forward(
             assert layer.v is not None, "a low-rank layer has an FP8 copy of V"
             assert layer.inner is not None, "a low-rank layer has a slot for v"
             rank = v.shape[0]
-            made = state.multiply(Gemm.OUTPUT, low, _weight(layer.v), (rows, rank, features), x.dtype)
+            made = state.multiply(
+                (place, "v"), Gemm.OUTPUT, low, _weight(layer.v), (rows, rank, features), x.dtype
+            )
             inner_row, inner = _quantized(made, layer.inner, keep=keep)
             low = _operand(inner_row, layer.inner)
-        outer = state.multiply(Gemm.OUTPUT, low, _weight(layer.u), (rows, features, rank), x.dtype)
+        outer = state.multiply(
+            (place, "u"), Gemm.OUTPUT, low, _weight(layer.u), (rows, features, rank), x.dtype
+        )
         following = state.layers[place + 1].x if place + 1 < len(state.layers) else None
+        note_launch("cross_produce")
         crossed = cross_produce(
             outer,
             biases[place],
@@ -195,12 +216,16 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
     """All gradients of a stack, from `grad` = dL/dx_L [T, N] in high precision."""
     rows, features = grad.shape
     sides = round_up(features, 16), round_up(rows, 16)
+    note_launch("units")
     units, _ = row_units(grad, state.largest)
     inner: torch.Tensor | None = None
     grads, biases, us = [], [], []
     vs: list[torch.Tensor | None] = []
     for place in reversed(range(len(state.layers))):
         layer, (v, u) = state.layers[place], weights[place]
+        multiply_u = functools.partial(state.multiply, (place, "u"))
+        multiply_v = functools.partial(state.multiply, (place, "v"))
+        note_launch("cross_derive")
         du = cross_derive(
             grad,
             inner,
@@ -220,10 +245,10 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         turned = Quantized(du.turned, du.turned_scale, _CAST)
         x_turned = _operand(kept.inputs[place], layer.x)
         if v is None:
-            inner = state.multiply(
+            inner = multiply_u(
                 Gemm.GRAD_INPUT, low, _weight(layer.u, turned=True), (rows, features, features), grad.dtype
             )
-            us.append(state.multiply(Gemm.GRAD_WEIGHT, turned, x_turned, (features, features, rows), u.dtype))
+            us.append(multiply_u(Gemm.GRAD_WEIGHT, turned, x_turned, (features, features, rows), u.dtype))
             vs.append(None)
             continue
         assert layer.v is not None
@@ -233,12 +258,13 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         assert v_turned is not None
         rank = v.shape[0]
         us.append(
-            state.multiply(
+            multiply_u(
                 Gemm.GRAD_WEIGHT, turned, _operand(v_turned, layer.inner), (features, rank, rows), u.dtype
             )
         )
+        note_launch("derive")
         dv = derive(
-            state.multiply(
+            multiply_u(
                 Gemm.GRAD_INPUT, low, _weight(layer.u, turned=True), (rows, rank, features), grad.dtype
             ),
             None,
@@ -258,7 +284,7 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         assert dv.turned is not None
         assert dv.turned_scale is not None
         vs.append(
-            state.multiply(
+            multiply_v(
                 Gemm.GRAD_WEIGHT,
                 Quantized(dv.turned, dv.turned_scale, _CAST),
                 x_turned,
@@ -266,7 +292,7 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
                 v.dtype,
             )
         )
-        inner = state.multiply(
+        inner = multiply_v(
             Gemm.GRAD_INPUT,
             _operand(dv.row, layer.grad_inner),
             _weight(layer.v, turned=True),
@@ -274,6 +300,7 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
             grad.dtype,
         )
     assert inner is not None, "a stack has a layer"
+    note_launch("cross_gather")
     dx0, dx = cross_gather(grads[::-1], kept.outers, kept.biases, inner, units=units, joint=kept.joint)
     return CrossGrads(x0=dx0, x=dx, v=tuple(vs[::-1]), u=tuple(us[::-1]), bias=tuple(biases[::-1]))
 
@@ -283,6 +310,7 @@ def _quantized(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`values` [T, N] in e4m3, row-major [T, N16] and, where `keep`, transposed [N16, T16]."""
     columns = round_up(values.shape[1], 16)
+    note_launch("derive" if keep else "produce")
     if not keep:
         row = produce(
             values,

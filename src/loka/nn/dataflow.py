@@ -1,4 +1,5 @@
-"""Finding chains (core/chain.py): who reads whose output, seen in one forward pass.
+"""Finding chains (core/chain.py), and with nn/cross_flow.py stacks of cross layers: who reads whose
+output, seen in one forward pass.
 
     y = f(x) goes to g only  <=>  g's call is the one reader of y while the pass runs, and afterwards
                                   nobody holds y: it is not returned, and no Python object refers to it
@@ -13,13 +14,10 @@ compared as objects, never by value. The trade-off: what reads a tensor without 
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +25,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from loka.core.chain import Chain
+from loka.core.cross_record import CrossStack
 from loka.nn.chain_parts import Part, is_in_place, is_part, join
-from loka.nn.fp8_linear import DTYPES, Fp8Linear
+from loka.nn.cross_flow import CrossPart, arguments_of, cross_parts, find_stacks, note_arguments
+from loka.nn.fp8_linear import Fp8Linear
 from loka.nn.linears import Filter, find_linears, is_prediction
 from loka.nn.script_calls import script_calls
 from loka.nn.unwrap import unwrap
+from loka.nn.watched import Call, Value, foreign_hooks, held, readers_of, refuse, state_of, tensors_in
 
 # What a program may ask of a tensor without reading it. Not its shape: a view made with it
 # would not fit where a chain runs as a whole.
@@ -43,42 +44,15 @@ _HARMLESS = {
 _NO_OPS = {torch.Tensor.contiguous, torch.Tensor.flatten, torch.flatten}
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """One call of a watched module. `state`: two calls under different ones cannot be one."""
-
-    path: str
-    module: nn.Module
-    source: _Value | None = None
-    value: _Value | None = None
-    state: tuple[Any, ...] = ()
-    in_place: bool = False
-    broken: str = ""
-
-
-@dataclass(eq=False, slots=True)
-class _Value:
-    """What a call returned, and who reads it. A module that works in place makes a new value of a tensor."""
-
-    tensor: torch.Tensor
-    call: _Call
-    readers: list[_Call] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def reader(self) -> _Call | None:
-        """The call that alone reads it."""
-        return self.readers[0] if len(self.readers) == 1 and not self.others else None
-
-
 class Found(NamedTuple):
-    """Chains in the order of the pass, chains of one included.
+    """Chains and stacks of cross layers in the order of the pass, those of one included.
 
-    `alone` says, for each linear layer that is in no chain with another one, why.
+    `alone` says, for each linear layer that is in no chain with another one and in no stack, why.
     """
 
     chains: tuple[Chain, ...]
     alone: dict[str, str]
+    crosses: tuple[CrossStack, ...] = ()
 
 
 def find_chains(model: nn.Module, *inputs: Any, **kwargs: Any) -> Found:
@@ -113,18 +87,21 @@ class Dataflow(TorchFunctionMode):
     def __init__(self, model: nn.Module, *, filter: Filter | None = None) -> None:
         super().__init__()
         self._root = unwrap(model)
-        self._parts, self._alone = _parts(self._root, filter)
+        linears, alone = find_linears(self._root, filter=filter)
+        self._crosses = cross_parts(self._root, linears)
+        self._parts, self._alone = _parts(self._root, linears, alone, self._crosses)
         self._handles: list[Any] = []
-        self._calls: list[_Call] = []
-        self._values: dict[int, _Value] = {}  # by the tensor's id; _calls keeps them all alive
-        self._open: list[_Call] = []  # the watched module that is running
+        self._calls: list[Call] = []
+        self._values: dict[int, Value] = {}  # by the tensor's id; _calls keeps them all alive
+        self._open: list[Call] = []  # the watched module that is running
         self._inside = 0  # torch functions that are running
         self._thread = 0
 
     def start(self) -> None:
         """Attaches hooks: last before a call and first after it, so hooks of others are seen to read."""
         self._thread = threading.get_ident()
-        for path, module in self._parts.items():
+        watched = {**self._parts, **{path: part.module for path, part in self._crosses.items()}}
+        for path, module in watched.items():
             self._handles += [
                 module.register_forward_pre_hook(self._before(path), with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
@@ -148,11 +125,14 @@ class Dataflow(TorchFunctionMode):
         self._read("the caller, as the output", (output,))
         calls = self._calls
         self.stop()
-        for value in _held([call.value for call in calls if call.value], self._root):
+        for value in held([call.value for call in calls if call.value], self._root):
             value.others.append("an object that keeps it")
         silent = {path for path, module in self._parts.items() if isinstance(module, nn.Linear)}
         silent -= {call.path for call in calls}
-        return _found(calls, {**self._alone, **dict.fromkeys(silent, "it is not called in this pass")})
+        crosses, apart = find_stacks(calls, self._crosses)
+        alone = {**self._alone, **dict.fromkeys(silent, "it is not called in this pass"), **apart}
+        chains, alone = _found([call for call in calls if call.path not in self._crosses], alone)
+        return Found(chains, alone, crosses)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +150,7 @@ class Dataflow(TorchFunctionMode):
     def _read(self, who: str, arguments: Any) -> None:
         if self._open or threading.get_ident() != self._thread:
             return
-        for tensor in _tensors(arguments):
+        for tensor in tensors_in(arguments):
             value = self._values.get(id(tensor))
             if value is not None:
                 value.others.append(who)
@@ -179,24 +159,29 @@ class Dataflow(TorchFunctionMode):
         self._read("the caller, as the output", (output,))
 
     def _before(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        cross = self._crosses.get(path)
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = _Call(path=path, module=module)
+            call = Call(path=path, module=module)
             self._calls.append(call)
             if threading.get_ident() != self._thread:
                 call.broken = "it is called from another thread"
                 return
             self._open.append(call)
             given = [*args, *kwargs.values()]
+            arguments = arguments_of(cross.spec, args, kwargs) if cross else None
+            source = arguments[1] if arguments else given[-1] if given else None
             with unseen():
-                call.broken = _refuse(given)
-                call.state = () if call.broken else _state(given[0])
+                call.broken = note_arguments(call, arguments) if cross else refuse(given)
+                call.state = state_of(source) if source is not None and not call.broken else ()
             if self._inside:
                 call.broken = "it is called inside a torch function"
-            for tensor in _tensors(given):
+            for tensor in tensors_in(given):
                 value = self._values.get(id(tensor))
                 if value is not None:
                     value.readers.append(call)
-                    call.source = value
+                    if cross is None or tensor is source:
+                        call.source = value
 
         return before
 
@@ -205,10 +190,10 @@ class Dataflow(TorchFunctionMode):
             return
         call = self._open[-1]
         with unseen():
-            call.broken = call.broken or _refuse([output])
+            call.broken = call.broken or refuse([output])
         if isinstance(output, torch.Tensor):
             call.in_place = is_in_place(module)
-            call.value = self._values[id(output)] = _Value(output, call)
+            call.value = self._values[id(output)] = Value(output, call)
         self._open.pop()
 
 
@@ -217,21 +202,25 @@ def unseen() -> contextlib.AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-def _parts(root: nn.Module, filter: Filter | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The modules that may be in a chain, and why each other linear layer is in none."""
-    linears, alone = find_linears(root, filter=filter)
+def _parts(
+    root: nn.Module, linears: dict[str, nn.Linear], alone: dict[str, str], crosses: dict[str, CrossPart]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The modules that may be in a chain, and why each other linear layer outside of `crosses` is in none."""
+    crossed = {inner for part in crosses.values() for inner in part.module.modules()}
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    everywhere = _foreign_hooks(vars(torch.nn.modules.module), "_global")
+    everywhere = foreign_hooks(vars(torch.nn.modules.module), "_global")
     parts = {}
     for module, found in paths.items():
         path, reason = found[0], None
+        if module in crossed:
+            continue
         if path in linears and is_prediction(linears[path].out_features):
             reason = f"a prediction layer with {linears[path].out_features} outputs"
         elif len(found) > 1:
             reason = f"a shared module, at {', '.join(found)}"
-        elif everywhere or _foreign_hooks(vars(module), ""):
+        elif everywhere or foreign_hooks(vars(module), ""):
             reason = "it has hooks that are not LoKA's"
         elif "forward" in vars(module):
             reason = "its forward was replaced"
@@ -242,83 +231,10 @@ def _parts(root: nn.Module, filter: Filter | None) -> tuple[dict[str, nn.Module]
     return parts, alone
 
 
-def _foreign_hooks(holder: dict[str, Any], prefix: str) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = (hook for kind in kinds for hook in (holder.get(prefix + kind) or {}).values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith("loka.") for hook in hooks)
-
-
-def _refuse(given: list[Any]) -> str:
-    """Why a module's arguments, or its output, are not one dense tensor of rows."""
-    if len(given) != 1 or type(given[0]) not in (torch.Tensor, nn.Parameter):
-        return "it takes or makes something else than one plain tensor"
-    if given[0].layout is not torch.strided or given[0].is_nested or given[0].dtype not in DTYPES:
-        return "its tensor is nested, sparse, or of a dtype that LoKA does not know"
-    return "" if given[0].ndim else "its tensor has no dimension"
-
-
-def _state(given: torch.Tensor) -> tuple[Any, ...]:
-    """What has to be the same for modules that run as one: where, how many rows, and under what."""
-    kind = given.device.type
-    autocast = torch.is_autocast_enabled(kind)
-    return (
-        given.device,
-        given.shape[:-1],
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(kind) if autocast else None,
-    )
-
-
-def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, and in the attributes of what a model returns."""
-    stack, seen = [content], set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple, set, frozenset, dict, slice)) and id(item) not in seen:
-            seen.add(id(item))
-            if isinstance(item, dict):
-                stack += item.values()
-            else:
-                stack += [item.start, item.stop, item.step] if isinstance(item, slice) else item
-
-
-def _held(values: list[_Value], root: nn.Module) -> list[_Value]:
-    """Those whose tensor some object keeps after the pass: it may read it at any time.
-
-    The collector knows who refers to an object (0.1 us per live object, once). It does not look
-    at what gc.freeze() set aside; of that, the model's own attributes are looked at here.
-    """
-    values = [value for value in values if value.reader]
-    if not values:
-        return []
-    tensors = tuple(value.tensor for value in values)
-    holders = [*gc.get_referrers(*tensors), *(vars(module) for module in root.modules())]
-    holders += [item for module in root.modules() for item in vars(module).values() if _is_container(item)]
-    held = {
-        id(item)
-        for holder in holders
-        if holder is not tensors and not isinstance(holder, _Value) and not _is_our_frame(holder)
-        for item in gc.get_referents(holder)
-        if isinstance(item, torch.Tensor)
-    }
-    return [value for value in values if id(value.tensor) in held]
-
-
-def _is_container(item: Any) -> bool:
-    return isinstance(item, (list, tuple, dict, set))
-
-
-def _is_our_frame(holder: Any) -> bool:
-    return isinstance(holder, FrameType) and holder.f_code.co_filename == __file__
-
-
-def _found(calls: list[_Call], alone: dict[str, str]) -> Found:
+def _found(calls: list[Call], alone: dict[str, str]) -> tuple[tuple[Chain, ...], dict[str, str]]:
     counts = Counter(call.path for call in calls)
     good = {id(call) for call in calls if not call.broken and counts[call.path] == 1}
-    following: dict[int, _Call] = {}
+    following: dict[int, Call] = {}
     for call in calls:
         reader = call.value.reader if call.value else None
         if reader is not None and {id(call), id(reader)} <= good and call.state == reader.state:
@@ -335,11 +251,11 @@ def _found(calls: list[_Call], alone: dict[str, str]) -> Found:
     chains = [chain for run in drafts for chain in join(run)]
     order = {call.path: index for index, call in enumerate(calls)}
     chains.sort(key=lambda chain: order[chain.paths[0]])
-    return Found(tuple(chains), _why(chains, calls, counts, alone))
+    return tuple(chains), _why(chains, calls, counts, alone)
 
 
 def _why(
-    chains: Iterable[Chain], calls: list[_Call], counts: Counter[str], alone: dict[str, str]
+    chains: Iterable[Chain], calls: list[Call], counts: Counter[str], alone: dict[str, str]
 ) -> dict[str, str]:
     last = {call.path: call for call in calls}
     reasons = dict(alone)
@@ -355,18 +271,10 @@ def _why(
         else:
             first, final = last[ends[path][0]], last[ends[path][-1]]
             before = first.source
-            came = f"its input is what {before.call.path} made: {_readers(before)}" if before else ""
-            parts = [came, f"its output: {_readers(final.value)}" if final.value else ""]
+            came = f"its input is what {before.call.path} made: {readers_of(before)}" if before else ""
+            parts = [came, f"its output: {readers_of(final.value)}" if final.value else ""]
             reasons[path] = "; ".join(part for part in parts if part)
     return reasons
-
-
-def _readers(value: _Value) -> str:
-    names = [f"module {call.path or 'itself'}" for call in value.readers] + value.others
-    if not names:
-        return "read by nobody"
-    kept = list(dict.fromkeys(names))
-    return f"read by {', '.join(kept[:4])}{' and more' if len(kept) > 4 else ''}"
 
 
 def _remove_mode(mode: TorchFunctionMode) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.kernels.book import Scales, prime_scale, update_scales
+from loka.kernels.launches import note_launch
 
 HISTORY = 16  # steps for which a maximum counts; divides what a warp holds
 _MOST_OCTAVES = 24
@@ -60,15 +61,23 @@ class ScaleBook:
                 units=zeros(4 * units, dtype=torch.int32),
             )
         self._primed = [False] * size
-        self.moves = 0  # how often scales may have changed; what was quantized before used other ones
+        self.moves = 0  # how often all scales moved; what was quantized before used other ones
 
     @property
     def device(self) -> torch.device:
         return self.buffers.history.device
 
-    def scale(self, slot: int) -> torch.Tensor:
-        """float32 [1], aligned to 16 bytes; dequantizes: hp = fp8 * scale. 1 before anything was seen."""
-        return self.buffers.scale[4 * slot : 4 * slot + 1]
+    def scale(self, slot: int, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [1], aligned to 16 bytes; dequantizes: hp = fp8 * scale. 1 before anything was seen.
+
+        As it is, or as it was when `keep` returned `kept`.
+        """
+        return (self.buffers.scale if kept is None else kept)[4 * slot : 4 * slot + 1]
+
+    def keep(self) -> torch.Tensor:
+        """All scales as they are now, in a copy: for tensors that outlive the next update. One launch."""
+        note_launch("keep")
+        return self.buffers.scale.clone()
 
     def seen(self, slot: int) -> torch.Tensor:
         """int32 [1]: the bits of max |value| as float32 since the last update; raise it by atomic max."""
@@ -101,7 +110,6 @@ class ScaleBook:
         """
         prime_scale(self.buffers, slot, amax)
         self._primed[slot] = True
-        self.moves += 1
 
     def primed(self, slot: int) -> bool:
         """Whether `prime` was called; known to the host."""

@@ -170,11 +170,19 @@ class WeightBank:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy starts from: its tables would name this bank's addresses, so it has none.
+        """What a copy starts from: its tables would name this bank's addresses, so it has none, and no
+        FP8 copies either, which the first refresh makes.
 
         Nor does a graph that changes these weights change the copy's.
         """
-        return {**self.__dict__, "_batches": (), "_placed": (), "_versions": None, "_replayed": False}
+        return {
+            **self.__dict__,
+            "_copies": {},
+            "_batches": (),
+            "_placed": (),
+            "_versions": None,
+            "_replayed": False,
+        }
 
 
 @functools.cache

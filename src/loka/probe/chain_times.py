@@ -1,4 +1,4 @@
-"""Timing a chain as a whole: forward and backward, under a CUDA graph, as it will run.
+"""Timing a chain as a whole, under a CUDA graph, as it will run: forward, and backward where probed.
 
 The chain is built anew from its description, with random normal data of the probed shapes and dtypes:
 "hp" under torch.compile, and each recipe of the fused path. One race for all.
@@ -48,7 +48,7 @@ def chain_key(
         sorted((places[site.rpartition("/")[0]], site.rpartition("/")[2], name) for site, name in own.items())
         for own in kernels.values()
     ]
-    runs = (first.rows, first.dtype, first.weight_dtype, first.needs_input_grad)
+    runs = (first.rows, first.dtype, first.weight_dtype, first.needs_input_grad, first.needs_weight_grad)
     return repr((chain.prologue, shape, runs, inside))
 
 
@@ -71,7 +71,6 @@ def time_chain(
     if reason is not None:
         return {recipe.candidate: Measurement(unsupported=reason) for recipe in CHAIN_RECIPES.values()}
     first = layers[chain.links[0].path]
-    steps: dict[str, Callable[[], object]] = {}
     found: dict[str, Measurement] = {}
     model, renamed, sites = build_chain(chain, device, DTYPES[first.weight_dtype])
     base = copy.deepcopy(model)
@@ -86,9 +85,32 @@ def time_chain(
             found[recipe.candidate] = Measurement(unsupported=first_line(error))
         else:
             arms[recipe.candidate] = own
+    sides = chain.links[0].in_features, chain.links[-1].out_features
+    timed = race(arms, sides, first, device=device, settings=settings, deadline=deadline)
+    return {**found, **timed}
+
+
+def race(
+    arms: Mapping[str, nn.Module],
+    sides: tuple[int, int],
+    first: LinearStats,
+    *,
+    device: torch.device,
+    settings: Settings,
+    inputs: int = 1,
+    deadline: float | None = None,
+) -> dict[str, Measurement]:
+    """Times of the same computation by several modules, "hp" among them, against each other.
+
+    Args:
+        arms: by candidate; each maps `inputs` tensors [rows, sides[0]] to [rows, sides[1]].
+        first: statistics of the first linear layer: rows, dtypes, which gradients are wanted.
+    """
+    steps: dict[str, Callable[[], object]] = {}
+    found: dict[str, Measurement] = {}
     for name, arm in arms.items():
         try:
-            step = _step(arm, chain, first, device)
+            step = _step(arm, sides, first, device, inputs)
             step()
             step()
             steps[name] = step
@@ -98,7 +120,7 @@ def time_chain(
             found[name] = Measurement(unsupported=f"cannot be timed: {first_line(error)}")
     if HP not in steps:
         return found
-    race = time_interleaved(
+    times = time_interleaved(
         steps,
         baseline=HP,
         device=device,
@@ -106,11 +128,11 @@ def time_chain(
         max_rounds=settings.sharing_rounds,
         deadline=deadline,
     )
-    for name, timing in race.timings.items():
+    for name, timing in times.timings.items():
         found[name] = Measurement(
             microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
         )
-    for name, why in race.failures.items():
+    for name, why in times.failures.items():
         found[name] = Measurement(unsupported=f"cannot be timed: {why}")
     return found
 
@@ -155,22 +177,28 @@ def _epilogue_modules(epilogue: Epilogue, features: int) -> Sequence[nn.Module]:
     return found
 
 
-def _step(model: nn.Module, chain: Chain, first: LinearStats, device: torch.device) -> Callable[[], object]:
+def _step(
+    model: nn.Module, sides: tuple[int, int], first: LinearStats, device: torch.device, inputs: int
+) -> Callable[[], object]:
     generator = torch.Generator(device).manual_seed(0)
     compute = DTYPES[first.dtype]
-    x = torch.randn(first.rows, chain.links[0].in_features, generator=generator, device=device)
-    x = x.to(compute).requires_grad_(first.needs_input_grad)
-    grad = torch.randn(first.rows, chain.links[-1].out_features, generator=generator, device=device)
+    xs = [torch.randn(first.rows, sides[0], generator=generator, device=device) for _ in range(inputs)]
+    xs = [x.to(compute).requires_grad_(first.needs_input_grad) for x in xs]
+    grad = torch.randn(first.rows, sides[1], generator=generator, device=device)
     grad = (grad / max(first.rows, 1)).to(compute)
-    leaves = [x, *model.parameters()]
+    leaves = [*xs, *model.parameters()]
+    training = first.needs_input_grad or first.needs_weight_grad
     autocast = compute != DTYPES[first.weight_dtype]
 
     def step() -> None:
         for leaf in leaves:
             leaf.grad = None
-        with torch.autocast(device.type, compute if autocast else torch.bfloat16, enabled=autocast):
-            out = model(x)
-        if out.requires_grad:
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(device.type, compute if autocast else torch.bfloat16, enabled=autocast),
+        ):
+            out = model(*xs)
+        if training:
             out.backward(grad)
 
     return step

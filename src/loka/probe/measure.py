@@ -2,7 +2,8 @@
 
 Errors of all layers come first (probe/errors.py), for they need the least and decide the most.
 On a GPU the sites are then timed (probe/times.py), what shared quantization saves
-(probe/sharing.py), and chains as a whole (probe/chain_times.py), until everything is done or the
+(probe/sharing.py), and chains and stacks of cross layers as a whole (probe/chain_times.py,
+probe/cross_times.py), until everything is done or the
 time is up. The report is saved on the way,
 and measuring again goes on with what is missing.
 """
@@ -13,11 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from loka.core.chain import Chain
 from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.problem import Problem, linear_problem
@@ -30,6 +33,7 @@ from loka.nn.chain_kernels import inner_kernels
 from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.chain_times import chain_key, time_chain, worth_timing
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
+from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
@@ -85,6 +89,7 @@ def measure(
         sites={},
         skipped=dict(stats.skipped),
         chains=stats.chains,
+        crosses=stats.crosses,
         complete=False,
     )
     path = Path(out) if out is not None else None
@@ -168,13 +173,13 @@ class _Work:
         self._saved = time.monotonic()
         self._seconds = self._saved - began
 
-    def chains(self) -> list[Chain]:
-        """Those to time: all of whose layers were watched."""
-        return [
-            chain
-            for chain in self.report.chains
-            if worth_timing(chain) and all(link.path in self.stats.layers for link in chain.links)
+    def wholes(self) -> list[Whole]:
+        """The chains and stacks to time: all of whose layers were watched."""
+        worth: list[Whole] = [
+            *(chain for chain in self.report.chains if worth_timing(chain)),
+            *self.report.crosses,
         ]
+        return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]
 
     def _noted(self) -> Report:
         """The report with `notes` and `complete` as they are at this moment."""
@@ -192,7 +197,7 @@ class _Work:
             if timeable(self.timer.device) and sites and path not in report.sharing:
                 missing.setdefault("shared quantization not timed", []).append(path)
         if timeable(self.timer.device):
-            untimed = [c.name for c in self.chains() if c.name not in report.chain_times]
+            untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
             if untimed:
                 missing["chains not timed"] = untimed
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
@@ -298,34 +303,39 @@ def _time_all(work: _Work, track: Track) -> None:
 
 
 def _time_chains(work: _Work, track: Track) -> None:
-    """Chains of equal shape share their times."""
+    """And stacks of cross layers. Those of equal shape share their times."""
     known: dict[str, Mapping[str, Measurement]] = {}
-    chains = work.chains()
-    for chain in track(chains, "timing chains", len(chains)):
-        if chain.name in work.report.chain_times:
+    wholes = work.wholes()
+    for whole in track(wholes, "timing chains", len(wholes)):
+        if whole.name in work.report.chain_times:
             continue
         if work.timer.late:
             break
-        layers = {link.path: work.stats.layers[link.path] for link in chain.links}
+        layers = {path: work.stats.layers[path] for path in whole.linears}
         kernels = {
-            recipe.candidate: inner_kernels(chain, recipe, work.report.sites)
+            recipe.candidate: inner_kernels(whole, recipe, work.report.sites)
             for recipe in CHAIN_RECIPES.values()
         }
-        key = chain_key(chain, layers, kernels)
+        if isinstance(whole, Chain):
+            key = chain_key(whole, layers, kernels)
+        else:
+            key = stack_key(whole, layers, kernels)
         if key not in known:
+            timer = work.timer
+            options: dict[str, Any] = {
+                "device": timer.device,
+                "settings": timer.settings,
+                "deadline": timer.deadline,
+            }
             try:
-                known[key] = time_chain(
-                    chain,
-                    layers,
-                    kernels,
-                    device=work.timer.device,
-                    settings=work.timer.settings,
-                    deadline=work.timer.deadline,
-                )
+                if isinstance(whole, Chain):
+                    known[key] = time_chain(whole, layers, kernels, **options)
+                else:
+                    known[key] = time_stack(whole, layers, kernels, **options)
             except torch.OutOfMemoryError:
-                work.timer.notes.append(f"chain at {chain.name}: {NO_MEMORY}")
+                timer.notes.append(f"chain at {whole.name}: {NO_MEMORY}")
                 continue
-        times = {**work.report.chain_times, chain.name: known[key]}
+        times = {**work.report.chain_times, whole.name: known[key]}
         work.report = replace(work.report, chain_times=times)
         work.save()
 

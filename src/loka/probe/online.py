@@ -4,7 +4,7 @@ Between sampled steps nothing is attached to the layers: a step costs one hook o
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
 gives the same weights, bit for bit, as training without. The first sampled step also shows which
-layers feed each other: the chains (nn/dataflow.py).
+layers feed each other: the chains and the stacks of cross layers (nn/dataflow.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from loka.core.chain import Chain
+from loka.core.cross_record import CrossStack
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.problem import dtype_name
 from loka.core.stats import LinearStats, Stats
@@ -123,6 +124,7 @@ class Probe:
         self._filter = filter
         self._dataflow: Dataflow | None = None
         self._chains: tuple[Chain, ...] | None = None
+        self._crosses: tuple[CrossStack, ...] = ()
         if not self._linears:
             raise LokaError(
                 f"{self._signature.name} has no linear layer to probe",
@@ -173,6 +175,7 @@ class Probe:
             layers=layers,
             skipped=skipped,
             chains=self._chains or (),
+            crosses=self._crosses,
         )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -198,7 +201,7 @@ class Probe:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._dataflow is not None and output is not None:  # None: the step failed
-            self._chains, _ = self._dataflow.finish(output)
+            self._chains, _, self._crosses = self._dataflow.finish(output)
         self._detach()
 
     def _detach(self) -> None:
@@ -273,7 +276,8 @@ class Probe:
                         way_out="resume with the value of the first run",
                     )
         self._steps, self._sampled = stats.steps, stats.sampled_steps
-        self._chains = stats.chains or None  # statistics of an older LoKA have none
+        if stats.chains or stats.crosses:  # statistics of an older LoKA have none
+            self._chains, self._crosses = stats.chains, stats.crosses
         for path, layer in stats.layers.items():
             if path in self._linears:
                 self._learnt[path] = _from_record(layer, self._linears[path].weight.device)

@@ -97,15 +97,18 @@ def _load(weight_ptr, r, c, rows, columns, stride_row, stride_column):
 
 
 @triton.jit
-def _scaled(hp, inverse, FMAX: tl.constexpr, LOST: tl.constexpr):
-    """Clamped quotients, NaN where hp is not finite; and what was lost: saturated << 16 | underflowed."""
+def _scaled(hp, inverse, FMAX: tl.constexpr, LOST: tl.constexpr, CLAMP: tl.constexpr):
+    """Quotients, NaN where hp is not finite; and what is lost: saturated << 16 | underflowed.
+
+    The hardware's conversion saturates by itself, the interpreter's does not.
+    """
     value = hp * inverse  # a power of two: as exact as the division
     magnitude = tl.abs(value)
     finite = tl.abs(hp) < float("inf")
     saturated = finite & (magnitude > FMAX)
     lost = tl.where(saturated, 1 << 16, 0) + tl.where((magnitude <= LOST) & (hp != 0.0), 1, 0)
-    value = tl.where(value > FMAX, FMAX, value)
-    value = tl.where(value < -FMAX, -FMAX, value)
+    if CLAMP:
+        value = tl.where(value > FMAX, FMAX, tl.where(value < -FMAX, -FMAX, value))
     return tl.where(finite, value, float("nan")), lost
 
 
@@ -164,10 +167,10 @@ def _quantize_bank(
     )
     tl.atomic_max(seen_ptr + 4 * slot, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
     inverse = tl.div_rn(1.0, tl.load(scale_ptr + 4 * slot))
-    value_0, lost_0 = _scaled(hp_0, inverse, FMAX, LOST)
-    value_1, lost_1 = _scaled(hp_1, inverse, FMAX, LOST)
-    value_2, lost_2 = _scaled(hp_2, inverse, FMAX, LOST)
-    value_3, lost_3 = _scaled(hp_3, inverse, FMAX, LOST)
+    value_0, lost_0 = _scaled(hp_0, inverse, FMAX, LOST, CVT == "")
+    value_1, lost_1 = _scaled(hp_1, inverse, FMAX, LOST, CVT == "")
+    value_2, lost_2 = _scaled(hp_2, inverse, FMAX, LOST, CVT == "")
+    value_3, lost_3 = _scaled(hp_3, inverse, FMAX, LOST, CVT == "")
     packed = word(value_0, value_1, value_2, value_3, OUT, CVT)
     store_row(row_ptr, packed, 0, r, c, padded_rows, padded_columns)
     store_row(row_ptr, packed, 8, r + 1, c, padded_rows, padded_columns)

@@ -336,8 +336,10 @@ def _link(
         if not EVEN:
             grad = tl.where(inside[None, :], grad, 0.0)
             out = tl.where(inside[None, :], out, 0.0)
-        if not EVEN_ROWS:  # a bias makes something of rows that are not there
+        if not EVEN_ROWS:  # a bias makes something of rows that are not there, and so does 0 / 0
+            grad = tl.where((r < rows)[:, None], grad, 0.0)
             out = tl.where((r < rows)[:, None], out, 0.0)
+            along = tl.where(r < rows, along, 0.0)
     else:
         grad = grad * by
     return grad, out, shifted, normal, along

@@ -1,0 +1,285 @@
+"""What the ops of a chain are made of: GEMMs on FP8 operands, producers with their scales, priming."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from loka.core.chain import Chain, Epilogue
+from loka.core.chain_recipe import FUSED_GEMM
+from loka.core.exceptions import NoKernelFits
+from loka.core.problem import Problem, dtype_name, linear_problem, round_up, target_of
+from loka.core.producer import Parameters, apply_epilogue, differentiate
+from loka.core.recipe import Cast, Format, Gemm, Granularity
+from loka.core.reference import Quantized
+from loka.kernels.fused_gemm import gemm_produce
+from loka.kernels.launches import note_launch
+from loka.kernels.producer import produce
+from loka.kernels.quantizer import Side, quantize_pair
+from loka.kernels.registry import candidate_named
+from loka.kernels.run import ScaledGemm, note_run, scaled_gemm
+from loka.nn.chain_state import RunningChain
+
+_TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
+
+
+def split_parameters(
+    chain: Chain, parameters: Sequence[torch.Tensor]
+) -> tuple[Parameters, list[tuple[torch.Tensor, Parameters]]]:
+    """Of the prologue, and (weight, the others) of each link."""
+    left = iter(parameters)
+
+    def vectors(epilogue: Epilogue, bias: torch.Tensor | None) -> Parameters:
+        gamma = next(left) if epilogue.gamma else None
+        return Parameters(bias, gamma, next(left) if epilogue.beta else None)
+
+    prologue = vectors(chain.prologue, None)
+    links = []
+    for link in chain.links:
+        weight = next(left)
+        links.append((weight, vectors(link.epilogue, next(left) if link.bias else None)))
+    return prologue, links
+
+
+class Gradients:
+    """A gradient for each parameter of a chain, in the order and dtype of the parameters."""
+
+    def __init__(self, chain: Chain, parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
+        self._parameters, self._wanted = parameters, wanted
+        self.values = [parameter.new_empty(0) for parameter in parameters]
+        self._places: dict[tuple[int, str], int] = {}
+        names = [(-1, name) for name in _norm_names(chain.prologue)]
+        for place, link in enumerate(chain.links):
+            names += [(place, "weight"), *([(place, "bias")] if link.bias else [])]
+            names += [(place, name) for name in _norm_names(link.epilogue)]
+        self._places = {name: index for index, name in enumerate(names)}
+
+    def wants_weight(self, link: int) -> bool:
+        return self._wanted[self._places[link, "weight"]]
+
+    def put_weight(self, link: int, gradient: torch.Tensor) -> None:
+        self.values[self._places[link, "weight"]] = gradient
+
+    def put_vectors(self, link: int, *vectors: torch.Tensor | None) -> None:
+        for name, vector in zip(("bias", "gamma", "beta"), vectors, strict=True):
+            place = self._places.get((link, name))
+            if place is not None and vector is not None and self._wanted[place]:
+                # A copy: the vectors of a link are rows of one tensor, and an op's results may not share one.
+                self.values[place] = vector.to(self._parameters[place].dtype, copy=True)
+
+
+def _norm_names(epilogue: Epilogue) -> list[str]:
+    return [*(["gamma"] if epilogue.gamma else []), *(["beta"] if epilogue.beta else [])]
+
+
+def fused_link(
+    running: RunningChain,
+    link: int,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor],
+    following: torch.Tensor | None,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A link in one launch: its output in FP8 under the scale `following`, or in bf16, and Z."""
+    spec = running.chain.links[link]
+    if x.dtype != torch.bfloat16:
+        raise NoKernelFits(
+            f"{FUSED_GEMM} cannot run {spec.path} in {x.dtype}",
+            why=["its results outside of FP8 are bfloat16"],
+            way_out="run the model in bfloat16 or under autocast, or probe, measure and plan in this dtype",
+        )
+    note_launch("gemm")
+    note_run(running.kernel(link, Gemm.OUTPUT), Gemm.OUTPUT)
+    return gemm_produce(
+        _fit(a, (x.shape[0], a.shape[1])),
+        weight[0],
+        running.input_scale(link),
+        weight[1],
+        spec.epilogue,
+        scale_out=following,
+        keep=keep,
+        fast=not running.kernel(link, Gemm.OUTPUT).startswith(f"{FUSED_GEMM}_exact"),
+    )
+
+
+def quantize_input(
+    running: RunningChain, x: torch.Tensor, *, keep: bool
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """x in FP8 for the first GEMM, and [x^T, its scale] for backward, in one launch."""
+    slot, book = running.inputs[0], running.state.book
+    assert slot is not None
+    if not book.primed(slot):
+        book.prime(slot, x.abs().amax() if x.numel() else x.new_zeros(()))
+    rows, columns = round_up(x.shape[0], 16), round_up(x.shape[1], 16)
+    scale = running.input_scale(0)
+    note_launch("quantize")
+    row, turned = quantize_pair(
+        x,
+        row=Side(cast=_TENSOR, padded=(rows, columns)),
+        column=Side(cast=_TENSOR, padded=(columns, rows)) if keep else None,
+        given=scale,
+        seen=book.seen(slot),
+    )
+    assert row is not None
+    # The scale may move before backward comes: what was written under it keeps a copy.
+    return row.data, [turned.data, scale.clone()] if turned is not None else []
+
+
+def produce_input(
+    running: RunningChain, link: int, z: torch.Tensor, epilogue: Epilogue, own: Parameters
+) -> torch.Tensor:
+    """The FP8 input of `link` from what lies before its producer."""
+    slot, book = running.inputs[link], running.state.book
+    if slot is not None and not book.primed(slot):
+        book.prime(
+            slot, apply_epilogue(z.detach(), epilogue, own).abs().amax() if z.numel() else z.new_zeros(())
+        )
+    note_launch("produce")
+    return produce(
+        z,
+        epilogue,
+        own,
+        scale=running.input_scale(link),
+        columns=round_up(z.shape[1], 16),
+        seen=None if slot is None else book.seen(slot),
+        counts=None if slot is None else book.counts(slot),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _scaled(name: str, problem: Problem) -> ScaledGemm:
+    return scaled_gemm(name, problem)
+
+
+def chain_gemm(
+    running: RunningChain,
+    link: int,
+    gemm: Gemm,
+    rows: int,
+    dtype: torch.dtype,
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    name: str | None = None,
+) -> torch.Tensor:
+    spec = running.chain.links[link]
+    problem = linear_problem(
+        gemm,
+        rows=rows,
+        in_features=spec.in_features,
+        out_features=spec.out_features,
+        dtype=dtype_name(dtype),
+        target=target_of(a.device),
+    )
+    run = _scaled(name or running.kernel(link, gemm, dtype), problem)
+    note_launch("gemm")
+    return run(
+        Quantized(_fit(a, run.padded_a), _fit_scale(a_scale, run.padded_a[0]), run.casts[0]),
+        Quantized(_fit(b, run.padded_b), _fit_scale(b_scale, run.padded_b[0]), run.casts[1]),
+    )
+
+
+def _fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
+    """Operands are padded to 16; a kernel that wants other sides, of a ragged batch say, gets a copy."""
+    if low.shape == sides:
+        return low
+    raw = low.view(torch.uint8)[: sides[0], : sides[1]]
+    grown = torch.nn.functional.pad(raw, (0, sides[1] - raw.shape[1], 0, sides[0] - raw.shape[0]))
+    return grown.contiguous().view(low.dtype)
+
+
+def _fit_scale(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """[1, 1], or a scale for each row [rows, 1]."""
+    scale = scale.view(-1, 1)
+    if scale.shape[0] in (1, rows):
+        return scale
+    return torch.nn.functional.pad(scale[:rows], (0, 0, 0, max(rows - scale.shape[0], 0)), value=1.0)
+
+
+def weight_gradient(
+    running: RunningChain,
+    link: int,
+    rows: int,
+    links: Sequence[tuple[torch.Tensor, Parameters]],
+    turned: torch.Tensor,
+    turned_scale: torch.Tensor,
+    activation: torch.Tensor,
+    activation_scale: torch.Tensor,
+) -> torch.Tensor:
+    dtype = links[link][0].dtype
+    return chain_gemm(
+        running, link, Gemm.GRAD_WEIGHT, rows, dtype, turned, turned_scale, activation, activation_scale
+    )
+
+
+def grad_input(
+    running: RunningChain,
+    link: int,
+    rows: int,
+    dtype: torch.dtype,
+    row: torch.Tensor,
+    row_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """grad_input of a link: in units, or where it leaves the chain as it is, by row scales."""
+    bank, path = running.state.bank, running.chain.links[link].path
+    turned = bank.turned(path)
+    if row_scale is None or not running.recipe.units:
+        return chain_gemm(
+            running,
+            link,
+            Gemm.GRAD_INPUT,
+            rows,
+            dtype,
+            row,
+            running.gradient_scale(link),
+            turned,
+            bank.scale(path),
+        )
+    ones = running.state.ones(turned.shape[0])
+    return chain_gemm(
+        running,
+        link,
+        Gemm.GRAD_INPUT,
+        rows,
+        dtype,
+        row,
+        row_scale,
+        turned,
+        ones,
+        name=_by_rows(running.kernel(link, Gemm.GRAD_INPUT)),
+    )
+
+
+@functools.cache
+def _by_rows(name: str) -> str:
+    """The candidate with row scales that is nearest to one with tensor scales: same accumulation."""
+    kernel = candidate_named(name).kernel
+    if "rowwise_e4m3" in kernel.recipes and kernel.name in ("torch", "torch_fast", "emulated"):
+        return f"{kernel.name}:rowwise_e4m3"
+    return "torch_fast:rowwise_e4m3" if kernel.fast else "torch:rowwise_e4m3"
+
+
+def prime_gradients(
+    running: RunningChain,
+    grad: torch.Tensor,
+    zs: Sequence[torch.Tensor | None],
+    links: Sequence[tuple[torch.Tensor, Parameters]],
+) -> None:
+    """Before the first step's gradients: their maxima, from a backward in high precision."""
+    book = running.state.book
+    if all(book.primed(slot) for slot in running.gradients):
+        return
+    amax = grad.abs().amax(dim=1, keepdim=True).float() if grad.numel() else grad.new_ones(1, 1).float()
+    flow = grad.float() / torch.where(amax > 0, amax, 1.0) if running.recipe.units else grad.float()
+    for link in range(len(running.chain.links) - 1, -1, -1):
+        weight, own = links[link]
+        z = zs[link]
+        if z is not None:
+            flow = differentiate(flow, z, running.chain.links[link].epilogue, own)[0]
+        book.prime(running.gradients[link], flow.abs().amax() if flow.numel() else flow.new_zeros(()))
+        flow = flow @ weight.float()

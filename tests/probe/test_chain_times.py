@@ -1,0 +1,83 @@
+"""Timing chains as a whole: what is built, and what becomes of a race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.error import Estimate
+from loka.core.report import HP
+from loka.core.timing import Race, Timing
+from loka.probe import chain_times
+from loka.probe.chain_times import build_chain, chain_key, time_chain, worth_timing
+from loka.probe.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.RMSNorm(48), nn.Linear(48, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 48), nn.Linear(48, 1)
+    )
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(32, 48)).mean().backward()
+    return probe.stats()
+
+
+def test_what_is_built_computes_what_was_recorded(stats: loka.Stats) -> None:
+    (chain,) = [chain for chain in stats.chains if worth_timing(chain)]
+    assert chain.paths == ("0", "1", "2", "3", "4")
+    model, renamed, sites = build_chain(chain, torch.device("cpu"), torch.float32)
+    assert [type(module) for module in model] == [nn.RMSNorm, nn.Linear, nn.LayerNorm, nn.GELU, nn.Linear]
+    assert renamed.paths == ("0", "1", "2", "3", "4")
+    assert sites["4/grad_weight"] == "4/grad_weight"
+    assert model[1].bias is not None
+    assert model[2].weight is not None
+
+
+def test_a_race_becomes_measurements(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+    (chain,) = [chain for chain in stats.chains if worth_timing(chain)]
+    raced: dict[str, Callable[[], object]] = {}
+
+    def race(functions: Mapping[str, Callable[[], object]], **options: Any) -> Race:
+        raced.update(functions)
+        timing = Timing(microseconds=Estimate(50, 49, 51), speedup=Estimate(2, 1.9, 2.1), rounds=9)
+        timings = {name: timing for name in functions if name != "fused:e5m2_tensor"}
+        samples = dict.fromkeys(timings, (50.0,))
+        failures = {"fused:e5m2_tensor": "RuntimeError: no"}
+        return Race(timings=timings, samples=samples, winner=HP, rounds=9, ended="rounds", failures=failures)
+
+    monkeypatch.setattr(chain_times, "time_interleaved", race)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    found = time_chain(chain, stats.layers, {}, device=torch.device("cpu"), settings=Settings())
+    assert set(raced) == {HP, *(recipe.candidate for recipe in CHAIN_RECIPES.values())}
+    assert found["fused:e4m3_row"].speedup.value == 2
+    assert found["fused:e5m2_tensor"].unsupported == "cannot be timed: RuntimeError: no"
+
+
+def test_equal_chains_have_one_key(stats: loka.Stats) -> None:
+    chains = [chain for chain in stats.chains if worth_timing(chain)]
+    keys = {chain_key(chain, stats.layers, {}) for chain in chains}
+    assert len(keys) == 1
+    served = stats.for_inference(batch=0.5)
+    assert served.layers["1"].rows == 16
+    assert chain_key(chains[0], served.layers, {}) not in keys
+
+
+def test_serving_measures_output_only(stats: loka.Stats) -> None:
+    report = loka.measure(
+        stats.for_inference(batch=4),
+        device="cpu",
+        candidates=["emulated:tensorwise_e4m3"],
+        settings=Settings(max_draws=4),
+    )
+    assert {site.problem.gemm.value for site in report.sites.values()} == {"output"}
+    assert {site.problem.m for site in report.sites.values()} == {128}
+    plan = loka.plan(report, loka.Budget(chains="always"))
+    assert list(plan.chains) == ["1"]
