@@ -109,7 +109,7 @@ def _batch(name: str, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def _training(model: nn.Module, name: str, rows: int) -> Step:
-    dense, tokens, label = _batch(name, rows, torch.float32)
+    dense, tokens, label = _batch(name, rows, torch.bfloat16)
     tokens.requires_grad_()
     leaves = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(leaves, lr=1e-4, fused=True, capturable=True)

@@ -17,7 +17,7 @@ from loka.core.exceptions import NoKernelFits, NotConverted, UnknownName
 from loka.core.recipe import Format
 from loka.kernels.launches import launches, reset_launches
 from loka.kernels.run import kernel_runs, reset_kernel_runs
-from loka.nn import BlockNorm, HardSwish, find_linears
+from loka.nn import BlockNorm, HardSwish, chain_snapshot, count_rounding, find_linears
 from loka.nn.chain import Chained, dissolve_chains, form_chains, running_chains
 from loka.nn.chain_state import ChainState
 from loka.nn.dataflow import find_chains
@@ -138,6 +138,30 @@ def test_scales_are_what_the_data_imply() -> None:
     # Inner activations are bounded by the norm: sqrt(128), so 2^-5, in no slot at all.
     assert "3/input" not in found
     assert float(running_chains(low)["0"].input_scale(1)) == 2.0**-5
+
+
+def test_counting_what_is_lost() -> None:
+    """Under the scales of a thousandth of the data most of it saturates."""
+    torch.manual_seed(0)
+    low = nn.Sequential(nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device())
+    x = torch.randn(256, 64, device=device())
+    form(low, x)
+
+    def hidden(scale: float) -> dict[str, float]:
+        low(scale * x).sum().backward()
+        return chain_snapshot(low)["1/input"]
+
+    hidden(1e-3)
+    assert hidden(1.0)["saturated"] == 0, "nobody asked to count"
+    count_rounding(low)
+    with torch.no_grad():
+        low(x)  # serving teaches the scales nothing, and counts nothing
+    assert chain_snapshot(low)["1/input"]["saturated"] == 0
+    found = hidden(1.0)
+    # ReLU lets half through, and all but what lies below four thousandths of the largest is too large.
+    assert 0.45 * 256 * 64 < found["saturated"] < 0.55 * 256 * 64
+    count_rounding(low, False)
+    assert hidden(1.0) == found
 
 
 def test_a_step_on_nan_does_not_poison_the_scales() -> None:

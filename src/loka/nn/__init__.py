@@ -3,7 +3,7 @@
 from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
 
 from loka.nn.block_norm import BlockNorm
-from loka.nn.chain import chain_snapshot, forget_weights
+from loka.nn.chain import chain_snapshot, count_rounding, forget_weights
 from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
@@ -16,6 +16,7 @@ __all__ = [
     "chain_snapshot",
     "check_finite",
     "convert_linear",
+    "count_rounding",
     "find_linears",
     "forget_weights",
     "fp8_linears",

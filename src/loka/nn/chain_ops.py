@@ -51,9 +51,9 @@ def chain_forward(
     bank = running.state.bank
     kept_x: list[torch.Tensor] = []
     if chain.prologue.identity:
-        a, kept_x = quantize_input(running, x, keep=training and keep_input)
+        a, kept_x = quantize_input(running, x, training=training, keep=training and keep_input)
     else:
-        a = produce_input(running, 0, x, chain.prologue, prologue)
+        a = produce_input(running, 0, x, chain.prologue, prologue, training=training)
     saved = []
     out = a
     for place_, (link, (_, own)) in enumerate(zip(chain.links, links, strict=True)):
@@ -69,7 +69,7 @@ def chain_forward(
                 running, place_, Gemm.OUTPUT, x.shape[0], x.dtype, a, running.input_scale(place_), *weight
             )
             if not last:
-                a = produce_input(running, place_ + 1, z, link.epilogue, own)
+                a = produce_input(running, place_ + 1, z, link.epilogue, own, training=training)
             elif link.epilogue.identity and own.bias is None:
                 out = z
             else:
@@ -160,7 +160,7 @@ def chain_backward(
             unit_in_turned=unit_in_turned,
             activation_scale=running.input_scale(link + 1) if above is not None else None,
             seen=state.book.seen(slot),
-            counts=state.book.counts(slot),
+            counts=state.book.counted(slot),
         )
         if release and z is not None:
             z.untyped_storage().resize_(0)

@@ -107,7 +107,7 @@ def fused_link(
 
 
 def quantize_input(
-    running: RunningChain, x: torch.Tensor, *, keep: bool
+    running: RunningChain, x: torch.Tensor, *, training: bool, keep: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x in FP8 for the first GEMM, and [x^T, its scale] for backward, in one launch."""
     slot, book = running.inputs[0], running.state.book
@@ -122,7 +122,7 @@ def quantize_input(
         row=Side(cast=_TENSOR, padded=(rows, columns)),
         column=Side(cast=_TENSOR, padded=(columns, rows)) if keep else None,
         given=scale,
-        seen=book.seen(slot),
+        seen=book.seen(slot) if training else None,
     )
     assert row is not None
     # The scale may move before backward comes: what was written under it keeps a copy.
@@ -130,7 +130,13 @@ def quantize_input(
 
 
 def produce_input(
-    running: RunningChain, link: int, z: torch.Tensor, epilogue: Epilogue, own: Parameters
+    running: RunningChain,
+    link: int,
+    z: torch.Tensor,
+    epilogue: Epilogue,
+    own: Parameters,
+    *,
+    training: bool,
 ) -> torch.Tensor:
     """The FP8 input of `link` from what lies before its producer."""
     slot, book = running.inputs[link], running.state.book
@@ -145,8 +151,8 @@ def produce_input(
         own,
         scale=running.input_scale(link),
         columns=round_up(z.shape[1], 16),
-        seen=None if slot is None else book.seen(slot),
-        counts=None if slot is None else book.counts(slot),
+        seen=None if slot is None or not training else book.seen(slot),
+        counts=None if slot is None or not training else book.counted(slot),
     )
 
 

@@ -37,7 +37,9 @@ def cross_forward(
     weights, biases = _split(running.stack, parameters)
     running.prime_inputs(x0, x, weights)
     scales = running.state.book.keep()
-    out, kept = forward_of(x0, x, weights, biases, running.forward_state(scales), keep=training)
+    out, kept = forward_of(
+        x0, x, weights, biases, running.forward_state(scales, training=training), keep=training
+    )
     if kept is None:
         return [out]
     inners = [inner for inner in kept.inners if inner is not None]

@@ -87,8 +87,10 @@ class RunningCross:
         assert path is not None
         return self.formed.kernels[site_name(path, gemm)]
 
-    def forward_state(self, kept: torch.Tensor) -> CrossState:
-        """`kept`: the book's scales, from `ScaleBook.keep`."""
+    def forward_state(self, kept: torch.Tensor, *, training: bool) -> CrossState:
+        """`kept`: the book's scales, from `ScaleBook.keep`. Only training teaches them anything."""
+        if not training:
+            return self.backward_state(kept)
         return self._cross_state(lambda slot: self._delayed(slot, kept))
 
     def backward_state(self, kept: torch.Tensor) -> CrossState:
@@ -113,7 +115,7 @@ class RunningCross:
 
     def _delayed(self, slot: int, kept: torch.Tensor | None = None) -> Delayed:
         book = self.state.book
-        return Delayed(scale=book.scale(slot, kept), seen=book.seen(slot), counts=book.counts(slot))
+        return Delayed(scale=book.scale(slot, kept), seen=book.seen(slot), counts=book.counted(slot))
 
     def _low(self, path: str) -> LowWeight:
         bank = self.state.bank

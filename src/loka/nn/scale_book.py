@@ -61,6 +61,7 @@ class ScaleBook:
                 units=zeros(4 * units, dtype=torch.int32),
             )
         self._primed = [False] * size
+        self.counting = False  # a tenth of a producer's time (benchmarks/fused)
         self.moves = 0  # how often all scales moved; what was quantized before used other ones
 
     @property
@@ -82,6 +83,10 @@ class ScaleBook:
     def seen(self, slot: int) -> torch.Tensor:
         """int32 [1]: the bits of max |value| as float32 since the last update; raise it by atomic max."""
         return self.buffers.seen[4 * slot : 4 * slot + 1]
+
+    def counted(self, slot: int) -> torch.Tensor | None:
+        """`counts`, where this book is asked to count; else None: kernels then have less to do."""
+        return self.counts(slot) if self.counting else None
 
     def counts(self, slot: int) -> torch.Tensor:
         """int64 [2]: elements that saturated, and that were not zero and became it, ever since."""

@@ -22,7 +22,7 @@ from loka.core.cross import Crossed, CrossGrad
 from loka.core.recipe import Format
 from loka.kernels.triton.pack import CVT, INTERPRETED, TRITON_TYPES, magnitude_bits, word
 
-_HIGH, _WIDE, _WARPS = 64, 128, 8  # a tile; 128 divides MLPerf's 3456 features, 256 does not
+_HIGH, _WIDE, _WARPS = 32, 128, 4  # a tile; 128 divides MLPerf's 3456 features, 256 does not
 _GATHER_HIGH, _GATHER_WIDE, _GATHER_WARPS = 16, 128, 8  # eight elements a thread and no barrier
 _MOST_LAYERS = 4  # whose g and u one launch of gather reads
 
