@@ -17,19 +17,23 @@ import gc
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import loka
+from loka.core.chain_recipe import SAFE
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.files import write_record
 from loka.core.table import format_table
 from loka.core.timing import time_interleaved
+from loka.nn.chain import form_chains
+from loka.nn.dataflow import find_chains
 from loka.nn.linears import is_prediction
+from loka.probe.chain_times import worth_timing
 from loka.probe.settings import Settings
 from loka.train.step_time import compiled
 from loka.zoo import build, dense_part
@@ -54,34 +58,40 @@ CANDIDATES = (
 MODS = [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()]
 
 Step = Callable[[], object]
+Build = Callable[[], nn.Module]
+StepOf = Callable[[nn.Module, str, int], Step]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--arm", nargs="*", default=[LOKA, *(f"torchao {name}" for name in TORCHAO)])
+    parser.add_argument("--arm", nargs="*", default=[PLAIN, LOKA, *(f"torchao {n}" for n in TORCHAO)])
     parser.add_argument("--serve-arm", nargs="*", default=[LOKA])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--unplanned", action="store_true", help="every chain and stack in FP8, without measuring"
+    )
     parser.add_argument("--compile-only", nargs=2, metavar=("MODEL", "ARM"), help="fill the compile caches")
     arguments = parser.parse_args()
     if arguments.compile_only:
         _warm(*arguments.compile_only)
         return
     _compile_ahead(arguments.model, arguments.arm)
-    results: dict[str, object] = {}
+    results: dict[str, dict[str, object]] = {}
+    machine = fingerprint(torch.device("cuda")).to_json()
     for name in arguments.model:
-        results[name] = _model(
-            name, arguments.arm, arguments.serve_arm, arguments.rounds, arguments.out.parent
-        )
-        content = {"machine": fingerprint(torch.device("cuda")).to_json(), "results": results}
-        write_record(arguments.out, kind="loka-bench-models", version=1, content=content)
+        results[name] = {}
+        for what, found in _model(name, arguments):
+            results[name][what] = found
+            content = {"machine": machine, "planned": not arguments.unplanned, "results": results}
+            write_record(arguments.out, kind="loka-bench-models", version=1, content=content)
 
 
 def _compile_ahead(models: list[str], arms: list[str]) -> None:
     """In parallel processes, into the caches that this process reads afterwards; LoKA's plan is not known."""
     begin = time.monotonic()
-    jobs = [(model, arm) for model in models for arm in [BF16, PLAIN, *arms] if arm != LOKA]
+    jobs = [(model, arm) for model in models for arm in [BF16, *arms] if arm != LOKA]
     children = [subprocess.Popen([sys.executable, __file__, "--compile-only", *job]) for job in jobs]
     for child in children:
         child.wait()
@@ -135,41 +145,62 @@ def _serving(model: nn.Module, name: str, rows: int) -> Step:
     return step
 
 
-def _model(name: str, arms: list[str], serve_arms: list[str], rounds: int, out: Path) -> dict[str, object]:
-    begin = time.monotonic()
-    rows = MODELS[name][2]
-    stats = _probed(name, rows)
-    found: dict[str, object] = {}
-    plan = _plan(stats, out / f"{name.replace(' ', '_')}.training.plan.json")
-    print(f"\n{name}: planned in {time.monotonic() - begin:.0f} s. {plan.summary()}", flush=True)
-    print("\n".join(str(plan).splitlines()[-4 - len(plan.chains) : -1]), flush=True)
-    builders = {BF16: lambda: compiled(_fresh(name)), PLAIN: lambda: compiled(_fresh(name, mods=False))}
-    for arm in arms:
-        builders[arm] = (
-            (lambda: compiled(loka.convert(_fresh(name), plan)))
-            if arm == LOKA
-            else functools.partial(_torchao, name, arm.removeprefix("torchao "))
-        )
-    found["training"] = _race({a: (b, _training) for a, b in builders.items()}, name, rows, rounds)
+def _model(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, object]]]:
+    """What was raced, and its times: training first, then each batch size of serving."""
+    begin, rows, out = time.monotonic(), MODELS[name][2], arguments.out.parent
+    stats = None if arguments.unplanned else _probed(name, rows)
+    builders: dict[str, tuple[Build, StepOf]] = {BF16: (lambda: compiled(_fresh(name)), _training)}
+    for arm in arguments.arm:
+        builders[arm] = (_arm(arm, name, stats, out / f"{name.replace(' ', '_')}.plan.json"), _training)
+    yield "training", _race(builders, name, rows, arguments.rounds)
     for batch in SERVED:
-        served = _plan(
-            stats.for_inference(batch=batch / rows),
-            out / f"{name.replace(' ', '_')}.{batch}.plan.json",
-        )
-        frozen: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, str, int], Step]]] = {
-            BF16: (lambda: compiled(_fresh(name).bfloat16().eval()), _serving)
-        }
-        for arm in serve_arms:
-            frozen[arm] = (
-                (lambda served=served: compiled(loka.convert(_fresh(name).bfloat16().eval(), served)))
-                if arm == LOKA
-                else functools.partial(_torchao, name, arm.removeprefix("torchao "), serve=True),
-                _serving,
-            )
-        found[f"inference {batch}"] = _race(frozen, name, batch, rounds)
-        print(f"  {len(served.chains)} chains in FP8: {served.summary()}", flush=True)
+        served = None if stats is None else stats.for_inference(batch=batch / rows)
+        frozen: dict[str, tuple[Build, StepOf]] = {BF16: (lambda: compiled(_serve(_fresh(name))), _serving)}
+        for arm in arguments.serve_arm:
+            path = out / f"{name.replace(' ', '_')}.{batch}.plan.json"
+            frozen[arm] = (_arm(arm, name, served, path, prepare=_serve), _serving)
+        yield f"inference {batch}", _race(frozen, name, batch, arguments.rounds)
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-    return found
+
+
+def _serve(model: nn.Module) -> nn.Module:
+    return model.bfloat16().eval()
+
+
+def _arm(
+    arm: str,
+    name: str,
+    stats: loka.Stats | None,
+    path: Path,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Build:
+    if arm == PLAIN:
+        return lambda: compiled(prepare(_fresh(name, mods=False)))
+    if arm != LOKA:
+        return functools.partial(_torchao, name, arm.removeprefix("torchao "), prepare)
+    if stats is None:
+        return lambda: compiled(_formed(prepare(_fresh(name)), name))
+    plan = _plan(stats, path)
+    print(f"{path.name}: {plan.summary()}", flush=True)
+    for decided in (*plan.chains.values(), *plan.crosses.values()):
+        print(f"  {decided.recipe} {decided.speedup}x: {decided.reason}", flush=True)
+    return lambda: compiled(loka.convert(prepare(_fresh(name)), plan))
+
+
+def _formed(model: nn.Module, name: str) -> nn.Module:
+    """Every chain with a layer of 256 features or more, and every stack of cross layers, in FP8."""
+    dense, tokens, _ = _batch(name, 32, torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = find_chains(model, dense, tokens)
+    chains = [
+        (chain, SAFE, {})
+        for chain in found.chains
+        if worth_timing(chain) and max(link.out_features for link in chain.links) >= 256
+    ]
+    chains = [entry for entry in chains if not entry[0].name.startswith("front")]
+    form_chains(model, chains, [(stack, SAFE, {}) for stack in found.crosses])
+    print(f"{name}: {len(chains)} chains, {len(found.crosses)} stacks of cross layers", flush=True)
+    return model
 
 
 def _probed(name: str, rows: int) -> loka.Stats:
@@ -190,7 +221,7 @@ def _plan(stats: loka.Stats, path: Path) -> loka.Plan:
 
 
 def _race(
-    arms: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, str, int], Step]]],
+    arms: Mapping[str, tuple[Build, StepOf]],
     name: str,
     rows: int,
     rounds: int,
@@ -237,11 +268,12 @@ def _table(found: Mapping[str, Mapping[str, object]]) -> str:
     return format_table(("arm", "us", "speed-up"), rows)
 
 
-def _torchao(name: str, recipe: str, *, serve: bool = False) -> nn.Module:
+def _torchao(
+    name: str, recipe: str, prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = _fresh(name)
-    model = model.bfloat16().eval() if serve else model
+    model = prepare(_fresh(name))
     # torchao 0.18's rowwise recipes refuse inputs that are transposed views, as of maps over tokens.
     refused = _views(model, name) if recipe.startswith("rowwise") else set()
 
@@ -287,7 +319,7 @@ def _warm(name: str, arm: str) -> None:
         if arm == BF16:
             for batch in SERVED:
                 torch._dynamo.reset()
-                _serving(compiled(_fresh(name).bfloat16().eval()), name, batch)()
+                _serving(compiled(_serve(_fresh(name))), name, batch)()
     except Exception as error:
         print(f"{name}, {arm}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
 

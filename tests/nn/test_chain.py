@@ -407,6 +407,45 @@ def test_torch_compile_sees_through_the_rest() -> None:
         torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-7)
 
 
+def test_the_producer_in_the_epilogue_of_the_gemm() -> None:
+    """One launch a link, and as exact: only Z is rounded elsewhere, which flips some of the FP8 roundings."""
+    plain = tower().bfloat16()
+    apart, fused = copy.deepcopy(plain), copy.deepcopy(plain)
+    x = torch.randn(256, 256, device=device()).bfloat16()
+    (chain,) = find_chains(plain, x).chains
+    form_chains(apart, [(chain, "e4m3_row", {f"{p}/output": "torch:tensorwise_e4m3" for p in (0, 3, 6)})])
+    names = {f"{p}/output": "fused_gemm:tensorwise_e4m3" for p in (0, 3, 6)}
+    form_chains(fused, [(chain, "e4m3_row", names)])
+    grad = torch.randn_like(x)
+    reset_launches()
+    reset_kernel_runs()
+    found = backward(fused, x, grad)
+    assert kernel_runs()["fused_gemm:tensorwise_e4m3", "output"] == 3
+    assert "produce" not in launches()
+    for one, other, exact in zip(found, backward(apart, x, grad), backward(plain, x, grad), strict=True):
+        assert abs(sqnr_db(one, exact) - sqnr_db(other, exact)) < 1.0
+
+
+def test_serving_fuses_what_training_cannot() -> None:
+    """A delayed scale needs the maximum that an epilogue does not take; serving follows no maximum."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False))
+    low = plain.to(device()).bfloat16()
+    x = torch.randn(96, 64, device=device()).bfloat16()
+    form(low, x)
+    running = running_chains(low)["0"]
+    running.serving = {"0/output": "fused_gemm:tensorwise_e4m3"}
+    reset_kernel_runs()
+    with torch.no_grad():
+        first = low(x)  # nothing was seen yet: not fused, and primed
+        assert ("fused_gemm:tensorwise_e4m3", "output") not in kernel_runs()
+        second = low(x)
+        assert kernel_runs()["fused_gemm:tensorwise_e4m3", "output"] == 1
+    assert sqnr_db(second, first) > 25
+    low(x).sum().backward()
+    assert kernel_runs()["fused_gemm:tensorwise_e4m3", "output"] == 1
+
+
 def test_refusals_name_the_way_out() -> None:
     plain = tower()
     chains = find_chains(plain, torch.randn(4, 256, device=device())).chains

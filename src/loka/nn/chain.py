@@ -129,7 +129,7 @@ def form_chains(
     """
     modules = dict(unwrap(model).named_modules())
     found = _found(modules)
-    formed: list[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str]]] = []
+    formed: list[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str], Mapping[str, str]]] = []
     for chain, recipe_name, kernels in chains:
         recipe = chain_recipe_named(recipe_name)
         _check(chain, found)
@@ -137,7 +137,12 @@ def form_chains(
         for link in chain.links:
             for gemm in Gemm:
                 _check_kernel(chain, link, gemm, complete[site_name(link.path, gemm)])
-        formed.append((chain, recipe, complete, frozenset(kernels)))
+        serving = {
+            site: name
+            for site, name in _serving_kernels(chain, recipe, found(chain.name).weight.device).items()
+            if site not in kernels
+        }
+        formed.append((chain, recipe, complete, frozenset(kernels), serving))
     prepared = [prepare(stack, recipe, kernels, found) for stack, recipe, kernels in crosses]
     state = ChainState(formed, found, prepared)
     for stack in state.crosses:
@@ -211,13 +216,22 @@ def default_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> 
     return found
 
 
-def fused_objection(chain: Chain, link: Link, target: str) -> str | None:
+def _serving_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {}
+    fused = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}"
+    links = [k for k in chain.links if fused_objection(chain, k, target_of(device), training=False) is None]
+    return {site_name(link.path, Gemm.OUTPUT): fused for link in links}
+
+
+def fused_objection(chain: Chain, link: Link, target: str, *, training: bool = True) -> str | None:
     """Why the GEMM with a producer in its epilogue cannot run this link, or None."""
     if link.bias:
         return "the linear layer has a bias"
     if link.epilogue.identity:
         return "nothing follows the linear layer that could be fused"
-    if link is not chain.links[-1] and link.epilogue.bound(link.out_features) is None:
+    unbounded = link is not chain.links[-1] and link.epilogue.bound(link.out_features) is None
+    if training and unbounded:
         return "what it produces has no bound, and a delayed scale needs the maximum"
     return fused_unsupported(link.epilogue, columns=link.out_features, inner=link.in_features, target=target)
 

@@ -60,9 +60,10 @@ def chain_forward(
         weight = bank.row(link.path), bank.scale(link.path)
         last = place_ + 1 == len(chain.links)
         keep = training and not (last and link.epilogue.identity)
-        if running.kernel(place_, Gemm.OUTPUT, x.dtype).startswith(FUSED_GEMM):
+        name = running.kernel(place_, Gemm.OUTPUT, x.dtype, training=training)
+        if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place_ + 1)):
             following = None if last else running.input_scale(place_ + 1)
-            a, z = fused_link(running, place_, x, a, weight, following, keep=keep)
+            a, z = fused_link(running, place_, x, a, weight, following, name, keep=keep)
             out = a
         else:
             z = chain_gemm(

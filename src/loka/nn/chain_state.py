@@ -39,6 +39,7 @@ class RunningChain:
     recipe: ChainRecipe
     kernels: Mapping[str, str]
     named: frozenset[str]
+    serving: Mapping[str, str]
     modules: Mapping[str, nn.Module]
     place: int
     inputs: tuple[int | None, ...]
@@ -54,10 +55,18 @@ class RunningChain:
     def weights(self) -> dict[str, torch.Tensor]:
         return {link.path: self.linear(place).weight for place, link in enumerate(self.chain.links)}
 
-    def kernel(self, link: int, gemm: Gemm, dtype: torch.dtype = torch.bfloat16) -> str:
-        """The GEMM kernel; where nobody named one, it suits the dtype."""
+    def kernel(
+        self, link: int, gemm: Gemm, dtype: torch.dtype = torch.bfloat16, *, training: bool = True
+    ) -> str:
+        """The GEMM kernel; where nobody named one, it suits the dtype, and serving.
+
+        A producer in the GEMM's epilogue cannot note the maximum that a delayed scale follows. Serving
+        follows none, so more links can have it there.
+        """
         site = site_name(self.chain.links[link].path, gemm)
         name = self.kernels[site]
+        if not training and site in self.serving and dtype == torch.bfloat16:
+            return self.serving[site]
         if name.startswith(FUSED_GEMM) and dtype != torch.bfloat16 and site not in self.named:
             return f"torch_fast:{self.recipe.gemm_recipe(gemm)}"
         return name
@@ -70,6 +79,11 @@ class RunningChain:
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += _norm_parameters(link.epilogue, link.members, self.modules)
         return found
+
+    def knows_scale(self, link: int) -> bool:
+        """Whether the scale of `link`'s input is a constant, or something was seen."""
+        slot = self.inputs[link]
+        return slot is None or self.state.book.primed(slot)
 
     def input_scale(self, link: int) -> torch.Tensor:
         """float32 [1] of the FP8 operand that link `link` reads."""
@@ -104,18 +118,19 @@ class ChainState:
 
     def __init__(
         self,
-        formed: Sequence[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str]]],
+        formed: Sequence[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str], Mapping[str, str]]],
         modules: Callable[[str], nn.Module],
         crosses: Sequence[Formed] = (),
     ) -> None:
         slots: list[Slot] = []
         self.chains: list[RunningChain] = []
-        for place, (chain, recipe, kernels, named) in enumerate(formed):
+        for place, (chain, recipe, kernels, named, serving) in enumerate(formed):
             running = RunningChain(
                 chain=chain,
                 recipe=recipe,
                 kernels=kernels,
                 named=named,
+                serving=serving,
                 modules={path: modules(path) for path in chain.paths},
                 place=place,
                 inputs=(),

@@ -81,10 +81,11 @@ def fused_link(
     a: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
     following: torch.Tensor | None,
+    name: str,
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A link in one launch: its output in FP8 under the scale `following`, or in bf16, and Z."""
+    """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z."""
     spec = running.chain.links[link]
     if x.dtype != torch.bfloat16:
         raise NoKernelFits(
@@ -93,7 +94,7 @@ def fused_link(
             way_out="run the model in bfloat16 or under autocast, or probe, measure and plan in this dtype",
         )
     note_launch("gemm")
-    note_run(running.kernel(link, Gemm.OUTPUT), Gemm.OUTPUT)
+    note_run(name, Gemm.OUTPUT)
     return gemm_produce(
         _fit(a, (x.shape[0], a.shape[1])),
         weight[0],
@@ -102,7 +103,7 @@ def fused_link(
         spec.epilogue,
         scale_out=following,
         keep=keep,
-        fast=not running.kernel(link, Gemm.OUTPUT).startswith(f"{FUSED_GEMM}_exact"),
+        fast=not name.startswith(f"{FUSED_GEMM}_exact"),
     )
 
 
