@@ -77,7 +77,7 @@ def main() -> None:
     if arguments.compile_only:
         _warm(*arguments.compile_only)
         return
-    _compile_ahead(arguments.model, arguments.arm)
+    _compile_ahead(arguments.model, [arm for arm in arguments.arm if arm != LOKA or arguments.unplanned])
     results: dict[str, dict[str, object]] = {}
     machine = fingerprint(torch.device("cuda")).to_json()
     for name in arguments.model:
@@ -89,9 +89,9 @@ def main() -> None:
 
 
 def _compile_ahead(models: list[str], arms: list[str]) -> None:
-    """In parallel processes, into the caches that this process reads afterwards; LoKA's plan is not known."""
+    """In parallel processes, into the caches that this process reads afterwards."""
     begin = time.monotonic()
-    jobs = [(model, arm) for model in models for arm in [BF16, *arms] if arm != LOKA]
+    jobs = [(model, arm) for model in models for arm in [BF16, *arms]]
     children = [subprocess.Popen([sys.executable, __file__, "--compile-only", *job]) for job in jobs]
     for child in children:
         child.wait()
@@ -149,14 +149,14 @@ def _model(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, dict
     """What was raced, and its times: training first, then each batch size of serving."""
     begin, rows, out = time.monotonic(), MODELS[name][2], arguments.out.parent
     stats = None if arguments.unplanned else _probed(name, rows)
-    builders: dict[str, tuple[Build, StepOf]] = {BF16: (lambda: compiled(_fresh(name)), _training)}
-    for arm in arguments.arm:
+    builders: dict[str, tuple[Build, StepOf]] = {}
+    for arm in [BF16, *arguments.arm]:
         builders[arm] = (_arm(arm, name, stats, out / f"{name.replace(' ', '_')}.plan.json"), _training)
     yield "training", _race(builders, name, rows, arguments.rounds)
     for batch in SERVED:
         served = None if stats is None else stats.for_inference(batch=batch / rows)
-        frozen: dict[str, tuple[Build, StepOf]] = {BF16: (lambda: compiled(_serve(_fresh(name))), _serving)}
-        for arm in arguments.serve_arm:
+        frozen: dict[str, tuple[Build, StepOf]] = {}
+        for arm in [BF16, *arguments.serve_arm]:
             path = out / f"{name.replace(' ', '_')}.{batch}.plan.json"
             frozen[arm] = (_arm(arm, name, served, path, prepare=_serve), _serving)
         yield f"inference {batch}", _race(frozen, name, batch, arguments.rounds)
@@ -174,8 +174,8 @@ def _arm(
     path: Path,
     prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Build:
-    if arm == PLAIN:
-        return lambda: compiled(prepare(_fresh(name, mods=False)))
+    if arm in (BF16, PLAIN):
+        return lambda: compiled(prepare(_fresh(name, mods=arm == BF16)))
     if arm != LOKA:
         return functools.partial(_torchao, name, arm.removeprefix("torchao "), prepare)
     if stats is None:
@@ -308,18 +308,13 @@ def _views(model: nn.Module, name: str) -> set[str]:
 
 
 def _warm(name: str, arm: str) -> None:
+    """LOKA's arm here is the unplanned one: no plan is known yet."""
     try:
-        if arm in (BF16, PLAIN):
-            model = compiled(_fresh(name, mods=arm == BF16))
-        else:
-            model = _torchao(name, arm.removeprefix("torchao "))
-        step = _training(model, name, MODELS[name][2])
-        step()
-        step()
-        if arm == BF16:
+        _training(_arm(arm, name, None, Path())(), name, MODELS[name][2])()
+        if arm in (BF16, LOKA):
             for batch in SERVED:
                 torch._dynamo.reset()
-                _serving(compiled(_serve(_fresh(name))), name, batch)()
+                _serving(_arm(arm, name, None, Path(), prepare=_serve)(), name, batch)()
     except Exception as error:
         print(f"{name}, {arm}: {type(error).__name__}: {str(error).splitlines()[0][:200]}", flush=True)
 

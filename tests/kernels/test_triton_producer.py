@@ -192,7 +192,12 @@ def check_backward(c: Case, grad_scale: torch.Tensor, **over: Any) -> None:
     assert torch.equal(got.turned_scale, expected.turned_scale)
     assert torch.equal(got.activation_scale, expected.activation_scale)
     check_seen(notes[1][0], notes[0][0])
-    assert (notes[0][1] - notes[1][1]).abs().max() <= 2 + 1e-3 * features
+    # Hard swish is flat at -1.5, which many bfloat16 are exactly: there the twin's slope is zero, the
+    # kernel's is float32's rounding of it, and what comes of that counts as rounded to zero.
+    flat = int((expected.row.view(torch.uint8)[:, :features] & 0x7F == 0).logical_and(c.grad != 0).sum())
+    saturated, underflowed = (notes[0][1] - notes[1][1]).abs().tolist()
+    assert saturated <= 2
+    assert underflowed <= 2 + 1e-3 * features + flat * (c.epilogue.activation is Activation.HARD_SWISH)
     assert got.hp is not None
     assert expected.hp is not None
     assert got.hp.dtype == c.grad.dtype

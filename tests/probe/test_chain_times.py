@@ -70,6 +70,15 @@ def test_equal_chains_have_one_key(stats: loka.Stats) -> None:
     assert chain_key(chains[0], served.layers, {}) not in keys
 
 
+def test_serving_holds_weights_in_the_dtype_it_computes_in() -> None:
+    model = nn.Linear(48, 32)
+    with loka.Probe(model, every=1) as probe, torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(16, 48)).float().mean().backward()
+    layer = probe.stats().layers[""]
+    assert (layer.dtype, layer.weight_dtype) == ("bfloat16", "float32")
+    assert probe.stats().for_inference().layers[""].weight_dtype == "bfloat16"
+
+
 def test_serving_measures_output_only(stats: loka.Stats) -> None:
     report = loka.measure(
         stats.for_inference(batch=4),

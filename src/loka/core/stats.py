@@ -88,12 +88,14 @@ class Stats:
         """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.
 
         What is measured from it are times and errors of a forward pass, so that a plan made of
-        it fits a frozen model at that batch size.
+        it fits a frozen model at that batch size, whose weights lie in the dtype it computes in:
+        with float32 weights bf16 would cast them at every call, and look slower than it is.
         """
         layers = {
             path: replace(
                 layer,
                 rows=max(round(layer.rows * batch), 1),
+                weight_dtype=layer.dtype,
                 needs_input_grad=False,
                 needs_weight_grad=False,
                 operands={name: d for name, d in layer.operands.items() if name != "grad_output"},
