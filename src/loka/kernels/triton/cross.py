@@ -20,19 +20,20 @@ import triton.language as tl
 
 from loka.core.cross import Crossed, CrossGrad
 from loka.core.recipe import Format
-from loka.kernels.triton.pack import CVT, INTERPRETED, TRITON_TYPES, magnitude_bits, word
+from loka.kernels.triton.pack import (
+    CVT,
+    INTERPRETED,
+    TRITON_TYPES,
+    inverse_of_power,
+    magnitude_bits,
+    saturates,
+    underflows,
+    word,
+)
 
 _HIGH, _WIDE, _WARPS = 32, 128, 4  # a tile; 128 divides MLPerf's 3456 features, 256 does not
 _GATHER_HIGH, _GATHER_WIDE, _GATHER_WARPS = 16, 128, 8  # eight elements a thread and no barrier
 _MOST_LAYERS = 4  # whose g and u one launch of gather reads
-
-
-@triton.jit
-def _inverse(power):
-    """1 / power for powers of two, exactly and without a division; 0 for 0, NaN for what is not finite."""
-    bits = power.to(tl.int32, bitcast=True)
-    turned = tl.where(bits == 0, 0, tl.where(bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - bits))
-    return turned.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,27 +103,16 @@ def _note(
         )
         tl.atomic_max(seen_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
     if COUNTS:
-        over = _over(value_0, by, FMAX) + _over(value_1, by, FMAX)
-        over += _over(value_2, by, FMAX) + _over(value_3, by, FMAX)
-        under = _under(value_0, by, ZERO) + _under(value_1, by, ZERO)
-        under += _under(value_2, by, ZERO) + _under(value_3, by, ZERO)
+        over = saturates(value_0, by, FMAX) + saturates(value_1, by, FMAX)
+        over += saturates(value_2, by, FMAX) + saturates(value_3, by, FMAX)
+        under = underflows(value_0, by, ZERO) + underflows(value_1, by, ZERO)
+        under += underflows(value_2, by, ZERO) + underflows(value_3, by, ZERO)
         lost = tl.sum(tl.sum(over, axis=1), axis=0)
         if lost > 0:
             tl.atomic_add(counts_ptr, lost.to(tl.int64), sem="relaxed")
         lost = tl.sum(tl.sum(under, axis=1), axis=0)
         if lost > 0:
             tl.atomic_add(counts_ptr + 1, lost.to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _over(value, by, FMAX: tl.constexpr):
-    return (tl.abs(value * by) > FMAX).to(tl.int32)
-
-
-@triton.jit
-def _under(value, by, ZERO: tl.constexpr):
-    scaled = tl.abs(value * by)
-    return ((scaled > 0.0) & (scaled <= ZERO)).to(tl.int32)
 
 
 @triton.jit
@@ -198,7 +188,7 @@ def _cross_produce(
         u_stride, x0_stride, x_stride, OUT, BIAS, EVEN,
     )  # fmt: skip
     if LOW:
-        by = _inverse(tl.load(scale_ptr))
+        by = inverse_of_power(tl.load(scale_ptr))
         _note(value_0, value_1, value_2, value_3, by, seen_ptr, counts_ptr, FMAX, ZERO, SEEN, COUNTS)
         value_0 = _scaled(_finite(value_0), by, CLAMP, FMAX)
         value_1 = _scaled(_finite(value_1), by, CLAMP, FMAX)
@@ -221,7 +211,7 @@ def _outer_grad(
 ):  # fmt: skip
     """Some rows of du' and their units; stores g where it is made here."""
     unit = tl.load(units_ptr + r, mask=r < rows, other=0.0)
-    value = _take(grad_ptr, r, c, rows, features, grad_stride, EVEN) * _inverse(unit)[:, None]
+    value = _take(grad_ptr, r, c, rows, features, grad_stride, EVEN) * inverse_of_power(unit)[:, None]
     if INNER:
         value += _take(inner_ptr, r, c, rows, features, inner_stride, EVEN)
         _put(hp_ptr, (value * unit[:, None]).to(HP), r, c, rows, features, EVEN)
@@ -284,7 +274,7 @@ def _cross_derive(
         grad_stride, inner_stride, x0_stride, HP, INNER, EVEN,
     )  # fmt: skip
     scale = tl.load(scale_ptr)
-    by = _inverse(scale)
+    by = inverse_of_power(scale)
     _note(du_0, du_1, du_2, du_3, by, seen_ptr, counts_ptr, FMAX, ZERO, SEEN, COUNTS)
     if BIAS:
         total = tl.sum(
@@ -300,7 +290,7 @@ def _cross_derive(
     _put_row(row_ptr, _scaled(du_3, by, CLAMP, FMAX), r + 3, c, rows, padded, FP8, EVEN)
     top = tl.load(largest_ptr).to(tl.float32, bitcast=True)
     top = tl.where(top == 0.0, 1.0, top)
-    down = _inverse(top)  # a unit is `top` at most: the product cannot overflow
+    down = inverse_of_power(top)  # a unit is `top` at most: the product cannot overflow
     low = word(
         _scaled(du_0, (unit_0 * down * by)[:, None], CLAMP, FMAX),
         _scaled(du_1, (unit_1 * down * by)[:, None], CLAMP, FMAX),

@@ -1,4 +1,4 @@
-"""What Triton kernels that write FP8 share: magnitudes as bits, four values in a word, tile stores.
+"""What Triton kernels that write FP8 share: magnitudes as bits, four values in a word, tile stores, powers.
 
     word = byte(v0) | byte(v1) << 8 | byte(v2) << 16 | byte(v3) << 24
 
@@ -70,3 +70,22 @@ def store_turned(out_ptr, low, r, c, padded_rows, padded_columns):
     """A tile [r, c] into a transposed copy [c, r]; `low` and the sizes in bytes or in words alike."""
     written = (r < padded_columns)[:, None] & (c < padded_rows)[None, :]
     tl.store(out_ptr + c[None, :] * padded_columns + r[:, None], low, mask=written)
+
+
+@triton.jit
+def inverse_of_power(power):
+    """1 / power for powers of two, exactly and without a division; 0 for 0, NaN for what is not finite."""
+    bits = power.to(tl.int32, bitcast=True)
+    turned = tl.where(bits == 0, 0, tl.where(bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - bits))
+    return turned.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def saturates(value, inverse, FMAX: tl.constexpr):
+    return (tl.abs(value * inverse) > FMAX).to(tl.int32)
+
+
+@triton.jit
+def underflows(value, inverse, ZERO: tl.constexpr):
+    scaled = tl.abs(value * inverse)
+    return ((scaled > 0.0) & (scaled <= ZERO)).to(tl.int32)

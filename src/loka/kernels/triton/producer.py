@@ -22,7 +22,14 @@ import triton.language as tl
 from loka.core.chain import Activation, Epilogue, Norm
 from loka.core.producer import Derived, Parameters
 from loka.core.recipe import Format
-from loka.kernels.triton.pack import INTERPRETED, TRITON_TYPES, magnitude_bits
+from loka.kernels.triton.pack import (
+    INTERPRETED,
+    TRITON_TYPES,
+    inverse_of_power,
+    magnitude_bits,
+    saturates,
+    underflows,
+)
 
 WIDEST_NORM = 32768  # features of a norm that a program of forward holds at a time
 _IN_TILE = 512  # features of a norm up to which backward reduces inside its tile
@@ -109,14 +116,6 @@ def _finite(value):
 
 
 @triton.jit
-def _inverse(power):
-    """1 / power for powers of two, exactly and without a division; 0 for 0, NaN for what is not finite."""
-    bits = power.to(tl.int32, bitcast=True)
-    turned = tl.where(bits == 0, 0, tl.where(bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - bits))
-    return turned.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _take(ptr, start, q, c, inside, rows, stride, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr):
     """Rows start + q as they lie, by 32-bit offsets within the tile. Without masks where nothing lies
     outside: a mask that the compiler cannot follow makes it load and store single elements."""
@@ -144,17 +143,6 @@ def _vector(ptr, c, inside, EVEN: tl.constexpr):
     """Of a parameter, as [1, C] float32."""
     value = tl.load(ptr + c) if EVEN else tl.load(ptr + c, mask=inside, other=0.0)
     return value.to(tl.float32)[None, :]
-
-
-@triton.jit
-def _over(value, inverse, FMAX: tl.constexpr):
-    return (tl.abs(value * inverse) > FMAX).to(tl.int32)
-
-
-@triton.jit
-def _under(value, inverse, ZERO: tl.constexpr):
-    scaled = tl.abs(value * inverse)
-    return ((scaled > 0.0) & (scaled <= ZERO)).to(tl.int32)
 
 
 @triton.jit
@@ -196,7 +184,7 @@ def _produce(
         value += _vector(beta_ptr, c, inside, EVEN)
     value, _ = _activated(value, ACTIVATION)
     if LOW:
-        inverse = _inverse(tl.load(scale_ptr))
+        inverse = inverse_of_power(tl.load(scale_ptr))
         if not EVEN:
             value = tl.where(inside[None, :], value, 0.0)
         if SEEN or COUNTS:
@@ -204,8 +192,8 @@ def _produce(
             if SEEN:
                 tl.atomic_max(seen_ptr, tl.max(tl.max(magnitude_bits(shown), axis=1), axis=0), sem="relaxed")
             if COUNTS:
-                over = tl.sum(tl.sum(_over(shown, inverse, FMAX), axis=1), axis=0)
-                under = tl.sum(tl.sum(_under(shown, inverse, ZERO), axis=1), axis=0)
+                over = tl.sum(tl.sum(saturates(shown, inverse, FMAX), axis=1), axis=0)
+                under = tl.sum(tl.sum(underflows(shown, inverse, ZERO), axis=1), axis=0)
                 _count(over, under, counts_ptr)
         if not NORMED:
             value = _finite(value)
@@ -261,7 +249,7 @@ def _link(
     element, and [rows] something that is not finite where the norm made a row so."""
     grad = _wide(grad)
     if REAL:
-        grad = grad * _inverse(unit)[:, None]
+        grad = grad * inverse_of_power(unit)[:, None]
     out = grad
     normal = grad
     shifted = grad
@@ -391,8 +379,8 @@ def _pair(
     over = grad_0
     under = grad_0
     if COUNTS:
-        over = (_over(grad_0, 1.0, FMAX) + _over(grad_1, 1.0, FMAX)).to(tl.float32)
-        under = (_under(grad_0, 1.0, ZERO) + _under(grad_1, 1.0, ZERO)).to(tl.float32)
+        over = (saturates(grad_0, 1.0, FMAX) + saturates(grad_1, 1.0, FMAX)).to(tl.float32)
+        under = (underflows(grad_0, 1.0, ZERO) + underflows(grad_1, 1.0, ZERO)).to(tl.float32)
     bias = grad_0
     if BIAS:
         bias = grad_0 * unit_0[:, None] + grad_1 * unit_1[:, None]
@@ -423,7 +411,7 @@ def _row_sums(
     value = tl.load(z_ptr + r * z_stride + c, mask=inside, other=0.0).to(tl.float32)
     if UNITS and REAL:
         unit = tl.load(units_ptr + r)
-        grad = grad * _inverse(unit)
+        grad = grad * inverse_of_power(unit)
     if BIAS:
         value += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
     mean = 0.0
@@ -543,14 +531,14 @@ def _derive(
     by = 1.0
     if ROW or TURNED:
         scale = tl.load(grad_scale_ptr)
-        by = _inverse(scale)
+        by = inverse_of_power(scale)
     shown = 1.0
     if ACTIVATED:
         activation_scale = tl.load(activation_scale_ptr) * top
-        shown = _inverse(activation_scale)
+        shown = inverse_of_power(activation_scale)
     turn = 1.0
     if UNIT_IN_TURNED:
-        turn = _inverse(top)
+        turn = inverse_of_power(top)
     value_0, value_1, out_0, out_1, highest_0, broken_0, over_0, under_0, bias_0, gamma_0, beta_0 = _pair(
         grad_0, grad_1, z_0, z_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr, hp_ptr,
         start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
