@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,6 +290,30 @@ def test_changed_weights_are_seen(change: str) -> None:
         # Delayed scales may be one step behind a weight that jumped by 3; an octave is left to them.
         low(x)
         assert sqnr_db(low(x), other(x)) > 15
+
+
+def test_towers_that_take_turns_see_their_new_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([tower(), tower()])
+    plain = copy.deepcopy(model)
+    x = torch.randn(128, 256, device=device())
+    chains = []
+    for place in (0, 1):
+        (chain,) = find_chains(model[place], x).chains
+        moved = [
+            replace(k, path=f"{place}.{k.path}", members=tuple(f"{place}.{m}" for m in k.members))
+            for k in chain.links
+        ]
+        chains.append((replace(chain, links=tuple(moved)), "e4m3_row", {}))
+    form_chains(model, chains)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for turn in (0, 1, 1, 0, 1, 0, 0):
+        model[turn](x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain.load_state_dict(model.state_dict())
+    for turn in (1, 0, 1):
+        assert sqnr_db(model[turn](x), plain[turn](x)) > 20
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

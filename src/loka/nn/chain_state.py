@@ -195,7 +195,9 @@ class ChainState:
         if torch._C._current_graph_task_id() != -1:
             return
         self._adopt()
-        first = training and (not self._ran or running.place in self._ran)
+        # Towers may take turns: a step's first chain need not have run in the last step.
+        changed = not _capturing(device) and self.bank.changed()
+        first = training and (not self._ran or running.place in self._ran or changed)
         if first:
             self._ran.clear()
         if training:
@@ -203,7 +205,7 @@ class ChainState:
         if first and self.bank.stale():
             self.book.update()
             self.bank.refresh()
-        elif not training and self.bank.changed():
+        elif not training and (changed or self.bank.changed()):
             if not _capturing(device):
                 self.bank.forget()  # between training steps weights may jump: averages, checkpoints
             self.bank.refresh()
