@@ -116,6 +116,20 @@ class Chain:
         """All modules in the order they are called."""
         return self.members + tuple(path for link in self.links for path in (link.path, *link.members))
 
+    def describe(self) -> str:
+        """Such as "Linear(256, 512), block norm, hard_swish, Linear(512, 64)"."""
+        stages: list[str] = []
+        for link in (None, *self.links):
+            epilogue = self.prologue if link is None else link.epilogue
+            if link is not None:
+                bias = "" if link.bias else ", no bias"
+                stages.append(f"Linear({link.in_features}, {link.out_features}{bias})")
+            if epilogue.norm is not Norm.NONE:
+                stages.append(f"{epilogue.norm} norm")
+            if epilogue.activation is not Activation.NONE:
+                stages.append(epilogue.activation.value)
+        return ", ".join(stages)
+
     def to_json(self) -> dict[str, Any]:
         links = [
             {**link.__dict__, "epilogue": link.epilogue.to_json(), "members": list(link.members)}

@@ -26,21 +26,26 @@ from loka.kernels.producer import unsupported
 from loka.kernels.registry import candidate_named
 from loka.nn.block_norm import BlockNorm
 from loka.nn.chain_ops import ChainGemms
+from loka.nn.chain_parts import Part, join
 from loka.nn.chain_state import ChainState, RunningChain
 from loka.nn.cross import Crossed, prepare, restore, running_crosses, swap
 from loka.nn.unwrap import unwrap
+from loka.nn.watched import foreign_hooks
 
 
 class Chained(nn.Module):
     """A module inside a chain. `loka_chain` is the chain where this is the first one, else None."""
 
     loka_chain: RunningChain | None
+    loka_inside: RunningChain
     loka_state: ChainState
     loka_was: type[nn.Module]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        running = self.loka_chain
-        return input if running is None else _run(running, input)
+        if self.loka_chain is not None:
+            return _run(self.loka_chain, input)
+        _expect(self.loka_inside, input)
+        return input
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -84,15 +89,32 @@ def _run(running: RunningChain, input: torch.Tensor) -> torch.Tensor:
             *parameters,
         )
     # As F.linear does: a plain view of a custom function's output refuses in-place ops.
-    return torch.ops.aten._unsafe_view(out, [*input.shape[:-1], running.chain.links[-1].out_features])
+    out = torch.ops.aten._unsafe_view(out, [*input.shape[:-1], running.chain.links[-1].out_features])
+    if not torch.compiler.is_compiling():
+        running.last = out.data_ptr()
+    return out
+
+
+def _expect(running: RunningChain, input: torch.Tensor) -> None:
+    """Whether an inner module is called as recorded: on what the chain's first module has computed."""
+    if torch.compiler.is_compiling() or not input.numel() or input.data_ptr() == running.last:
+        return
+    chain = running.chain
+    raise NotConverted(
+        f"a module inside the chain at {chain.name} was called on another tensor than the chain's result",
+        why=[f"{chain.paths[0]} computes all of {', '.join(chain.paths)}; they cannot run by themselves"],
+        way_out="call them one after the other as when probing; or loka.revert(model), and plan with "
+        f"Budget(keep=({chain.name!r},))",
+    )
 
 
 def _empty(running: RunningChain, rows: torch.Tensor) -> torch.Tensor:
     """No rows: nothing to compute, but every parameter gets a gradient of zeros, as from nn.Linear."""
     out = rows
     for place in range(len(running.chain.links)):
-        linear = running.linear(place)
-        out = nn.functional.linear(out, linear.weight.to(out.dtype))
+        out = nn.functional.linear(out, running.linear(place).weight.to(out.dtype))
+    for parameter in running.parameters():
+        out = out + parameter.sum().to(out.dtype)  # nothing, to no rows, but a gradient to the parameter
     return out
 
 
@@ -152,6 +174,7 @@ def form_chains(
             module = found(path)
             module.__dict__["loka_was"] = type(module)
             module.__dict__["loka_chain"] = None if place else running
+            module.__dict__["loka_inside"] = running
             module.__dict__["loka_state"] = state
             module.__class__ = _CLASSES[type(module)]
     return state
@@ -175,12 +198,29 @@ def _check(chain: Chain, found: Callable[[str], Any]) -> None:
     reason = objection(chain)
     if reason:
         reasons.append(reason)
+    if not reasons:
+        reasons = _differences(chain, found)
     if reasons:
         raise NotConverted(
             f"cannot form the chain at {chain.name}",
             why=reasons,
             way_out="revert the model first, or leave this chain out of the plan",
         )
+
+
+def _differences(chain: Chain, found: Callable[[str], Any]) -> list[str]:
+    """What its modules compute now, if that is not what was recorded."""
+    reasons = []
+    for path in chain.paths:
+        module = found(path)
+        if foreign_hooks(vars(module), ""):
+            reasons.append(f"{path} has hooks that are not LoKA's")
+        if "forward" in vars(module):
+            reasons.append(f"the forward of {path} was replaced")
+    parts = [Part(path=path, module=found(path)) for path in chain.paths]
+    if not reasons and tuple(join(parts)) != (chain,):
+        reasons.append(f"{', '.join(chain.paths)} are no longer {chain.describe()}")
+    return reasons
 
 
 def objection(chain: Chain) -> str | None:
@@ -254,7 +294,7 @@ def dissolve_chains(model: nn.Module) -> None:
             restore(module)
         elif isinstance(module, Chained):
             was = module.loka_was
-            for name in ("loka_was", "loka_chain", "loka_state"):
+            for name in ("loka_was", "loka_chain", "loka_inside", "loka_state"):
                 del module.__dict__[name]
             module.__class__ = was  # type: ignore[assignment]
 
@@ -267,12 +307,13 @@ def running_chains(model: nn.Module) -> dict[str, RunningChain]:
 
 def runs_fused(model: nn.Module) -> bool:
     """Whether a chain or a stack of cross layers runs in `model`."""
-    return bool(running_chains(model) or running_crosses(model))
+    return any(isinstance(module, Chained | Crossed) for module in unwrap(model).modules())
 
 
 def chain_states(model: nn.Module) -> list[ChainState]:
     """What the chains of `model` share: one state for all that were formed together."""
     found = {id(m.loka_state): m.loka_state for m in unwrap(model).modules() if isinstance(m, Chained)}
+    found.update({id(running.state): running.state for running in running_crosses(model).values()})
     return list(found.values())
 
 

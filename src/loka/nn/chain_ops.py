@@ -131,7 +131,8 @@ def chain_backward(
     units = row_scale = largest = None
     prime_gradients(running, grad, zs, links)
     if running.recipe.units:
-        largest = running.largest_unit()
+        # Of this backward alone: one bad gradient must not be in the units of all that follow.
+        largest = running.largest_unit().zero_()
         factors = (running.gradient_scale(0), state.bank.scale(chain.links[0].path)) if want_input else ()
         note_launch("units")
         units, row_scale = row_units(grad, largest, factors=factors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from loka.nn.cross_state import Formed, RunningCross, give_slots
 from loka.nn.scale_book import ScaleBook, Slot
 from loka.nn.weight_bank import WeightBank
 
+CALIBRATION = 16  # batches of serving
 MARGIN = 1  # octaves of delayed scales: none of 10^5 activation maxima and 4 of gradients lay beyond
 
 
@@ -46,6 +48,7 @@ class RunningChain:
     gradients: tuple[int, ...]
     constants: tuple[float | None, ...]
     state: ChainState = field(repr=False)
+    last: int = 0  # where the last result lies, for the modules that pass it on
 
     def linear(self, link: int) -> nn.Linear:
         found = self.modules[self.chain.links[link].path]
@@ -158,6 +161,9 @@ class ChainState:
         self.bank = WeightBank(weights, self.book, first)
         self._constants: dict[float, torch.Tensor] = {}
         self._ran: set[int] = set()
+        self._trained = False
+        self._calibrated: Counter[int] = Counter()
+        self._due = False  # whether scales have something to learn though the weights are as they were
         self._ones: dict[int, torch.Tensor] = {}
         self.handle = _register(self)
 
@@ -192,23 +198,42 @@ class ChainState:
         if device != self.book.device:
             self.book.to(device)
             self._constants, self._ones = {}, {}
+        self._trained |= training
         if torch._C._current_graph_task_id() != -1:
+            self._due |= training  # a reentrant checkpoint trains here, and only here
             return
         self._adopt()
+        capturing = _capturing(device)
         # Towers may take turns: a step's first chain need not have run in the last step.
-        changed = not _capturing(device) and self.bank.changed()
+        changed = not capturing and self.bank.changed()
         first = training and (not self._ran or running.place in self._ran or changed)
         if first:
             self._ran.clear()
         if training:
             self._ran.add(running.place)
-        if first and self.bank.stale():
+        if (first and (self._due or capturing or changed or self._frozen())) or (self._due and changed):
             self.book.update()
             self.bank.refresh()
+            self._due = False
         elif not training and (changed or self.bank.changed()):
-            if not _capturing(device):
+            if not capturing:
                 self.bank.forget()  # between training steps weights may jump: averages, checkpoints
             self.bank.refresh()
+            self._due = True  # the next training step finds the weights unchanged, and has scales to move
+
+    def calibrates(self, slot: int) -> bool:
+        """Whether to take the scale from the values at hand: the first time, and while serving what was
+        never trained here, whose scales nothing else would move, for the first batches."""
+        if not self.book.primed(slot):
+            return True
+        if self._trained or self._calibrated[slot] >= CALIBRATION or _capturing(self.book.device):
+            return False
+        self._calibrated[slot] += 1
+        return True
+
+    def _frozen(self) -> bool:
+        """Nothing changes these weights, so that no change of theirs marks a step."""
+        return not any(weight.requires_grad for weight in self.bank.weights.values())
 
     def _adopt(self) -> None:
         """Parameters that were replaced by other objects, as load_state_dict(assign=True) does."""

@@ -21,6 +21,7 @@ from loka.kernels.quantizer import Side, quantize_pair
 from loka.kernels.registry import candidate_named
 from loka.kernels.run import ScaledGemm, note_run, scaled_gemm
 from loka.nn.chain_state import RunningChain
+from loka.nn.scale_book import ScaleBook
 
 _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 
@@ -113,8 +114,8 @@ def quantize_input(
     """x in FP8 for the first GEMM, and [x^T, its scale] for backward, in one launch."""
     slot, book = running.inputs[0], running.state.book
     assert slot is not None
-    if not book.primed(slot):
-        book.prime(slot, x.abs().amax() if x.numel() else x.new_zeros(()))
+    if running.state.calibrates(slot):
+        book.prime(slot, _largest(book, slot, x))
     rows, columns = round_up(x.shape[0], 16), round_up(x.shape[1], 16)
     scale = running.input_scale(0)
     note_launch("quantize")
@@ -130,6 +131,12 @@ def quantize_input(
     return row.data, [turned.data, scale.clone()] if turned is not None else []
 
 
+def _largest(book: ScaleBook, slot: int, values: torch.Tensor) -> torch.Tensor:
+    """max |values|, or what was seen before where that is more."""
+    before = book.buffers.history[slot].amax()
+    return torch.maximum(before, values.detach().abs().amax().float()) if values.numel() else before
+
+
 def produce_input(
     running: RunningChain,
     link: int,
@@ -141,10 +148,8 @@ def produce_input(
 ) -> torch.Tensor:
     """The FP8 input of `link` from what lies before its producer."""
     slot, book = running.inputs[link], running.state.book
-    if slot is not None and not book.primed(slot):
-        book.prime(
-            slot, apply_epilogue(z.detach(), epilogue, own).abs().amax() if z.numel() else z.new_zeros(())
-        )
+    if slot is not None and running.state.calibrates(slot):
+        book.prime(slot, _largest(book, slot, apply_epilogue(z.detach(), epilogue, own)))
     note_launch("produce")
     return produce(
         z,

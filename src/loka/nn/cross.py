@@ -47,6 +47,11 @@ class Crossed(nn.Module):
         x0, x = arguments
         return x if self.loka_cross is None else _run(self.loka_cross, x0, x)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.loka_cross is not None:  # loaded weights may be far from what the scales are used to
+            self.loka_cross.state.bank.forget()
+
     def extra_repr(self) -> str:
         was = super().extra_repr()
         how = "crossed"

@@ -71,7 +71,7 @@ class CrossLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossState:
-    """largest: int32 [1], zero when backward begins (a unit of the scale book)."""
+    """largest: int32 [1], of each backward anew (a unit of the scale book)."""
 
     layers: tuple[CrossLayer, ...]
     largest: torch.Tensor
@@ -217,7 +217,8 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
     rows, features = grad.shape
     sides = round_up(features, 16), round_up(rows, 16)
     note_launch("units")
-    units, _ = row_units(grad, state.largest)
+    # Of this backward alone: one bad gradient must not be in the units of all that follow.
+    units, _ = row_units(grad, state.largest.zero_())
     inner: torch.Tensor | None = None
     grads, biases, us = [], [], []
     vs: list[torch.Tensor | None] = []

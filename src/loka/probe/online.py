@@ -20,9 +20,10 @@ from torch import nn
 
 from loka.core.chain import Chain
 from loka.core.cross_record import CrossStack
-from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
 from loka.core.problem import dtype_name
 from loka.core.stats import LinearStats, Stats
+from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, unseen
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import unwrap
@@ -89,6 +90,7 @@ class Probe:
 
     Raises:
         PlanMismatch: `resume` is of another model; the differences are listed.
+        NotConverted: chains of the model run as a whole; revert it first.
     """
 
     def __init__(
@@ -108,6 +110,11 @@ class Probe:
         for name, value in (("every", every), ("rows", rows), ("rank", rank), ("save_every", save_every)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if runs_fused(model):
+            raise NotConverted(
+                "inner tensors of a chain cannot be watched: it runs as a whole",
+                way_out="loka.revert(model), then probe",
+            )
         self._model = model
         self._every, self._rows = every, rows
         self._full_covariance, self._rank = full_covariance, rank
