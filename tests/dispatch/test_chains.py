@@ -154,3 +154,10 @@ def test_convert_trains_as_well_as_float32(report: loka.Report) -> None:
     loka.revert(low)
     assert not running_chains(low)
     assert type(low[0]) is nn.Linear
+
+
+def test_a_diff_names_chains(report: loka.Report) -> None:
+    whole = loka.plan(report, loka.Budget(chains="always"))
+    apart = loka.plan(report, loka.Budget(chains="never"))
+    assert "chain 0: e4m3_row -> in parts" in str(loka.diff(whole, apart))
+    assert not loka.diff(whole, whole)

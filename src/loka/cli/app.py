@@ -148,6 +148,9 @@ def measure(
 def plan(
     report: Annotated[Path, typer.Argument(help="File written by `loka measure`.")],
     out: Annotated[Path, typer.Option(help="Plan file.")] = Path("plan.json"),
+    chains: Annotated[
+        str, typer.Option(help="measured: those that were timed and are faster; always; never.")
+    ] = "measured",
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
     min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
@@ -159,8 +162,14 @@ def plan(
     ] = None,
 ) -> None:
     """Decide every site within a budget, with the reasons. Needs no GPU."""
+    if chains not in ("measured", "always", "never"):
+        raise typer.BadParameter(f"{chains!r}; one of measured, always, never", param_hint="--chains")
     budget = Budget(
-        min_sqnr_db=min_sqnr_db, max_mere=max_mere, min_speedup=min_speedup, keep=tuple(keep or ())
+        min_sqnr_db=min_sqnr_db,
+        max_mere=max_mere,
+        min_speedup=min_speedup,
+        keep=tuple(keep or ()),
+        chains=chains,  # type: ignore[arg-type]
     )
     decided = plan_report(Report.load(report), budget, force=_forced(force or []))
     decided.save(out)

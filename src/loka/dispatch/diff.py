@@ -28,7 +28,7 @@ class PlanDiff:
 
 
 def diff(first: Plan, second: Plan) -> PlanDiff:
-    """Compares two plans site by site, with their models, machines and budgets."""
+    """Compares two plans site by site, with their models, machines, budgets and chains."""
     context = [f"model: {line}" for line in second.model.differences(first.model)]
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
     before, after = first.budget.to_json(), second.budget.to_json()
@@ -37,12 +37,18 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
         for name in after
         if before.get(name) != after[name]
     ]
+    wholes = {**first.chains, **first.crosses}, {**second.chains, **second.crosses}
+    for name in dict.fromkeys([*wholes[0], *wholes[1]]):
+        left, right = (by_name[name].recipe if name in by_name else "in parts" for by_name in wholes)
+        if left != right:
+            context.append(f"chain {name}: {left} -> {right}")
     names = list(dict.fromkeys([*first.decisions, *second.decisions]))
     sites = []
     for name in names:
-        left, right = first.decisions.get(name), second.decisions.get(name)
-        if _candidate(left) != _candidate(right):
-            sites.append((name, _candidate(left), _candidate(right), right.reason if right else ""))
+        before_it, after_it = first.decisions.get(name), second.decisions.get(name)
+        if _candidate(before_it) != _candidate(after_it):
+            reason = after_it.reason if after_it else ""
+            sites.append((name, _candidate(before_it), _candidate(after_it), reason))
     return PlanDiff(context=tuple(context), sites=tuple(sites), same=len(names) - len(sites))
 
 
