@@ -37,9 +37,9 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
         for name in after
         if before.get(name) != after[name]
     ]
-    wholes = {**first.chains, **first.crosses}, {**second.chains, **second.crosses}
+    wholes = _recipes(first), _recipes(second)
     for name in dict.fromkeys([*wholes[0], *wholes[1]]):
-        left, right = (by_name[name].recipe if name in by_name else "in parts" for by_name in wholes)
+        left, right = (by_name.get(name, "in parts") for by_name in wholes)
         if left != right:
             context.append(f"chain {name}: {left} -> {right}")
     names = list(dict.fromkeys([*first.decisions, *second.decisions]))
@@ -50,6 +50,12 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
             reason = after_it.reason if after_it else ""
             sites.append((name, _candidate(before_it), _candidate(after_it), reason))
     return PlanDiff(context=tuple(context), sites=tuple(sites), same=len(names) - len(sites))
+
+
+def _recipes(plan: Plan) -> dict[str, str]:
+    """Of what runs as a whole, by name."""
+    chains = {name: decided.recipe for name, decided in plan.chains.items()}
+    return {**chains, **{name: decided.recipe for name, decided in plan.crosses.items()}}
 
 
 def _candidate(decision: Decision | None) -> str:
