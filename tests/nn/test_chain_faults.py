@@ -112,6 +112,24 @@ def test_serving_what_was_never_trained_here() -> None:
         assert error(low(30 * x), plain(30 * x)) < 0.12
 
 
+def test_a_norm_in_front_reads_what_autocast_would_let_it_read() -> None:
+    """bfloat16 keeps 8 bits: of values around 300 it leaves nothing below 1."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
+    x = 300 + torch.randn(64, 64)
+    low = formed(copy.deepcopy(plain), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        leaf = x.clone().requires_grad_()
+        out = low(leaf)
+        assert out.dtype == torch.bfloat16
+        assert error(out.float(), plain(x).float()) < 0.12
+        out.float().square().mean().backward()
+    exact = x.clone().requires_grad_()
+    plain(exact).square().mean().backward()
+    assert leaf.grad.dtype == torch.float32
+    assert error(leaf.grad, exact.grad) < 0.15
+
+
 def test_an_empty_batch_gives_every_parameter_a_gradient() -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.SiLU(), nn.Linear(32, 16))
     low = formed(model, torch.randn(4, 64))

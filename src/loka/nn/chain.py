@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.chain import Chain, Link
+from loka.core.chain import Chain, Link, Norm
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack
 from loka.core.exceptions import NoKernelFits, NotConverted
@@ -64,9 +64,11 @@ def _run(running: RunningChain, input: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"{first.path}: input has {input.shape[-1]} features, the chain takes {first.in_features}"
         )
-    kind = input.device.type
+    kind, dtype = input.device.type, linear.weight.dtype
     if torch.is_autocast_enabled(kind):
-        input = input.to(torch.get_autocast_dtype(kind))
+        dtype = torch.get_autocast_dtype(kind)
+        if running.chain.prologue.norm is Norm.NONE:  # a norm reads what is there, as under autocast
+            input = input.to(dtype)
     elif input.dtype != linear.weight.dtype:
         raise TypeError(
             f"{first.path}: input is {input.dtype}, the weight {linear.weight.dtype}; "
@@ -78,10 +80,11 @@ def _run(running: RunningChain, input: torch.Tensor) -> torch.Tensor:
         rows.requires_grad or any(parameter.requires_grad for parameter in parameters)
     )
     if 0 in rows.shape:
-        out = _empty(running, rows)
+        out = _empty(running, rows.to(dtype))
     else:
         out = ChainGemms.apply(
             rows,
+            dtype,
             running.state.handle,
             running.place,
             not running.chain.prologue.identity,

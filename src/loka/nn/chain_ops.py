@@ -35,9 +35,17 @@ from loka.nn.chain_steps import (
 
 @torch.library.custom_op("loka::chain_forward", mutates_args=())
 def chain_forward(
-    x: torch.Tensor, parameters: list[torch.Tensor], handle: int, place: int, training: bool, keep_input: bool
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    parameters: list[torch.Tensor],
+    handle: int,
+    place: int,
+    training: bool,
+    keep_input: bool,
 ) -> list[torch.Tensor]:
     """[output, what backward wants...] of the chain at `place` of the model `handle`, for x [T, in].
+
+    `dtype` is what it computes in outside of FP8; x may be wider where a prologue reads it first.
 
     What backward wants: Z of each link that has a producer behind it, then x^T in FP8 and its scale
     where `keep_input` and the chain has no prologue. Nothing but the output without `training`.
@@ -60,14 +68,14 @@ def chain_forward(
         weight = bank.row(link.path), bank.scale(link.path)
         last = place_ + 1 == len(chain.links)
         keep = training and not (last and link.epilogue.identity)
-        name = running.kernel(place_, Gemm.OUTPUT, x.dtype, training=training)
+        name = running.kernel(place_, Gemm.OUTPUT, dtype, training=training)
         if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place_ + 1)):
             following = None if last else running.input_scale(place_ + 1)
-            a, z = fused_link(running, place_, x, a, weight, following, name, keep=keep)
+            a, z = fused_link(running, place_, x.shape[0], dtype, a, weight, following, name, keep=keep)
             out = a
         else:
             z = chain_gemm(
-                running, place_, Gemm.OUTPUT, x.shape[0], x.dtype, a, running.input_scale(place_), *weight
+                running, place_, Gemm.OUTPUT, x.shape[0], dtype, a, running.input_scale(place_), *weight
             )
             if not last:
                 a = produce_input(running, place_ + 1, z, link.epilogue, own, training=training)
@@ -84,14 +92,20 @@ def chain_forward(
 
 @chain_forward.register_fake
 def _(
-    x: torch.Tensor, parameters: list[torch.Tensor], handle: int, place: int, training: bool, keep_input: bool
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    parameters: list[torch.Tensor],
+    handle: int,
+    place: int,
+    training: bool,
+    keep_input: bool,
 ) -> list[torch.Tensor]:
     chain = running_chain(handle, place).chain
-    out = x.new_empty(x.shape[0], chain.links[-1].out_features)
+    out = x.new_empty(x.shape[0], chain.links[-1].out_features, dtype=dtype)
     if not training:
         return [out]
     saved = [
-        x.new_empty(x.shape[0], link.out_features)
+        x.new_empty(x.shape[0], link.out_features, dtype=dtype)
         for link in chain.links
         if link is not chain.links[-1] or not link.epilogue.identity
     ]
@@ -260,6 +274,7 @@ class ChainGemms(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        dtype: torch.dtype,
         handle: int,
         place: int,
         prologue: bool,
@@ -267,7 +282,7 @@ class ChainGemms(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         wanted = [training and p.requires_grad for p in parameters]
-        out, *saved = chain_forward(x, list(parameters), handle, place, training, any(wanted))
+        out, *saved = chain_forward(x, dtype, list(parameters), handle, place, training, any(wanted))
         if training:
             ctx.save_for_backward(x if prologue else x.new_empty(0), *parameters, *saved)
         ctx.where = handle, place, len(parameters)
@@ -277,16 +292,13 @@ class ChainGemms(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         handle, place, size = ctx.where
         x, *rest = ctx.saved_tensors
-        want_input, wanted = ctx.needs_input_grad[0], list(ctx.needs_input_grad[5:])
+        want_input, wanted = ctx.needs_input_grad[0], list(ctx.needs_input_grad[6:])
         release = _may_release(rest[size:])
         dx, *found = chain_backward(
             grad, x, rest[size:], rest[:size], handle, place, want_input, wanted, release
         )
         return (
             dx if want_input else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
             *(g if want else None for g, want in zip(found, wanted, strict=True)),
         )

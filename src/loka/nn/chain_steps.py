@@ -78,7 +78,8 @@ def _norm_names(epilogue: Epilogue) -> list[str]:
 def fused_link(
     running: RunningChain,
     link: int,
-    x: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype,
     a: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
     following: torch.Tensor | None,
@@ -88,16 +89,16 @@ def fused_link(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z."""
     spec = running.chain.links[link]
-    if x.dtype != torch.bfloat16:
+    if dtype != torch.bfloat16:
         raise NoKernelFits(
-            f"{FUSED_GEMM} cannot run {spec.path} in {x.dtype}",
+            f"{FUSED_GEMM} cannot run {spec.path} in {dtype}",
             why=["its results outside of FP8 are bfloat16"],
             way_out="run the model in bfloat16 or under autocast, or probe, measure and plan in this dtype",
         )
     note_launch("gemm")
     note_run(name, Gemm.OUTPUT)
     return gemm_produce(
-        _fit(a, (x.shape[0], a.shape[1])),
+        _fit(a, (rows, a.shape[1])),
         weight[0],
         running.input_scale(link),
         weight[1],
