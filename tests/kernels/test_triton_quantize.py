@@ -215,10 +215,10 @@ def test_nan_stays_and_raises_the_flag(
 
 def test_the_largest_element_may_lie_anywhere(device: torch.device) -> None:
     for place in (0, 4095, 4096, 8999):
-        hp = torch.ones(9000, 20, device=device).t()
+        hp = torch.ones(9000, 8, device=device).t()
         hp[7, place] = 1000.0
         for granularity in (Granularity.ROW, Granularity.TENSOR):
-            side = quantizer.Side(cast=E4M3[granularity], padded=(32, 9008))
+            side = quantizer.Side(cast=E4M3[granularity], padded=(16, 9008))
             out, _ = fused.quantize_pair_fused(hp, row=side, column=None)
             assert out.scale.max().item() == pytest.approx(1000 / 448)
             assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
