@@ -33,7 +33,6 @@ from loka.core.timing import time_interleaved
 from loka.nn.chain import form_chains
 from loka.nn.dataflow import find_chains
 from loka.nn.linears import is_prediction
-from loka.probe.chain_times import worth_timing
 from loka.probe.settings import Settings
 from loka.train.step_time import compiled
 from loka.zoo import build, dense_part
@@ -195,7 +194,7 @@ def _formed(model: nn.Module, name: str) -> nn.Module:
     chains = [
         (chain, SAFE, {})
         for chain in found.chains
-        if worth_timing(chain) and max(link.out_features for link in chain.links) >= 256
+        if not chain.lone and max(link.out_features for link in chain.links) >= 256
     ]
     chains = [entry for entry in chains if not entry[0].name.startswith("front")]
     form_chains(model, chains, [(stack, SAFE, {}) for stack in found.crosses])

@@ -15,7 +15,7 @@ from loka.core.error import Estimate
 from loka.core.report import HP
 from loka.core.timing import Race, Timing
 from loka.probe import chain_times
-from loka.probe.chain_times import build_chain, chain_key, time_chain, worth_timing
+from loka.probe.chain_times import build_chain, chain_key, time_chain
 from loka.probe.settings import Settings
 
 
@@ -31,7 +31,7 @@ def stats() -> loka.Stats:
 
 
 def test_what_is_built_computes_what_was_recorded(stats: loka.Stats) -> None:
-    (chain,) = [chain for chain in stats.chains if worth_timing(chain)]
+    (chain,) = [chain for chain in stats.chains if not chain.lone]
     assert chain.paths == ("0", "1", "2", "3", "4")
     model, renamed, sites = build_chain(chain, torch.device("cpu"), torch.float32)
     assert [type(module) for module in model] == [nn.RMSNorm, nn.Linear, nn.LayerNorm, nn.GELU, nn.Linear]
@@ -42,7 +42,7 @@ def test_what_is_built_computes_what_was_recorded(stats: loka.Stats) -> None:
 
 
 def test_a_race_becomes_measurements(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
-    (chain,) = [chain for chain in stats.chains if worth_timing(chain)]
+    (chain,) = [chain for chain in stats.chains if not chain.lone]
     raced: dict[str, Callable[[], object]] = {}
 
     def race(functions: Mapping[str, Callable[[], object]], **options: Any) -> Race:
@@ -62,7 +62,7 @@ def test_a_race_becomes_measurements(stats: loka.Stats, monkeypatch: pytest.Monk
 
 
 def test_equal_chains_have_one_key(stats: loka.Stats) -> None:
-    chains = [chain for chain in stats.chains if worth_timing(chain)]
+    chains = [chain for chain in stats.chains if not chain.lone]
     keys = {chain_key(chain, stats.layers, {}) for chain in chains}
     assert len(keys) == 1
     served = stats.for_inference(batch=0.5)

@@ -108,6 +108,11 @@ class Chain:
         return self.links[0].path
 
     @property
+    def lone(self) -> bool:
+        """Whether it is a linear layer with nothing before or after it: no more than its sites."""
+        return len(self.links) == 1 and self.prologue.identity and self.links[0].epilogue.identity
+
+    @property
     def linears(self) -> tuple[str, ...]:
         return tuple(link.path for link in self.links)
 

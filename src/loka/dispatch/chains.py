@@ -59,7 +59,7 @@ def _decide(
     decisions: Mapping[str, Decision],
     objects: Objection,
 ) -> ChainDecision | CrossDecision | str | None:
-    if isinstance(whole, Chain) and not _worth_forming(whole):
+    if isinstance(whole, Chain) and whole.lone:
         return None
     reason = _kept_apart(whole, report, budget, decisions)
     if reason is None and isinstance(whole, Chain):
@@ -102,11 +102,6 @@ def _decide(
     if isinstance(whole, Chain):
         return ChainDecision(chain=whole, **fields)
     return CrossDecision(stack=whole, **fields)
-
-
-def _worth_forming(chain: Chain) -> bool:
-    """A linear layer with nothing before or after it is no more than its sites."""
-    return len(chain.links) > 1 or not (chain.prologue.identity and chain.links[0].epilogue.identity)
 
 
 def _kept_apart(

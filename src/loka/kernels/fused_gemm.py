@@ -11,14 +11,13 @@ kernels/triton/gemm.py.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
-from loka.core.chain import Activation, Epilogue, Norm
+from loka.core.chain import Epilogue, Norm
+from loka.core.producer import NO_PARAMETERS, apply_epilogue, cast_given
 from loka.core.recipe import Format
 from loka.kernels.legality import not_hopper
 
 _BLOCKS = (64, 128, 256)  # a norm's block lies inside a tile; 256 columns are the widest tile
-_FMAX = Format.E4M3.max
 
 
 def unsupported(epilogue: Epilogue, *, columns: int, inner: int, target: str) -> str | None:
@@ -75,25 +74,8 @@ def gemm_produce(
 
 def produce(z: torch.Tensor, epilogue: Epilogue, *, scale_out: torch.Tensor | None) -> torch.Tensor:
     """cast(activation(norm(z)) / scale_out) of z [M, N] in any float dtype, computed in float32."""
-    value = z.float()
-    if epilogue.norm is Norm.BLOCK:
-        blocks = value.unflatten(-1, (-1, epilogue.block))
-        value = F.rms_norm(blocks, (epilogue.block,), eps=epilogue.eps).flatten(-2)
-    value = _ACTIVATIONS[epilogue.activation](value)
-    if scale_out is None:
-        return value.bfloat16()
-    value = value.where(value.isfinite(), torch.nan)
-    # Clamp before the cast: torch <= 2.11 turns an e4m3 overflow into NaN, 2.12+ saturates.
-    return (value / scale_out).clamp(-_FMAX, _FMAX).to(Format.E4M3.dtype)
-
-
-_ACTIVATIONS = {
-    Activation.NONE: lambda value: value,
-    Activation.HARD_SWISH: F.hardswish,
-    Activation.RELU: F.relu,
-    Activation.SWISH: F.silu,
-    Activation.GELU: F.gelu,
-}
+    value = apply_epilogue(z, epilogue, NO_PARAMETERS)
+    return value.bfloat16() if scale_out is None else cast_given(value, scale_out)
 
 
 def _check(

@@ -15,8 +15,8 @@ from loka.core import producer as reference
 from loka.core.chain import Epilogue, Norm
 from loka.core.producer import Derived, Parameters
 
-WIDEST_NORM = 32768
-WIDEST_BLOCK = 512
+WIDEST_NORM = 32768  # features of a norm that a program of forward holds at a time
+WIDEST_BLOCK = 512  # features of a norm up to which backward reduces inside its tile
 
 
 def unsupported(epilogue: Epilogue, features: int) -> str | None:

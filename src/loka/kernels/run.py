@@ -33,6 +33,15 @@ def reset_kernel_runs() -> None:
     _RUNS.clear()
 
 
+def fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
+    """Operands are padded to 16; a kernel that wants other sides, of a ragged batch say, gets a copy."""
+    if low.shape == sides:
+        return low
+    raw = low.view(torch.uint8)[: sides[0], : sides[1]]
+    grown = torch.nn.functional.pad(raw, (0, sides[1] - raw.shape[1], 0, sides[0] - raw.shape[0]))
+    return grown.contiguous().view(low.dtype)
+
+
 def note_run(candidate: str, gemm: Gemm) -> None:
     """Counts a GEMM that a fused kernel ran elsewhere (nn/chain_ops.py)."""
     _RUNS[candidate, gemm.value] += 1

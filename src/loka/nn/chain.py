@@ -25,6 +25,7 @@ from loka.kernels.fused_gemm import unsupported as fused_unsupported
 from loka.kernels.producer import unsupported
 from loka.kernels.registry import candidate_named
 from loka.nn.block_norm import BlockNorm
+from loka.nn.chain_kernels import plain_kernels
 from loka.nn.chain_ops import ChainGemms
 from loka.nn.chain_parts import Part, join
 from loka.nn.chain_state import ChainState, RunningChain
@@ -38,7 +39,6 @@ class Chained(nn.Module):
 
     loka_chain: RunningChain | None
     loka_inside: RunningChain
-    loka_state: ChainState
     loka_was: type[nn.Module]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Chained(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.loka_state.bank.forget()  # loaded weights may be far from what the scales are used to
+        self.loka_inside.state.bank.forget()  # loaded weights may be far from what the scales are used to
 
     def extra_repr(self) -> str:
         was = super().extra_repr()
@@ -158,13 +158,14 @@ def form_chains(
     for chain, recipe_name, kernels in chains:
         recipe = chain_recipe_named(recipe_name)
         _check(chain, found)
-        complete = {**default_kernels(chain, recipe, found(chain.name).weight.device), **kernels}
+        device = found(chain.name).weight.device
+        complete = {**default_kernels(chain, recipe, device), **kernels}
         for link in chain.links:
             for gemm in Gemm:
                 _check_kernel(chain, link, gemm, complete[site_name(link.path, gemm)])
         serving = {
             site: name
-            for site, name in _serving_kernels(chain, recipe, found(chain.name).weight.device).items()
+            for site, name in _fused_kernels(chain, recipe, device, training=False).items()
             if site not in kernels
         }
         formed.append((chain, recipe, complete, frozenset(kernels), serving))
@@ -178,7 +179,6 @@ def form_chains(
             module.__dict__["loka_was"] = type(module)
             module.__dict__["loka_chain"] = None if place else running
             module.__dict__["loka_inside"] = running
-            module.__dict__["loka_state"] = state
             module.__class__ = _CLASSES[type(module)]
     return state
 
@@ -240,30 +240,18 @@ def objection(chain: Chain) -> str | None:
 def default_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
     """By site: what runs where nothing was measured, for bf16 (autocast counts).
 
-    On Hopper the GEMM with the producer in its epilogue where there is one, torch's kernels elsewhere, with
-    fast accumulation where K is short; emulated on a CPU. grad_weight sums over all rows of a batch,
-    where fast accumulation loses too much.
+    As `plain_kernels`, but on Hopper the GEMM with the producer in its epilogue where there is one.
     """
-    target = target_of(device)
-    kernel = dict.fromkeys(Gemm, "emulated")
-    if device.type == "cuda":
-        kernel = {Gemm.OUTPUT: "torch_fast", Gemm.GRAD_INPUT: "torch_fast", Gemm.GRAD_WEIGHT: "torch"}
-    found = {
-        site_name(link.path, gemm): f"{kernel[gemm]}:{recipe.gemm_recipe(gemm)}"
-        for link in chain.links
-        for gemm in Gemm
-    }
-    for link in chain.links:
-        if device.type == "cuda" and fused_objection(chain, link, target) is None:
-            found[site_name(link.path, Gemm.OUTPUT)] = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}"
-    return found
+    return {**plain_kernels(chain, recipe, device), **_fused_kernels(chain, recipe, device, training=True)}
 
 
-def _serving_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
+def _fused_kernels(
+    chain: Chain, recipe: ChainRecipe, device: torch.device, *, training: bool
+) -> dict[str, str]:
     if device.type != "cuda":
         return {}
-    fused = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}"
-    links = [k for k in chain.links if fused_objection(chain, k, target_of(device), training=False) is None]
+    fused, target = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}", target_of(device)
+    links = [k for k in chain.links if fused_objection(chain, k, target, training=training) is None]
     return {site_name(link.path, Gemm.OUTPUT): fused for link in links}
 
 
@@ -297,7 +285,7 @@ def dissolve_chains(model: nn.Module) -> None:
             restore(module)
         elif isinstance(module, Chained):
             was = module.loka_was
-            for name in ("loka_was", "loka_chain", "loka_inside", "loka_state"):
+            for name in ("loka_was", "loka_chain", "loka_inside"):
                 del module.__dict__[name]
             module.__class__ = was  # type: ignore[assignment]
 
@@ -315,9 +303,9 @@ def runs_fused(model: nn.Module) -> bool:
 
 def chain_states(model: nn.Module) -> list[ChainState]:
     """What the chains of `model` share: one state for all that were formed together."""
-    found = {id(m.loka_state): m.loka_state for m in unwrap(model).modules() if isinstance(m, Chained)}
-    found.update({id(running.state): running.state for running in running_crosses(model).values()})
-    return list(found.values())
+    states = [m.loka_inside.state for m in unwrap(model).modules() if isinstance(m, Chained)]
+    states += [running.state for running in running_crosses(model).values()]
+    return list({id(state): state for state in states}.values())
 
 
 def chain_snapshot(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -1,9 +1,11 @@
-"""Which measured GEMM kernels run inside a chain or a stack of cross layers: one rule for timing it
-and for planning it."""
+"""Which GEMM kernels run inside a chain or a stack of cross layers: the measured ones, one rule for
+timing it and for planning it; and what runs where nothing was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import torch
 
 from loka.core.chain_recipe import ChainRecipe
 from loka.core.cross_record import CrossStack, Whole
@@ -36,3 +38,19 @@ def inner_kernels(whole: Whole, recipe: ChainRecipe, sites: Mapping[str, SiteRep
             if times:
                 found[site_name(path, gemm)] = min(times, key=lambda name: (times[name], name))
     return found
+
+
+def plain_kernels(whole: Whole, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
+    """By site: what runs where nothing was measured. Emulation on a CPU, else torch's kernels.
+
+    They accumulate fast where K is short; grad_weight sums over all rows of a batch, where that
+    loses too much.
+    """
+    kernel = dict.fromkeys(Gemm, "emulated")
+    if device.type == "cuda":
+        kernel = {Gemm.OUTPUT: "torch_fast", Gemm.GRAD_INPUT: "torch_fast", Gemm.GRAD_WEIGHT: "torch"}
+    return {
+        site_name(path, gemm): f"{kernel[gemm]}:{recipe.gemm_recipe(gemm)}"
+        for path in whole.linears
+        for gemm in Gemm
+    }

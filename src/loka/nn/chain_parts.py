@@ -17,7 +17,7 @@ from torch import nn
 from loka.core.chain import NOTHING, Activation, Chain, Epilogue, Link, Norm
 from loka.nn.block_norm import BlockNorm
 
-_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.Hardswish: Activation.HARD_SWISH,
     nn.ReLU: Activation.RELU,
     nn.SiLU: Activation.SWISH,
@@ -130,7 +130,7 @@ def _passes(module: nn.Module) -> bool:
 def _activation_of(module: nn.Module) -> Activation | None:
     if type(module) is nn.GELU and module.approximate != "none":
         return None
-    return _ACTIVATIONS.get(type(module))
+    return ACTIVATIONS.get(type(module))
 
 
 def _norm_of(module: nn.Module) -> Epilogue | None:

@@ -205,17 +205,18 @@ class ChainState:
         self._adopt()
         capturing = _capturing(device)
         # Towers may take turns: a step's first chain need not have run in the last step.
-        changed = not capturing and self.bank.changed()
-        first = training and (not self._ran or running.place in self._ran or changed)
+        changed = self.bank.changed()
+        fresh = changed and not capturing  # a capture says nothing about what was before it
+        first = training and (not self._ran or running.place in self._ran or fresh)
         if first:
             self._ran.clear()
         if training:
             self._ran.add(running.place)
-        if (first and (self._due or capturing or changed or self._frozen())) or (self._due and changed):
+        if (first and (self._due or capturing or fresh or self._frozen())) or (self._due and fresh):
             self.book.update()
             self.bank.refresh()
             self._due = False
-        elif not training and (changed or self.bank.changed()):
+        elif not training and changed:
             if not capturing:
                 self.bank.forget()  # between training steps weights may jump: averages, checkpoints
             self.bank.refresh()

@@ -10,7 +10,7 @@ import torch
 from loka.core.chain import Chain, Epilogue
 from loka.core.chain_recipe import FUSED_GEMM
 from loka.core.exceptions import NoKernelFits
-from loka.core.problem import Problem, dtype_name, linear_problem, round_up, target_of
+from loka.core.problem import dtype_name, linear_problem, round_up, target_of
 from loka.core.producer import Parameters, apply_epilogue, differentiate
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
@@ -19,7 +19,7 @@ from loka.kernels.launches import note_launch
 from loka.kernels.producer import produce
 from loka.kernels.quantizer import Side, quantize_pair
 from loka.kernels.registry import candidate_named
-from loka.kernels.run import ScaledGemm, note_run, scaled_gemm
+from loka.kernels.run import fit, note_run, scaled_gemm
 from loka.nn.chain_state import RunningChain
 from loka.nn.scale_book import ScaleBook
 
@@ -50,8 +50,7 @@ class Gradients:
     def __init__(self, chain: Chain, parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
         self._parameters, self._wanted = parameters, wanted
         self.values = [parameter.new_empty(0) for parameter in parameters]
-        self._places: dict[tuple[int, str], int] = {}
-        names = [(-1, name) for name in _norm_names(chain.prologue)]
+        names: list[tuple[int, str]] = [(-1, name) for name in _norm_names(chain.prologue)]
         for place, link in enumerate(chain.links):
             names += [(place, "weight"), *([(place, "bias")] if link.bias else [])]
             names += [(place, name) for name in _norm_names(link.epilogue)]
@@ -98,7 +97,7 @@ def fused_link(
     note_launch("gemm")
     note_run(name, Gemm.OUTPUT)
     return gemm_produce(
-        _fit(a, (rows, a.shape[1])),
+        fit(a, (rows, a.shape[1])),
         weight[0],
         running.input_scale(link),
         weight[1],
@@ -163,11 +162,6 @@ def produce_input(
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _scaled(name: str, problem: Problem) -> ScaledGemm:
-    return scaled_gemm(name, problem)
-
-
 def chain_gemm(
     running: RunningChain,
     link: int,
@@ -189,21 +183,12 @@ def chain_gemm(
         dtype=dtype_name(dtype),
         target=target_of(a.device),
     )
-    run = _scaled(name or running.kernel(link, gemm, dtype), problem)
+    run = scaled_gemm(name or running.kernel(link, gemm, dtype), problem)
     note_launch("gemm")
     return run(
-        Quantized(_fit(a, run.padded_a), _fit_scale(a_scale, run.padded_a[0]), run.casts[0]),
-        Quantized(_fit(b, run.padded_b), _fit_scale(b_scale, run.padded_b[0]), run.casts[1]),
+        Quantized(fit(a, run.padded_a), _fit_scale(a_scale, run.padded_a[0]), run.casts[0]),
+        Quantized(fit(b, run.padded_b), _fit_scale(b_scale, run.padded_b[0]), run.casts[1]),
     )
-
-
-def _fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
-    """Operands are padded to 16; a kernel that wants other sides, of a ragged batch say, gets a copy."""
-    if low.shape == sides:
-        return low
-    raw = low.view(torch.uint8)[: sides[0], : sides[1]]
-    grown = torch.nn.functional.pad(raw, (0, sides[1] - raw.shape[1], 0, sides[0] - raw.shape[0]))
-    return grown.contiguous().view(low.dtype)
 
 
 def _fit_scale(scale: torch.Tensor, rows: int) -> torch.Tensor:
@@ -240,31 +225,12 @@ def grad_input(
 ) -> torch.Tensor:
     """grad_input of a link: in units, or where it leaves the chain as it is, by row scales."""
     bank, path = running.state.bank, running.chain.links[link].path
-    turned = bank.turned(path)
-    if row_scale is None or not running.recipe.units:
-        return chain_gemm(
-            running,
-            link,
-            Gemm.GRAD_INPUT,
-            rows,
-            dtype,
-            row,
-            running.gradient_scale(link),
-            turned,
-            bank.scale(path),
-        )
-    ones = running.state.ones(turned.shape[0])
+    turned, name = bank.turned(path), running.kernel(link, Gemm.GRAD_INPUT)
+    scales = running.gradient_scale(link), bank.scale(path)
+    if row_scale is not None and running.recipe.units:
+        scales, name = (row_scale, running.state.ones(turned.shape[0])), _by_rows(name)
     return chain_gemm(
-        running,
-        link,
-        Gemm.GRAD_INPUT,
-        rows,
-        dtype,
-        row,
-        row_scale,
-        turned,
-        ones,
-        name=_by_rows(running.kernel(link, Gemm.GRAD_INPUT)),
+        running, link, Gemm.GRAD_INPUT, rows, dtype, row, scales[0], turned, scales[1], name=name
     )
 
 

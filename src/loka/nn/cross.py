@@ -22,8 +22,8 @@ from loka.core.chain_recipe import SAFE, ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack
 from loka.core.exceptions import NoKernelFits, NotConverted
 from loka.core.recipe import Gemm
-from loka.core.report import site_name
 from loka.kernels.registry import candidate_named
+from loka.nn.chain_kernels import plain_kernels
 from loka.nn.cross_flow import arguments_of
 from loka.nn.cross_match import CrossSpec, match
 from loka.nn.cross_ops import CrossGemms
@@ -161,7 +161,7 @@ def prepare(
             why=reasons,
             way_out="revert the model first, or leave this stack out of the plan",
         )
-    complete = {**_default_kernels(stack, recipe, found(stack.linears[0]).weight.device), **kernels}
+    complete = {**plain_kernels(stack, recipe, found(stack.linears[0]).weight.device), **kernels}
     for site, name in complete.items():
         _check_kernel(site, name, recipe)
     return Formed(stack=stack, recipe=recipe, kernels=complete, specs=tuple(specs))
@@ -172,18 +172,6 @@ def recipe_objection(recipe: ChainRecipe) -> str | None:
     return (
         None if recipe.name == SAFE else f"cross layers run by the recipe {SAFE} only, not by {recipe.name}"
     )
-
-
-def _default_kernels(stack: CrossStack, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:
-    """As nn/chain.default_kernels: what runs where nothing was measured."""
-    kernel = dict.fromkeys(Gemm, "emulated")
-    if device.type == "cuda":
-        kernel = {Gemm.OUTPUT: "torch_fast", Gemm.GRAD_INPUT: "torch_fast", Gemm.GRAD_WEIGHT: "torch"}
-    return {
-        site_name(path, gemm): f"{kernel[gemm]}:{recipe.gemm_recipe(gemm)}"
-        for path in stack.linears
-        for gemm in Gemm
-    }
 
 
 def _check_kernel(site: str, name: str, recipe: ChainRecipe) -> None:

@@ -23,7 +23,7 @@ from loka.core.reference import Quantized
 from loka.kernels.cross import cross_derive, cross_gather, cross_produce
 from loka.kernels.launches import note_launch
 from loka.kernels.producer import derive, produce, row_units
-from loka.kernels.run import ScaledGemm, scaled_gemm
+from loka.kernels.run import fit, scaled_gemm
 
 _CAST = Cast(Format.E4M3, Granularity.TENSOR)
 
@@ -108,7 +108,10 @@ def multiply_by(named: Callable[[Where, Gemm], str]) -> Multiply:
     def multiply(
         where: Where, gemm: Gemm, a: Quantized, b: Quantized, sides: tuple[int, int, int], dtype: torch.dtype
     ) -> torch.Tensor:
-        run = _scaled_gemm(named(where, gemm), gemm, sides, dtype_name(dtype), target_of(a.data.device))
+        m, n, k = sides
+        target = target_of(a.data.device)
+        problem = Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target)
+        run = scaled_gemm(named(where, gemm), problem)
         note_launch("gemm")
         return run(
             Quantized(fit(a.data, run.padded_a), a.scale, run.casts[0]),
@@ -116,21 +119,6 @@ def multiply_by(named: Callable[[Where, Gemm], str]) -> Multiply:
         )
 
     return multiply
-
-
-def fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
-    """Operands are padded to 16; a kernel that wants other sides, of a ragged batch say, gets a copy."""
-    if low.shape == sides:
-        return low
-    raw = low.view(torch.uint8)[: sides[0], : sides[1]]
-    grown = torch.nn.functional.pad(raw, (0, sides[1] - raw.shape[1], 0, sides[0] - raw.shape[0]))
-    return grown.contiguous().view(low.dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _scaled_gemm(name: str, gemm: Gemm, sides: tuple[int, int, int], dtype: str, target: str) -> ScaledGemm:
-    m, n, k = sides
-    return scaled_gemm(name, Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype, target=target))
 
 
 @torch.no_grad()

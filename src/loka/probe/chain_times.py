@@ -15,6 +15,7 @@ from torch import nn
 
 from loka.core.chain import Activation, Chain, Epilogue, Norm
 from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.cross_record import Whole
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, site_name
@@ -22,34 +23,32 @@ from loka.core.stats import LinearStats
 from loka.core.timing import first_line, time_interleaved
 from loka.nn.block_norm import BlockNorm
 from loka.nn.chain import form_chains, objection
+from loka.nn.chain_parts import ACTIVATIONS
 from loka.probe.settings import Settings
 
-_ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
-    Activation.HARD_SWISH: nn.Hardswish,
-    Activation.RELU: nn.ReLU,
-    Activation.SWISH: nn.SiLU,
-    Activation.GELU: nn.GELU,
-}
-
-
-def worth_timing(chain: Chain) -> bool:
-    """A linear layer with nothing before or after it is no more than its sites."""
-    return len(chain.links) > 1 or not (chain.prologue.identity and chain.links[0].epilogue.identity)
+_MODULES = {activation: module for module, activation in ACTIVATIONS.items()}
 
 
 def chain_key(
     chain: Chain, layers: Mapping[str, LinearStats], kernels: Mapping[str, Mapping[str, str]]
 ) -> str:
     """Equal for chains that take equally long."""
-    places = {link.path: str(place) for place, link in enumerate(chain.links)}
     shape = [(link.in_features, link.out_features, link.bias, link.epilogue) for link in chain.links]
-    first = layers[chain.links[0].path]
+    return repr((chain.prologue, shape, how_it_runs(chain, layers, kernels)))
+
+
+def how_it_runs(
+    whole: Whole, layers: Mapping[str, LinearStats], kernels: Mapping[str, Mapping[str, str]]
+) -> tuple[object, ...]:
+    """What else than its shape decides how long it takes: rows, dtypes, gradients, GEMM kernels."""
+    places = {path: str(place) for place, path in enumerate(whole.linears)}
+    first = layers[whole.linears[0]]
     inside = [
         sorted((places[site.rpartition("/")[0]], site.rpartition("/")[2], name) for site, name in own.items())
         for own in kernels.values()
     ]
-    runs = (first.rows, first.dtype, first.weight_dtype, first.needs_input_grad, first.needs_weight_grad)
-    return repr((chain.prologue, shape, runs, inside))
+    gradients = first.needs_input_grad, first.needs_weight_grad
+    return first.rows, first.dtype, first.weight_dtype, gradients, inside
 
 
 def time_chain(
@@ -173,7 +172,7 @@ def _epilogue_modules(epilogue: Epilogue, features: int) -> Sequence[nn.Module]:
     elif epilogue.norm is Norm.RMS:
         found.append(nn.RMSNorm(features, eps=epilogue.eps, elementwise_affine=epilogue.gamma))
     if epilogue.activation is not Activation.NONE:
-        found.append(_ACTIVATIONS[epilogue.activation]())
+        found.append(_MODULES[epilogue.activation]())
     return found
 
 

@@ -23,7 +23,7 @@ from loka.core.stats import LinearStats
 from loka.core.timing import first_line
 from loka.nn.chain import form_chains
 from loka.nn.cross import recipe_objection
-from loka.probe.chain_times import race
+from loka.probe.chain_times import how_it_runs, race
 from loka.probe.settings import Settings
 
 
@@ -57,15 +57,8 @@ def stack_key(
     stack: CrossStack, layers: Mapping[str, LinearStats], kernels: Mapping[str, Mapping[str, str]]
 ) -> str:
     """Equal for stacks that take equally long."""
-    places = {path: str(place) for place, path in enumerate(stack.linears)}
     shape = [(layer.features, layer.rank, layer.bias) for layer in stack.layers]
-    first = layers[stack.linears[0]]
-    inside = [
-        sorted((places[site.rpartition("/")[0]], site.rpartition("/")[2], name) for site, name in own.items())
-        for own in kernels.values()
-    ]
-    runs = (first.rows, first.dtype, first.weight_dtype, first.needs_input_grad, first.needs_weight_grad)
-    return repr((stack.joint, shape, runs, inside))
+    return repr((stack.joint, shape, how_it_runs(stack, layers, kernels)))
 
 
 def time_stack(

@@ -31,7 +31,7 @@ from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
 from loka.nn.chain_kernels import inner_kernels
 from loka.probe.cache import TimesCache, sources_digest
-from loka.probe.chain_times import chain_key, time_chain, worth_timing
+from loka.probe.chain_times import chain_key, time_chain
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
@@ -176,7 +176,7 @@ class _Work:
     def wholes(self) -> list[Whole]:
         """The chains and stacks to time: all of whose layers were watched."""
         worth: list[Whole] = [
-            *(chain for chain in self.report.chains if worth_timing(chain)),
+            *(chain for chain in self.report.chains if not chain.lone),
             *self.report.crosses,
         ]
         return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]

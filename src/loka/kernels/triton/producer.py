@@ -22,6 +22,7 @@ import triton.language as tl
 from loka.core.chain import Activation, Epilogue, Norm
 from loka.core.producer import Derived, Parameters
 from loka.core.recipe import Format
+from loka.kernels.producer import WIDEST_BLOCK
 from loka.kernels.triton.pack import (
     INTERPRETED,
     TRITON_TYPES,
@@ -31,8 +32,6 @@ from loka.kernels.triton.pack import (
     underflows,
 )
 
-WIDEST_NORM = 32768  # features of a norm that a program of forward holds at a time
-_IN_TILE = 512  # features of a norm up to which backward reduces inside its tile
 _PLAIN = 256  # features of a tile where nothing is reduced
 
 _ACTIVATION = {activation: index for index, activation in enumerate(Activation)}  # NONE, HARD_SWISH, RELU ..
@@ -743,7 +742,7 @@ def derive_fused(
     normed = _NO_NORM
     block, wide = _tile_width(epilogue, features, columns)
     if epilogue.norm is not Norm.NONE:
-        normed = _TILE_NORM if block <= _IN_TILE else _SUMMED_NORM
+        normed = _TILE_NORM if block <= WIDEST_BLOCK else _SUMMED_NORM
     with _on(grad):
         sums = grad
         if normed == _SUMMED_NORM:
