@@ -127,10 +127,10 @@ def check_low(got: torch.Tensor, expected: torch.Tensor, inner: tuple[int, int])
     assert (lost_carry & ~near).float().mean() < 0.05
 
 
-def check_seen(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bits of a maximum: the float32 values differ by rounding, that of 1 where a norm cancels."""
+def check_seen(got: torch.Tensor, expected: torch.Tensor, cancelled: float = 1e-6) -> None:
+    """Bits of a maximum: the float32 values differ by rounding, that of `cancelled` where a norm cancels."""
     x, y = (t.view(torch.float32).item() for t in (got, expected))
-    assert x == pytest.approx(y, rel=1e-4, abs=1e-6)
+    assert x == pytest.approx(y, rel=1e-4, abs=cancelled)
 
 
 def check_forward(c: Case, scale: torch.Tensor) -> None:
@@ -191,13 +191,16 @@ def check_backward(c: Case, grad_scale: torch.Tensor, **over: Any) -> None:
     check_low(got.activation, expected.activation, (features, rows))
     assert torch.equal(got.turned_scale, expected.turned_scale)
     assert torch.equal(got.activation_scale, expected.activation_scale)
-    check_seen(notes[1][0], notes[0][0])
+    # terms in units, at most 1.5 / std each, of which a norm over one feature leaves nothing
+    check_seen(notes[1][0], notes[0][0], max(1e-6, 2.0**-22 * inverse_std(c).max().item()))
     # Hard swish is flat at -1.5, which many bfloat16 are exactly: there the twin's slope is zero, the
     # kernel's is float32's rounding of it, and what comes of that counts as rounded to zero.
     flat = int((expected.row.view(torch.uint8)[:, :features] & 0x7F == 0).logical_and(c.grad != 0).sum())
     saturated, underflowed = (notes[0][1] - notes[1][1]).abs().tolist()
     assert saturated <= 2
-    assert underflowed <= 2 + 1e-3 * features + flat * (c.epilogue.activation is Activation.HARD_SWISH)
+    # GELU's 1 + erf cancels in the tail of a normal distribution, where 1 in a million lies.
+    edge = 2 + 1e-3 * features + 2e-6 * c.z.numel()
+    assert underflowed <= edge + flat * (c.epilogue.activation is Activation.HARD_SWISH)
     assert got.hp is not None
     assert expected.hp is not None
     assert got.hp.dtype == c.grad.dtype
@@ -210,6 +213,20 @@ def check_backward(c: Case, grad_scale: torch.Tensor, **over: Any) -> None:
     check_sums(c, got, expected, units)
 
 
+def inverse_std(c: Case) -> torch.Tensor:
+    """1 / std of every row's norm, the largest of its blocks; 1 without a norm. [T]"""
+    if c.epilogue.norm is Norm.NONE:
+        return torch.ones(1)
+    shown = c.z.float() if c.parameters.bias is None else c.z.float() + c.parameters.bias
+    variance = shown.square().mean(1)
+    if c.epilogue.norm is Norm.LAYER:
+        variance = shown.var(1, correction=0)
+    if c.epilogue.norm is Norm.BLOCK:
+        blocks = shown.split(c.epilogue.block, dim=1)
+        variance = torch.stack([block.square().mean(1) for block in blocks]).amin(0)
+    return (variance + c.epilogue.eps).rsqrt()
+
+
 def check_sums(c: Case, got: Any, expected: Any, units: torch.Tensor) -> None:
     """Column sums of T terms, each with the rounding of a row's sum of N: at most (T + N) 2^-22 of
     the sum of what bounds the terms. |act'| <= 1.5, |normal| <= sqrt(N), 1 / std is in the values."""
@@ -218,16 +235,9 @@ def check_sums(c: Case, got: Any, expected: Any, units: torch.Tensor) -> None:
     top = c.grad.float().abs().amax(1)
     normal = math.sqrt(features)
     gamma = 1.0 if c.parameters.gamma is None else c.parameters.gamma.abs().max().item()
-    shown = c.z.float() if c.parameters.bias is None else c.z.float() + c.parameters.bias
-    variance = shown.square().mean(1)
-    if c.epilogue.norm is Norm.LAYER:
-        variance = shown.var(1, correction=0)
-    if c.epilogue.norm is Norm.BLOCK:
-        blocks = shown.split(c.epilogue.block, dim=1)
-        variance = torch.stack([block.square().mean(1) for block in blocks]).amin(0)
-    inverse = (variance + c.epilogue.eps).rsqrt() if c.epilogue.norm is not Norm.NONE else 1.0
+    inverse = inverse_std(c)
     bounds = {
-        "bias": (1.5 * gamma * top * inverse * (2 + normal)).sum(),
+        "bias": (1.5 * gamma * top * inverse.to(top.device) * (2 + normal)).sum(),
         "gamma": (1.5 * top * normal).sum(),
         "beta": (1.5 * top).sum(),
     }

@@ -27,7 +27,9 @@ E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 E5M2 = Cast(Format.E5M2, Granularity.TENSOR)
 DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 # Small tiles have many steps and chunks at little cost.
-SMALL = split.Config(block_m=64, block_n=64, block_k=32, stages=2, warps=4)
+# A GPU promotes after 128 of K and takes no shorter step for it.
+STEP = 128 if torch.cuda.is_available() else 32
+SMALL = split.Config(block_m=64, block_n=64, block_k=STEP, stages=2, warps=4)
 CONFIGS = {
     "rule": SMALL,
     "ranges": replace(SMALL, interleave=False),

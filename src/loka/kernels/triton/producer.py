@@ -152,7 +152,7 @@ def _count(over, under, counts_ptr):
         tl.atomic_add(counts_ptr + 1, under.to(tl.int64), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _produce(
     z_ptr, bias_ptr, gamma_ptr, beta_ptr, scale_ptr, seen_ptr, counts_ptr, out_ptr, rows, features, block,
     padded, z_stride,
@@ -213,7 +213,7 @@ def _produce(
         tl.store(place, value.to(OUT), mask=(r < rows)[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_units(
     grad_ptr, units_ptr, largest_ptr, factor_0_ptr, factor_1_ptr, row_scale_ptr, rows, features,
     grad_stride,
@@ -374,7 +374,9 @@ def _pair(
             highest = tl.maximum(magnitude_bits(grad_0), magnitude_bits(grad_1))
         else:  # may overlook a NaN, but its whole row is NaN, and so is `along`
             highest = tl.maximum(tl.abs(grad_0), tl.abs(grad_1))
-            broken = tl.where((along_0 - along_0) + (along_1 - along_1) == 0.0, 0.0, float("nan"))
+            # Not `along - along == 0`: fused into a multiply-add that is the product's rounding error.
+            finite = (tl.abs(along_0) < float("inf")) & (tl.abs(along_1) < float("inf"))
+            broken = tl.where(finite, 0.0, float("nan"))
     over = grad_0
     under = grad_0
     if COUNTS:
@@ -477,7 +479,7 @@ def _whole(half, value_2, value_3, OUT: tl.constexpr):
         return half | _byte(value_2, OUT) << 16 | _byte(value_3, OUT) << 24
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _derive(
     grad_ptr, z_ptr, bias_ptr, gamma_ptr, beta_ptr, units_ptr, largest_ptr, sums_ptr, grad_scale_ptr,
     activation_scale_ptr, seen_ptr, counts_ptr, row_ptr, turned_ptr, activation_ptr, hp_ptr, scales_ptr,
