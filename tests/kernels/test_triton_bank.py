@@ -75,10 +75,10 @@ def run_both(
     placed, on_device = entries(weights, device), copied(scales, device)
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         table = fused.build_table([entry for entry in placed if entry.weight.dtype == dtype])
-        fused.quantize_bank_fused(table, on_device)
+        fused.quantize_bank_fused(table, on_device, counting=True)
     twin, twin_scales = entries(weights, torch.device("cpu")), copied(scales, torch.device("cpu"))
     for batch in book.batches(twin):
-        book.quantize_bank(batch, twin_scales)
+        book.quantize_bank(batch, twin_scales, counting=True)
     return placed, on_device, twin, twin_scales
 
 

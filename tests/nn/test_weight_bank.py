@@ -93,6 +93,7 @@ def test_scales_are_delayed_by_a_step(device: torch.device) -> None:
     """A weight that grows saturates for one step, is counted, and then has its scale."""
     weights = weights_of(device)
     bank = bank_of(weights)
+    bank.book.counting = True
     bank.refresh()
     first = bank.scale("a").item()
     with torch.no_grad():
@@ -300,6 +301,22 @@ def test_a_captured_graph_makes_versions_worthless(monkeypatch: pytest.MonkeyPat
     other.note_replay()
     other.refresh()
     assert other.stale()
+
+
+def test_announced_replays_leave_versions_their_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between replays that are told, one refresh serves all that reads the weights."""
+    bank = bank_of(weights_of(torch.device("cpu")))
+    bank.refresh()
+    with monkeypatch.context() as patch, weight_bank.announced_replays():
+        patch.setattr(weight_bank, "_capturing", lambda device: True)
+        bank.refresh()
+    assert bank.stale(), "the capture may have failed, and nothing of it has run"
+    bank.refresh()
+    assert not bank.stale()
+    weight_bank.note_step()
+    assert bank.stale()
+    bank.refresh()
+    assert not bank.stale()
 
 
 @pytest.mark.gpu

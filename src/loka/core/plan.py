@@ -22,6 +22,7 @@ from loka.core.report import (
     estimate_to_json,
     problem_from_json,
     problem_to_json,
+    required_estimate,
     site_name,
 )
 from loka.core.signature import ModelSignature
@@ -95,7 +96,8 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `chains` and `crosses`, by name, are those that run as a whole; the sites inside keep their decisions,
-    which say what would run without the chain.
+    which say what would run without the chain. `turned` are the layers over tokens that stay in hp and
+    read a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
     """
 
     model: ModelSignature
@@ -105,6 +107,7 @@ class Plan:
     decisions: Mapping[str, Decision]
     chains: Mapping[str, ChainDecision] = field(default_factory=dict)
     crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
+    turned: Mapping[str, Estimate] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -135,6 +138,10 @@ class Plan:
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
         lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
         lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
+        lines += [
+            f"tokens {path}: reads its transposed input as it lies, {speedup.value:.2f}x"
+            for path, speedup in self.turned.items()
+        ]
         lines.append(self.summary())
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -223,6 +230,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
             for name, decided in plan.crosses.items()
         },
+        **({"turned": {p: estimate_to_json(s) for p, s in plan.turned.items()}} if plan.turned else {}),
         "notes": list(plan.notes),
     }
 
@@ -249,6 +257,9 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
     check_distinct(
         [decided.chain for decided in chains.values()], [decided.stack for decided in crosses.values()]
     )
+    turned = {path: required_estimate(entry) for path, entry in content.get("turned", {}).items()}
+    if not set(turned) <= set(model.layers):
+        raise ValueError("turned layers that the model does not have")
     return Plan(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
@@ -257,6 +268,7 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
         decisions=decisions,
         chains=chains,
         crosses=crosses,
+        turned=turned,
         notes=tuple(content["notes"]),
     )
 

@@ -76,6 +76,8 @@ class Report:
         chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
         chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
+        turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
+            against the form that copies it (nn/turned.py), by path.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -90,6 +92,7 @@ class Report:
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
+    turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -239,6 +242,7 @@ def _to_json(report: Report) -> dict[str, Any]:
             name: {candidate: _measurement_to_json(measured) for candidate, measured in times.items()}
             for name, times in report.chain_times.items()
         },
+        "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         "notes": list(report.notes),
         "complete": report.complete,
     }
@@ -289,6 +293,9 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         chains=chains,
         crosses=crosses,
         chain_times=chain_times,
+        turned_times={
+            path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
+        },
         notes=tuple(content["notes"]),
         complete=content["complete"],
     )

@@ -46,7 +46,8 @@ class LinearStats:
 
     `dtype` is the compute dtype its output had, `order` its place in the forward pass;
     without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
-    `needs_weight_grad` (a frozen one) its grad_weight.
+    `needs_weight_grad` (a frozen one) its grad_weight. `turned` is D where every input was a
+    transposed view [.., D, K] of [.., K, D], else 0.
     """
 
     rows: int
@@ -57,6 +58,7 @@ class LinearStats:
     needs_input_grad: bool
     needs_weight_grad: bool
     operands: Mapping[str, Distribution]
+    turned: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,8 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             "needs_weight_grad": layer.needs_weight_grad,
             "operands": operands,
         }
+        if layer.turned:  # else the digest is that of a folder from before it was noted
+            layers[path]["turned"] = layer.turned
     content = {
         "model": stats.model.to_json(),
         "steps": stats.steps,

@@ -20,6 +20,7 @@ from loka.kernels.self_check import self_check
 from loka.nn.chain import dissolve_chains, form_chains, runs_fused
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
+from loka.nn.turned import restore_turned, turn_linear, turned_linears
 from loka.nn.unwrap import unwrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -29,7 +30,8 @@ def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
     A chain or stack of cross layers of the plan runs as a whole in the place of its first module; a
-    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear. The module objects, parameters and
+    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear; one that the plan has turned, a
+    TurnedLinear. The module objects, parameters and
     `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
     All checks come first: a refused plan leaves the model as it was.
 
@@ -39,7 +41,7 @@ def convert(model: M, plan: Plan) -> M:
         NoKernelFits: a candidate of the plan cannot run here.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if fp8_linears(model) or runs_fused(model):
+    if fp8_linears(model) or turned_linears(model) or runs_fused(model):
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
@@ -68,6 +70,9 @@ def convert(model: M, plan: Plan) -> M:
         candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
         if candidates != (HP, HP, HP):
             convert_linear(linears[path], path=path, candidates=candidates)
+    for path in plan.turned:
+        if path not in inside and set(plan.candidates(path).values()) == {HP}:
+            turn_linear(linears[path], path=path)
     return model
 
 
@@ -76,9 +81,11 @@ def revert(model: M) -> M:
 
     Raises NotConverted if there is nothing to revert.
     """
-    converted = fp8_linears(model)
-    if not converted and not runs_fused(model):
-        raise NotConverted("no layer of this model runs in FP8", way_out="convert it first")
+    converted, turned = fp8_linears(model), turned_linears(model)
+    if not converted and not turned and not runs_fused(model):
+        raise NotConverted("no layer of this model runs by a plan", way_out="convert it first")
+    for layer in turned.values():
+        restore_turned(layer)
     for linear in converted.values():
         restore_linear(linear)
     dissolve_chains(model)

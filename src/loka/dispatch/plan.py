@@ -21,6 +21,7 @@ from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.dispatch.chains import decide_chains
 from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of, tied
+from loka.dispatch.turned import decide_turned
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
 
@@ -52,6 +53,8 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     }
     decisions = {name: decided[name] for name in report.sites}
     chains, crosses, apart = decide_chains(report, budget, decisions, _objection)
+    inside = {path for decided in chains.values() for path in decided.chain.linears}
+    inside |= {path for decided in crosses.values() for path in decided.stack.linears}
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*apart, *report.notes]
     if not report.complete:
@@ -64,6 +67,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         decisions=decisions,
         chains=chains,
         crosses=crosses,
+        turned=decide_turned(report, decisions, inside),
         notes=tuple(notes),
     )
 

@@ -134,24 +134,24 @@ def batches(entries: Sequence[Entry]) -> tuple[Batch, ...]:
     return tuple(Batch(tuple(group), build_table(group)) for group in by_dtype.values())
 
 
-def quantize_bank(batch: Batch, scales: Scales) -> None:
+def quantize_bank(batch: Batch, scales: Scales, *, counting: bool = False) -> None:
     """Writes row and turned of every weight in the batch with its slot's scale as it is. One launch.
 
     Values beyond the scale saturate, NaN and infinity become NaN, padding is zero. `seen` of the
-    slot is raised to max |W|, `counters` grow by the elements that saturated, and by those that
-    were not zero and are now.
+    slot is raised to max |W|. With `counting`, `counters` grow by the elements that saturated, and
+    by those that were not zero and are now.
     """
     note_launch("bank")
     if batch.table is not None:
         from loka.kernels.triton.bank import quantize_bank_fused
 
-        quantize_bank_fused(batch.table, scales)
+        quantize_bank_fused(batch.table, scales, counting=counting)
         return
     for entry in batch.entries:
-        _quantize_entry(entry, scales)
+        _quantize_entry(entry, scales, counting)
 
 
-def _quantize_entry(entry: Entry, scales: Scales) -> None:
+def _quantize_entry(entry: Entry, scales: Scales, counting: bool) -> None:
     place, weight = 4 * entry.slot, entry.weight.detach()
     scale, seen = scales.scale[place : place + 1], scales.seen[place : place + 1]
     padded = (entry.row.shape[0], entry.row.shape[1])
@@ -159,6 +159,8 @@ def _quantize_entry(entry: Entry, scales: Scales) -> None:
     entry.row.view(torch.uint8).copy_(data)
     entry.turned.view(torch.uint8).copy_(data.t())
     seen.copy_(torch.maximum(seen, weight.abs().amax().float().view(1).view(torch.int32)))
+    if not counting:
+        return
     magnitude = (weight.float() / scale).abs()
     saturated = (magnitude > Format.E4M3.max) & weight.isfinite()
     # Half of the smallest subnormal is a tie, and zero is even.

@@ -8,6 +8,7 @@ from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
 from loka.nn.fp8_linear import DTYPES, Fp8Linear
+from loka.nn.turned import TurnedLinear
 from loka.nn.unwrap import unwrap
 
 Filter = Callable[[nn.Module, str], bool]
@@ -27,7 +28,7 @@ def find_linears(
     found: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for path, module in unwrap(model).named_modules():
-        if type(module) in (nn.Linear, Fp8Linear) or _chained(module):
+        if type(module) in (nn.Linear, Fp8Linear, TurnedLinear) or _chained(module):
             assert isinstance(module, nn.Linear)
             if filter is not None and not filter(module, path):
                 skipped[path] = "left out by the filter"

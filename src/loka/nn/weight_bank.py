@@ -9,8 +9,9 @@ book: the quantizing launch needs no maximum first, and notes the one that it me
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class WeightBank:
         optimizer step). For weights it goes by addresses, shapes, strides, optimizer steps of this
         process and versions, which in-place operations on a parameter raise. They do not where the
         operation is on `parameter.data`, or a collective's: call `forget` then. While a CUDA graph
-        is captured the answer is True, so that the graph holds a refresh of its own, and from then
-        on it stays True: a replayed graph changes weights without raising versions.
+        is captured the answer is True, so that the graph holds a refresh of its own. From then on it
+        stays True, for a replayed graph changes weights without raising versions; unless whoever
+        replays it says so every time (`announced_replays`, `note_step`).
         """
         return _capturing(self.book.device) or self.changed()
 
@@ -121,7 +123,8 @@ class WeightBank:
                     ],
                     way_out="run one step (or call refresh) outside the capture, then capture",
                 )
-            self.note_replay()
+            if not _announced:
+                self.note_replay()
         if moved:
             _check(self.weights, self.book)
             self._make_copies()
@@ -135,9 +138,10 @@ class WeightBank:
         for name in priming:
             self.book.prime(self._slots[name], _amax(self.weights[name]))
         self._forgotten = False
-        self._versions = self._read_versions()
+        # What a capture records has not run yet, and never will where the capture fails.
+        self._versions = None if _capturing(self.book.device) else self._read_versions()
         for batch in self._batches:
-            quantize_bank(batch, self.book.buffers)
+            quantize_bank(batch, self.book.buffers, counting=self.book.counting)
 
     def _make_copies(self) -> None:
         """Copies that fit stay: CUDA graphs and saved pointers know their addresses."""
@@ -183,6 +187,24 @@ class WeightBank:
             "_versions": None,
             "_replayed": False,
         }
+
+
+_announced: list[bool] = []
+
+
+@contextlib.contextmanager
+def announced_replays() -> Iterator[None]:
+    """Around a capture of a graph each of whose replays will be followed by `note_step`."""
+    _announced.append(True)
+    try:
+        yield
+    finally:
+        _announced.pop()
+
+
+def note_step() -> None:
+    """Weights changed without a version or a step of an optimizer to show it: a graph was replayed."""
+    _optimizer_steps()[0] += 1
 
 
 @functools.cache

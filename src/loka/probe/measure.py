@@ -2,9 +2,9 @@
 
 Errors of all layers come first (probe/errors.py), for they need the least and decide the most.
 On a GPU the sites are then timed (probe/times.py), what shared quantization saves
-(probe/sharing.py), and chains and stacks of cross layers as a whole (probe/chain_times.py,
-probe/cross_times.py), until everything is done or the
-time is up. The report is saved on the way,
+(probe/sharing.py), chains and stacks of cross layers as a whole (probe/chain_times.py,
+probe/cross_times.py), and layers over tokens in both forms (probe/turned_times.py), until
+everything is done or the time is up. The report is saved on the way,
 and measuring again goes on with what is missing.
 """
 
@@ -37,6 +37,7 @@ from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
+from loka.probe.turned_times import TURNED, time_turned, turned_key
 
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
@@ -110,6 +111,7 @@ def measure(
         if timeable(device):
             _time_all(work, track or untracked)
             _time_chains(work, track or untracked)
+            _time_turned(work, track or untracked)
     finally:
         work.save(now=True)
     return work.report
@@ -181,6 +183,10 @@ class _Work:
         ]
         return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]
 
+    def turned(self) -> list[str]:
+        """The layers over tokens that have another form to time."""
+        return [path for path, layer in self.stats.layers.items() if layer.turned]
+
     def _noted(self) -> Report:
         """The report with `notes` and `complete` as they are at this moment."""
         report = self.report
@@ -200,6 +206,9 @@ class _Work:
             untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
             if untimed:
                 missing["chains not timed"] = untimed
+            untimed = [path for path in self.turned() if path not in report.turned_times]
+            if untimed:
+                missing["layers over tokens not timed"] = untimed
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
@@ -337,6 +346,29 @@ def _time_chains(work: _Work, track: Track) -> None:
                 continue
         times = {**work.report.chain_times, whole.name: known[key]}
         work.report = replace(work.report, chain_times=times)
+        work.save()
+
+
+def _time_turned(work: _Work, track: Track) -> None:
+    known: dict[str, Mapping[str, Measurement]] = {}
+    paths = work.turned()
+    for path in track(paths, "timing layers over tokens", len(paths)):
+        if path in work.report.turned_times:
+            continue
+        if work.timer.late:
+            break
+        timer, layer, shape = work.timer, work.stats.layers[path], work.report.model.layers[path]
+        key = turned_key(layer, shape)
+        if key not in known:
+            try:
+                known[key] = time_turned(
+                    layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline
+                )
+            except torch.OutOfMemoryError:
+                timer.notes.append(f"{path}, turned: {NO_MEMORY}")
+                continue
+        found = known[key].get(TURNED, Measurement(unsupported="hp could not be timed"))
+        work.report = replace(work.report, turned_times={**work.report.turned_times, path: found})
         work.save()
 
 

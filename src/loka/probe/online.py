@@ -26,6 +26,7 @@ from loka.core.stats import LinearStats, Stats
 from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, unseen
 from loka.nn.linears import Filter, find_linears, signature
+from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
 
@@ -63,6 +64,7 @@ class _Learnt:
     weight_dtype: str = ""
     needs_input_grad: bool = False
     needs_weight_grad: bool = False
+    turned: int | None = None
     input: gaussian.Gaussian | None = None
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None
@@ -236,6 +238,8 @@ class Probe:
                 learnt = self._learnt.setdefault(path, _Learnt(order=len(self._learnt)))
                 rows = given.reshape(-1, linear.in_features)
                 learnt.rows = max(learnt.rows, rows.shape[0])
+                turned = given.shape[-2] if lies_turned(given) else 0
+                learnt.turned = turned if learnt.turned in (None, turned) else 0
                 learnt.calls += 1
                 learnt.dtype = dtype_name(output.dtype)
                 learnt.weight_dtype = dtype_name(linear.weight.dtype)
@@ -306,6 +310,7 @@ def _to_record(learnt: _Learnt) -> LinearStats:
         weight_dtype=learnt.weight_dtype,
         needs_input_grad=learnt.needs_input_grad,
         needs_weight_grad=learnt.needs_weight_grad,
+        turned=learnt.turned or 0,
         operands={name: distribution.to("cpu") for name, distribution in operands.items()},
     )
 
@@ -320,6 +325,7 @@ def _from_record(layer: LinearStats, device: torch.device) -> _Learnt:
         weight_dtype=layer.weight_dtype,
         needs_input_grad=layer.needs_input_grad,
         needs_weight_grad=layer.needs_weight_grad,
+        turned=layer.turned,
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
         grad_output=(

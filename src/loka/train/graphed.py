@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from loka.core.timing import first_line, still_usable
+from loka.nn.weight_bank import announced_replays, note_step
 from loka.train.capture import Recording, Undo, record, synced
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -177,7 +178,10 @@ class GraphedStep:
             buffer.copy_(tensor)  # real values: a capture does not read them, but host code may
         undo = Undo.before(self._model, self._parameters, self._optimizers, self._device)
         try:
-            recording, result = record(lambda: _detached(self._function(*inputs)), self._device, self._side())
+            with announced_replays():
+                recording, result = record(
+                    lambda: _detached(self._function(*inputs)), self._device, self._side()
+                )
         except BaseException as error:
             undo.everything()
             if not isinstance(error, Exception) or not _usable(self._device):
@@ -198,6 +202,7 @@ class GraphedStep:
         for buffer, tensor in zip(captured.inputs, batch, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         captured.recording.replay()
+        note_step()
         # The graph writes to the tensors it recorded, whatever an eager step has put in .grad since.
         for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
             if parameter.grad is not gradient:

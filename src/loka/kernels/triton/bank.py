@@ -23,9 +23,8 @@ from loka.kernels.triton.pack import (
     CVT,
     INTERPRETED,
     TRITON_TYPES,
+    inverse_of_power,
     magnitude_bits,
-    store_row,
-    store_turned,
     word,
 )
 
@@ -90,44 +89,112 @@ def _update(
 
 
 @triton.jit
-def _load(weight_ptr, r, c, rows, columns, stride_row, stride_column):
-    inside = (r < rows)[:, None] & (c < columns)[None, :]
-    offsets = r[:, None] * stride_row + c[None, :] * stride_column
-    return tl.load(weight_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+def _load(weight_ptr, q, c, rows, columns, stride_row, stride_column, EVEN: tl.constexpr):
+    """A mask that the compiler cannot follow makes it load single elements: whole tiles have none."""
+    place = weight_ptr + (q[:, None] * stride_row + c[None, :] * stride_column)
+    if EVEN:
+        value = tl.load(place)
+    else:
+        value = tl.load(place, mask=(q < rows)[:, None] & (c < columns)[None, :], other=0.0)
+    return value.to(tl.float32)
 
 
 @triton.jit
-def _scaled(hp, inverse, FMAX: tl.constexpr, LOST: tl.constexpr, CLAMP: tl.constexpr):
-    """Quotients, NaN where hp is not finite; and what is lost: saturated << 16 | underflowed.
+def _scaled(hp, inverse, FMAX: tl.constexpr, CLAMP: tl.constexpr):
+    """Quotients, and NaN where hp is not finite: infinity times zero, and times zero all else is zero.
 
     The hardware's conversion saturates by itself, the interpreter's does not.
     """
     value = hp * inverse  # a power of two: as exact as the division
-    magnitude = tl.abs(value)
-    finite = tl.abs(hp) < float("inf")
-    saturated = finite & (magnitude > FMAX)
-    lost = tl.where(saturated, 1 << 16, 0) + tl.where((magnitude <= LOST) & (hp != 0.0), 1, 0)
     if CLAMP:
         value = tl.where(value > FMAX, FMAX, tl.where(value < -FMAX, -FMAX, value))
-    return tl.where(finite, value, float("nan")), lost
+    return value + hp * 0.0
+
+
+@triton.jit
+def _lost(hp, inverse, FMAX: tl.constexpr, LOST: tl.constexpr):
+    """Saturated << 16 | underflowed."""
+    magnitude = tl.abs(hp * inverse)
+    saturated = (tl.abs(hp) < float("inf")) & (magnitude > FMAX)
+    return tl.where(saturated, 1 << 16, 0) + tl.where((magnitude <= LOST) & (hp != 0.0), 1, 0)
+
+
+@triton.jit
+def _store_row(
+    row_ptr, value, q, c, rows, columns, padded, OUT: tl.constexpr, CVT: tl.constexpr, EVEN: tl.constexpr
+):
+    """Casts anew what the words hold too: a conversion more, but no bytes to pick out of words."""
+    if CVT != "":
+        byte = tl.inline_asm_elementwise(CVT, "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        byte = value.to(OUT).to(tl.uint8, bitcast=True)
+    place = row_ptr + (q[:, None] * padded + c[None, :])
+    if EVEN:
+        tl.store(place, byte)
+    else:
+        tl.store(place, byte, mask=(q < rows)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def _tile(
+    weight_ptr, row_ptr, turned_ptr, rows, columns, stride_row, stride_column, padded_rows, padded_columns,
+    start, first, inverse, seen_ptr, counters_ptr,
+    EVEN: tl.constexpr, COUNTS: tl.constexpr, FMAX: tl.constexpr, LOST: tl.constexpr, OUT: tl.constexpr,
+    CVT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows from `start` and columns from `first` on, as four tiles of every fourth row; see `quantize._cast`.
+
+    Offsets within a tile have 32 bits, what leads to it 64.
+    """
+    v = tl.arange(0, BLOCK // 4)
+    q = 4 * v
+    c = tl.arange(0, BLOCK)
+    weight_ptr += start * stride_row + first * stride_column
+    across, along = stride_row.to(tl.int32), stride_column
+    below, beside = (rows - start).to(tl.int32), (columns - first).to(tl.int32)
+    hp_0 = _load(weight_ptr, q, c, below, beside, across, along, EVEN)
+    hp_1 = _load(weight_ptr + stride_row, q, c, below - 1, beside, across, along, EVEN)
+    hp_2 = _load(weight_ptr + 2 * stride_row, q, c, below - 2, beside, across, along, EVEN)
+    hp_3 = _load(weight_ptr + 3 * stride_row, q, c, below - 3, beside, across, along, EVEN)
+    bits = tl.maximum(
+        tl.maximum(magnitude_bits(hp_0), magnitude_bits(hp_1)),
+        tl.maximum(magnitude_bits(hp_2), magnitude_bits(hp_3)),
+    )
+    tl.atomic_max(seen_ptr, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
+    value_0 = _scaled(hp_0, inverse, FMAX, CVT == "")
+    value_1 = _scaled(hp_1, inverse, FMAX, CVT == "")
+    value_2 = _scaled(hp_2, inverse, FMAX, CVT == "")
+    value_3 = _scaled(hp_3, inverse, FMAX, CVT == "")
+    row_ptr += start * padded_columns + first
+    wide = padded_columns.to(tl.int32)
+    low, right = (padded_rows - start).to(tl.int32), (padded_columns - first).to(tl.int32)
+    _store_row(row_ptr, value_0, q, c, low, right, wide, OUT, CVT, EVEN)
+    _store_row(row_ptr + padded_columns, value_1, q, c, low - 1, right, wide, OUT, CVT, EVEN)
+    _store_row(row_ptr + 2 * padded_columns, value_2, q, c, low - 2, right, wide, OUT, CVT, EVEN)
+    _store_row(row_ptr + 3 * padded_columns, value_3, q, c, low - 3, right, wide, OUT, CVT, EVEN)
+    packed = word(value_0, value_1, value_2, value_3, OUT, CVT)
+    turned_ptr += first * (padded_rows // 4) + start // 4
+    place = turned_ptr + (c[None, :] * (padded_rows // 4).to(tl.int32) + v[:, None])
+    if EVEN:
+        tl.store(place, packed)
+    else:
+        tl.store(place, packed, mask=(q < low)[:, None] & (c < right)[None, :])
+    if COUNTS:
+        lost = _lost(hp_0, inverse, FMAX, LOST) + _lost(hp_1, inverse, FMAX, LOST)
+        lost += _lost(hp_2, inverse, FMAX, LOST) + _lost(hp_3, inverse, FMAX, LOST)
+        lost = tl.sum(tl.sum(lost, axis=1), axis=0)
+        if lost != 0:  # rare, so that programs seldom meet at the counters
+            tl.atomic_add(counters_ptr, (lost >> 16).to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters_ptr + 1, (lost & 0xFFFF).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
 def _quantize_bank(
-    table_ptr,
-    owner_ptr,
-    scale_ptr,
-    seen_ptr,
-    counters_ptr,
-    WEIGHT: tl.constexpr,
-    ALIGN: tl.constexpr,
-    FMAX: tl.constexpr,
-    LOST: tl.constexpr,
-    OUT: tl.constexpr,
-    CVT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One tile of one weight, held as four tiles of every fourth row; see `quantize._cast`."""
+    table_ptr, owner_ptr, scale_ptr, seen_ptr, counters_ptr,
+    WEIGHT: tl.constexpr, ALIGN: tl.constexpr, COUNTS: tl.constexpr, FMAX: tl.constexpr, LOST: tl.constexpr,
+    OUT: tl.constexpr, CVT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of one weight."""
     program = tl.program_id(0)
     field_ptr = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * _FIELDS
     address = tl.load(field_ptr + _WEIGHT)
@@ -141,46 +208,27 @@ def _quantize_bank(
     slot = tl.load(field_ptr + _SLOT)
     tile = program - tl.load(field_ptr + _FIRST)
     across = tl.load(field_ptr + _ACROSS)
-    quarter = (tile // across) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    r = 4 * quarter
-    c = (tile % across) * BLOCK + tl.arange(0, BLOCK)
-
-    if tl.load(field_ptr + _ALIGNED) != 0:  # the same loads, where the compiler may make them wide
+    start = (tile // across) * BLOCK
+    first = (tile % across) * BLOCK
+    inverse = inverse_of_power(tl.load(scale_ptr + 4 * slot))
+    seen_ptr += 4 * slot
+    counters_ptr += 2 * slot
+    aligned = tl.load(field_ptr + _ALIGNED) != 0
+    if aligned & (start + BLOCK <= rows) & (first + BLOCK <= columns):
         weight_ptr = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 16)
-        step = (stride_row // ALIGN) * ALIGN
-        wide = (columns // ALIGN) * ALIGN
-        hp_0 = _load(weight_ptr, r, c, rows, wide, step, 1)
-        hp_1 = _load(weight_ptr, r + 1, c, rows, wide, step, 1)
-        hp_2 = _load(weight_ptr, r + 2, c, rows, wide, step, 1)
-        hp_3 = _load(weight_ptr, r + 3, c, rows, wide, step, 1)
+        _tile(
+            weight_ptr, row_ptr, turned_ptr, rows, columns, stride_row // ALIGN * ALIGN, 1, padded_rows,
+            padded_columns, start, first, inverse, seen_ptr, counters_ptr, True, COUNTS, FMAX, LOST, OUT, CVT,
+            BLOCK,
+        )  # fmt: skip
     else:
         weight_ptr = address.to(tl.pointer_type(WEIGHT))
-        stride_column = tl.load(field_ptr + _STRIDE_COLUMN)
-        hp_0 = _load(weight_ptr, r, c, rows, columns, stride_row, stride_column)
-        hp_1 = _load(weight_ptr, r + 1, c, rows, columns, stride_row, stride_column)
-        hp_2 = _load(weight_ptr, r + 2, c, rows, columns, stride_row, stride_column)
-        hp_3 = _load(weight_ptr, r + 3, c, rows, columns, stride_row, stride_column)
-
-    bits = tl.maximum(
-        tl.maximum(magnitude_bits(hp_0), magnitude_bits(hp_1)),
-        tl.maximum(magnitude_bits(hp_2), magnitude_bits(hp_3)),
-    )
-    tl.atomic_max(seen_ptr + 4 * slot, tl.max(tl.max(bits, axis=1), axis=0), sem="relaxed")
-    inverse = tl.div_rn(1.0, tl.load(scale_ptr + 4 * slot))
-    value_0, lost_0 = _scaled(hp_0, inverse, FMAX, LOST, CVT == "")
-    value_1, lost_1 = _scaled(hp_1, inverse, FMAX, LOST, CVT == "")
-    value_2, lost_2 = _scaled(hp_2, inverse, FMAX, LOST, CVT == "")
-    value_3, lost_3 = _scaled(hp_3, inverse, FMAX, LOST, CVT == "")
-    packed = word(value_0, value_1, value_2, value_3, OUT, CVT)
-    store_row(row_ptr, packed, 0, r, c, padded_rows, padded_columns)
-    store_row(row_ptr, packed, 8, r + 1, c, padded_rows, padded_columns)
-    store_row(row_ptr, packed, 16, r + 2, c, padded_rows, padded_columns)
-    store_row(row_ptr, packed, 24, r + 3, c, padded_rows, padded_columns)
-    store_turned(turned_ptr, packed, quarter, c, padded_columns, padded_rows // 4)
-    lost = tl.sum(tl.sum(lost_0 + lost_1 + lost_2 + lost_3, axis=1), axis=0)
-    if lost != 0:  # rare, so that programs seldom meet at the counters
-        tl.atomic_add(counters_ptr + 2 * slot, (lost >> 16).to(tl.int64), sem="relaxed")
-        tl.atomic_add(counters_ptr + 2 * slot + 1, (lost & 0xFFFF).to(tl.int64), sem="relaxed")
+        stride_column = tl.load(field_ptr + _STRIDE_COLUMN).to(tl.int32)
+        _tile(
+            weight_ptr, row_ptr, turned_ptr, rows, columns, stride_row, stride_column, padded_rows,
+            padded_columns, start, first, inverse, seen_ptr, counters_ptr, False, COUNTS, FMAX, LOST, OUT,
+            CVT, BLOCK,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,8 +279,8 @@ def _aligned(weight: torch.Tensor) -> bool:
     return weight.stride(1) == 1 and all(side % 16 == 0 for side in sides)
 
 
-def quantize_bank_fused(table: Table, scales: Scales) -> None:
-    """Writes both copies of every weight of the table, raises `seen`, adds to `counters`: one launch."""
+def quantize_bank_fused(table: Table, scales: Scales, *, counting: bool = False) -> None:
+    """Writes both copies of every weight of the table and raises `seen`: one launch."""
     with _on(table.fields):
         _quantize_bank[(table.owner.numel(),)](
             table.fields,
@@ -242,12 +290,13 @@ def quantize_bank_fused(table: Table, scales: Scales) -> None:
             scales.counters,
             WEIGHT=_HIGH_PRECISION[table.dtype],
             ALIGN=16 // table.dtype.itemsize,
+            COUNTS=counting,
             FMAX=Format.E4M3.max,
             LOST=Format.E4M3.smallest_subnormal / 2,
             OUT=TRITON_TYPES[Format.E4M3.dtype],
             CVT="" if INTERPRETED else CVT[Format.E4M3.dtype],
             BLOCK=_TILE,
-            num_warps=4,
+            num_warps=2,
         )
 
 

@@ -1,0 +1,29 @@
+"""Which layers over tokens read a transposed view as it lies: those in hp for which it is faster.
+
+Precision is the same in both forms, so that no budget of error has a say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from loka.core.error import Estimate
+from loka.core.plan import Decision
+from loka.core.report import HP, Report
+
+_TIE = 1.01  # lower end of a speed-up; less is noise
+
+
+def decide_turned(
+    report: Report, decisions: Mapping[str, Decision], inside: Collection[str]
+) -> dict[str, Estimate]:
+    """Speed-ups by path. `inside` are the layers that run within a chain or a stack of cross layers."""
+    low = {decision.path for decision in decisions.values() if decision.candidate != HP}
+    return {
+        path: measured.speedup
+        for path, measured in report.turned_times.items()
+        if measured.speedup is not None
+        and measured.speedup.low > _TIE
+        and path not in low
+        and path not in inside
+    }
