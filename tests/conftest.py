@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py
+sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/cases.py
+
+
+def _without_repeated_work() -> None:
+    """Two thirds of what a kernel takes in triton's interpreter (3.9), for nothing that a test sees.
+
+    It replaces all functions of its language at each call of a device function, though the launch has;
+    and it computes all integers again in 64 bits, which finds no overflow in shapes as small as here.
+    """
+    from triton.runtime import interpreter
+
+    language, builder = interpreter.tl, interpreter.interpreter_builder
+    patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope
+
+    def once(function: Callable[..., object]) -> object:
+        visible = [module for module in (language, language.core) if module in function.__globals__.values()]
+        patched = visible and not any(language.core.is_builtin(module.load) for module in visible)
+        return nothing_to_restore() if patched else patch(function)
+
+    interpreter._patch_lang = once
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+    with contextlib.suppress(ImportError, AttributeError):  # no triton, or one with another interpreter
+        _without_repeated_work()
+
+
+@pytest.fixture
+def overflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, for a test whose integers need more than 32 bits."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -192,6 +192,7 @@ def test_seen_is_raised_not_replaced(device: torch.device) -> None:
         assert got.seen.cpu()[::4].view(torch.float32).tolist() == [1000.0, 448.0]
 
 
+@pytest.mark.usefixtures("overflow_is_an_error")
 def test_a_weight_may_span_more_than_32_bits(device: torch.device) -> None:
     """Two rows 2^31 elements apart; of the 4 GiB between them a CPU never touches a page."""
     stride = 2**31 + 24

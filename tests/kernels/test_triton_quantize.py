@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import combinations, on_gpu_or_cpu
 
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import Quantized, dequantize, expand_scale, quantize
@@ -98,27 +99,47 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.name)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("format", "granularity", "power_of_two", "transposed", "dtype"),
+    combinations(
+        list(Format),
+        list(Granularity),
+        [False, True],
+        [False, True],
+        [torch.bfloat16, torch.float32],
+        together=3,
+    ),
+    ids=str,
+)
 def test_one_copy_matches_the_twin(
-    cast: Cast, transposed: bool, dtype: torch.dtype, device: torch.device
+    format: Format,
+    granularity: Granularity,
+    power_of_two: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
+    cast = Cast(format, granularity, power_of_two)
     hp = nasty(70, 150, dtype, transposed=transposed)
     check_pair(hp, cast, None, (80, 256), device)
     check_pair(hp, None, cast, (70, 150), device)
 
 
-@pytest.mark.parametrize("column", list(Granularity), ids=str)
-@pytest.mark.parametrize("row", list(Granularity), ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+PAIRS = [
+    *combinations(list(Granularity), list(Granularity), [False, True], list(Format), together=2),
+    # Equal casts, whatever the combinations chose: one launch makes both copies.
+    *((same, same, False, Format.E4M3) for same in Granularity),
+]
+
+
+@pytest.mark.parametrize(("row", "column", "transposed", "format"), list(dict.fromkeys(PAIRS)), ids=str)
 def test_a_pair_matches_two_twins(
-    row: Granularity, column: Granularity, transposed: bool, device: torch.device
+    row: Granularity, column: Granularity, transposed: bool, format: Format, device: torch.device
 ) -> None:
     """Every granularity with every other, and the two copies in different formats."""
-    hp = nasty(150, 300, torch.bfloat16, transposed=transposed)
-    check_pair(hp, E4M3[row], Cast(Format.E5M2, column), (160, 384), device)
-    check_pair(hp, E4M3[row], E4M3[column], (150, 300), device)
+    hp = nasty(*on_gpu_or_cpu((150, 300), (150, 70)), torch.bfloat16, transposed=transposed)
+    padded = on_gpu_or_cpu((160, 384), (160, 128)) if format is Format.E5M2 else tuple(hp.shape)
+    check_pair(hp, E4M3[row], Cast(format, column), padded, device)
 
 
 def test_copies_may_be_padded_differently(device: torch.device) -> None:
@@ -213,15 +234,29 @@ def test_nan_stays_and_raises_the_flag(
         assert health.flatten().tolist() == [0, 0, int(first is not None), 0, 0, 0, one, one, 0]
 
 
-def test_the_largest_element_may_lie_anywhere(device: torch.device) -> None:
-    for place in (0, 4095, 4096, 8999):
-        hp = torch.ones(9000, 8, device=device).t()
+@pytest.mark.parametrize(
+    ("granularity", "transposed", "places"),
+    [
+        (Granularity.ROW, False, (0, 4095, 4096, 8999)),  # a program takes steps along a long row
+        *(
+            (granularity, True, on_gpu_or_cpu((0, 4095, 4096, 8999), (0, 63, 64, 299)))  # and tiles
+            for granularity in (Granularity.ROW, Granularity.TENSOR)
+        ),
+    ],
+    ids=str,
+)
+def test_the_largest_element_may_lie_anywhere(
+    granularity: Granularity, transposed: bool, places: tuple[int, ...], device: torch.device
+) -> None:
+    columns = places[-1] + 1
+    side = quantizer.Side(cast=E4M3[granularity], padded=(16, -(-columns // 16) * 16))
+    for place in places:
+        hp = torch.ones(columns, 8, device=device).t()
+        hp = hp if transposed else hp.contiguous()
         hp[7, place] = 1000.0
-        for granularity in (Granularity.ROW, Granularity.TENSOR):
-            side = quantizer.Side(cast=E4M3[granularity], padded=(16, 9008))
-            out, _ = fused.quantize_pair_fused(hp, row=side, column=None)
-            assert out.scale.max().item() == pytest.approx(1000 / 448)
-            assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
+        out, _ = fused.quantize_pair_fused(hp, row=side, column=None)
+        assert out.scale.max().item() == pytest.approx(1000 / 448)
+        assert dequantize(out)[7, place].item() == pytest.approx(1000.0)
 
 
 @pytest.mark.gpu

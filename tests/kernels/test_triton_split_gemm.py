@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import combinations, on_gpu_or_cpu
 
 from loka.core.exceptions import NoKernelFits
 from loka.core.problem import Problem, dtype_name
@@ -28,7 +29,7 @@ E5M2 = Cast(Format.E5M2, Granularity.TENSOR)
 DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 # Small tiles have many steps and chunks at little cost.
 # A GPU promotes after 128 of K and takes no shorter step for it.
-STEP = 128 if torch.cuda.is_available() else 32
+STEP = on_gpu_or_cpu(128, 32)
 SMALL = split.Config(block_m=64, block_n=64, block_k=STEP, stages=2, warps=4)
 CONFIGS = {
     "rule": SMALL,
@@ -42,14 +43,12 @@ CONFIGS = {
     "whole": replace(SMALL, splits=0, parts=1),
     "many to add": replace(SMALL, splits=13),
 }
-SHAPES = [  # M, N, K: tails of rows, columns, a step; one tile and several; sides of no multiple
-    (16, 16, 16),
-    (48, 80, 208),
-    (144, 112, 1040),
-    (272, 176, 416),
-    (33, 79, 608),
-    (16, 48, 4112),
-]
+SHAPES = on_gpu_or_cpu(  # M, N, K: tails of rows, columns, a step; one tile and several; sides of no multiple
+    [(16, 16, 16), (48, 80, 208), (144, 112, 1040), (272, 176, 416), (33, 79, 608), (16, 48, 4112)],
+    # A sixth of the steps, for 5 programs: ranges that end within tiles, and meet three of them.
+    [(16, 16, 16), (48, 80, 208), (80, 112, 400), (208, 80, 208), (33, 79, 352), (16, 48, 656)],
+)
+FEW_TILES = on_gpu_or_cpu((144, 112, 720), (80, 112, 368))  # several of rows and of columns, with tails
 
 
 @pytest.fixture
@@ -101,9 +100,9 @@ def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool) -> None:
     assert (out[:, 9] == 0).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "fast", "shape"), combinations(list(CONFIGS), [False, True], SHAPES, together=2), ids=str
+)
 def test_every_cut_matches_the_reference(
     name: str, fast: bool, shape: tuple[int, int, int], device: torch.device
 ) -> None:
@@ -118,34 +117,43 @@ def test_every_cut_matches_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_every_dtype_and_format(splits: int, dtype: torch.dtype, cast: Cast, device: torch.device) -> None:
-    a, b = operands(144, 112, 720, device, cast)
+    a, b = operands(*FEW_TILES, device, cast)
     for fast in (False, True):
         check(run(a, b, dtype, fast=fast, config=replace(SMALL, splits=splits)), a, b, fast=fast)
 
 
-@pytest.mark.parametrize("shape", [(144, 272, 1040), (300, 80, 528)], ids=str)
-@pytest.mark.parametrize("name", ["loka_split", "loka_split_fast"])
+@pytest.mark.parametrize(
+    ("name", "recipe", "shape"),
+    combinations(
+        ["loka_split", "loka_split_fast"],
+        ["tensorwise_e4m3", "tensorwise_e5m2"],
+        on_gpu_or_cpu([(144, 272, 1040), (300, 80, 528)], [(144, 272, 400), (300, 80, 272)]),
+        together=2,
+    ),
+    ids=str,
+)
 def test_every_algorithm_matches_the_reference(
-    name: str, shape: tuple[int, int, int], device: torch.device
+    name: str, recipe: str, shape: tuple[int, int, int], device: torch.device
 ) -> None:
     kernel = KERNELS[name]
     m, n, k = shape
-    for recipe in ("tensorwise_e4m3", "tensorwise_e5m2"):
-        candidate = candidate_named(f"{name}:{recipe}")
-        problem = Problem(gemm=Gemm.GRAD_WEIGHT, m=m, n=n, k=k, dtype="bfloat16", target="sm_90")
-        count = kernel.algorithms(problem, candidate.recipe)
-        assert count >= 2
-        a, b = operands(*shape, device, candidate.recipe.grad_weight[0])
-        for algorithm in range(count):
-            out = replace(candidate, algorithm=algorithm).run(a, b, torch.bfloat16)
-            check(out, a, b, fast=kernel.fast)
+    candidate = candidate_named(f"{name}:{recipe}")
+    problem = Problem(gemm=Gemm.GRAD_WEIGHT, m=m, n=n, k=k, dtype="bfloat16", target="sm_90")
+    count = kernel.algorithms(problem, candidate.recipe)
+    assert count >= 2
+    a, b = operands(*shape, device, candidate.recipe.grad_weight[0])
+    for algorithm in range(count):
+        out = replace(candidate, algorithm=algorithm).run(a, b, torch.bfloat16)
+        check(out, a, b, fast=kernel.fast)
 
 
 def test_small_integers_leave_nothing_to_rounding(device: torch.device) -> None:
     """Products of -1, 0 and 1 sum exactly in every register on the way, so no step is lost or doubled."""
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randint(-1, 2, (side, 656), generator=generator).to(torch.float8_e4m3fn).to(device)
+        torch.randint(-1, 2, (side, on_gpu_or_cpu(656, 336)), generator=generator)
+        .to(torch.float8_e4m3fn)
+        .to(device)
         for side in (80, 112)
     )
     one = torch.ones(1, 1, device=device)
@@ -160,7 +168,7 @@ def test_small_integers_leave_nothing_to_rounding(device: torch.device) -> None:
 def test_a_nan_stays_in_its_row_or_its_column(splits: int, device: torch.device) -> None:
     config = replace(SMALL, splits=splits)
     for side, dim in ((0, 1), (1, 0)):
-        pair = operands(144, 112, 720, device)
+        pair = operands(*FEW_TILES, device)
         pair[side].data[70, 333] = torch.nan
         out = run(*pair, torch.bfloat16, fast=True, config=config)
         assert out.isnan().any(dim=dim).nonzero().tolist() == [[70]]
@@ -172,12 +180,13 @@ def test_a_nan_stays_in_its_row_or_its_column(splits: int, device: torch.device)
 def test_the_largest_and_the_smallest_operands(splits: int, device: torch.device) -> None:
     """448 * 448 * K is far from float32's limit; the scales then take it beyond, or near zero."""
     config = replace(SMALL, splits=splits)
-    data = torch.full((80, 1024), 448.0, device=device).to(torch.float8_e4m3fn)
+    inner = on_gpu_or_cpu(1024, 256)
+    data = torch.full((80, inner), 448.0, device=device).to(torch.float8_e4m3fn)
     for power in (-60, 0, 40):
         scale = torch.full((1, 1), 2.0**power, device=device)
         full = Quantized(data, scale, E4M3)
         out = run(full, full, torch.float32, fast=False, config=config)
-        expected = 448.0 * 448 * 1024 * 2.0 ** (2 * power)
+        expected = 448.0 * 448 * inner * 2.0 ** (2 * power)
         # 8 mantissa bits squared: a sum of 32 fits the register of 14 bits but for what is cut off.
         assert ((out.double() - expected).abs() <= 33 * 2.0**-13 * expected).all()
     huge = Quantized(data, torch.full((1, 1), 2.0**60, device=device), E4M3)

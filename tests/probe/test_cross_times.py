@@ -33,6 +33,15 @@ LINEAR = LinearStats(
 LAYERS = dict.fromkeys(STACK.linears, LINEAR)
 
 
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hp is traced, forward and backward, as inductor has it, whose C++ would be compiled for seconds."""
+    compile_by = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_by(self, backend="aot_eager", **options)
+    )
+
+
 @pytest.mark.parametrize("joint", [True, False])
 def test_what_is_built_is_the_stack_and_can_be_formed(joint: bool) -> None:
     stack = replace(STACK, joint=joint)
