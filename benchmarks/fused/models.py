@@ -51,7 +51,7 @@ BF16, PLAIN, LOKA = "bf16 compiled", "bf16 compiled, without mods", "loka"
 TURNED = "bf16 compiled, tokens turned"
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # What stands for the errors of chains, and the fastest kernels that need no library besides torch.
-CANDIDATES = ("torch_fast:tensorwise_e4m3", "torch:tensorwise_e4m3")
+CANDIDATES = ("torch_fast:tensorwise_e4m3", "torch:tensorwise_e4m3", "torch_fast:rowwise_e4m3")
 MODS = [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()]
 
 Step = Callable[[], object]
