@@ -1,4 +1,5 @@
-"""A stack of cross layers as two opaque custom ops, forward and backward (nn/cross_stack.py computes)."""
+"""A stack of cross layers as two opaque custom ops, forward and backward (nn/cross_stack.py computes, and
+nn/cross_serving.py where no backward is to come)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from loka.core.cross_record import CrossStack
 from loka.core.problem import round_up
 from loka.core.recipe import Format
 from loka.nn.chain_state import running_cross
+from loka.nn.cross_serving import cross_serve
 from loka.nn.cross_stack import Kept, Weights
 from loka.nn.cross_stack import cross_backward as backward_of
 from loka.nn.cross_stack import cross_forward as forward_of
@@ -36,12 +38,14 @@ def cross_forward(
     running.state.begin(running, training=training)
     weights, biases = _split(running.stack, parameters)
     running.prime_inputs(x0, x, weights)
+    if not training:
+        state, served = running.backward_state(None), running.served(x.dtype, x.device)
+        if served is not None:
+            return [cross_serve(x0, x, weights, biases, state, served)]
+        return [forward_of(x0, x, weights, biases, state, keep=False)[0]]
     scales = running.state.book.keep()
-    out, kept = forward_of(
-        x0, x, weights, biases, running.forward_state(scales, training=training), keep=training
-    )
-    if kept is None:
-        return [out]
+    out, kept = forward_of(x0, x, weights, biases, running.forward_state(scales))
+    assert kept is not None, "backward is to come"
     inners = [inner for inner in kept.inners if inner is not None]
     return [out, *kept.outers, *kept.inputs, *inners, scales]
 

@@ -138,22 +138,22 @@ def cross_forward(
     rows, features = x.shape
     sides = round_up(features, 16), round_up(rows, 16)
     joint = x is x0
-    row, turned = _quantized(x, state.layers[0].x, keep=keep)
+    row, turned = quantized(x, state.layers[0].x, keep=keep)
     outers, inputs, inners = [], [], []
     for place, (layer, (v, _)) in enumerate(zip(state.layers, weights, strict=True)):
         inputs.append(turned)
-        low, rank, inner = _operand(row, layer.x), features, None
+        low, rank, inner = operand(row, layer.x), features, None
         if v is not None:
             assert layer.v is not None, "a low-rank layer has an FP8 copy of V"
             assert layer.inner is not None, "a low-rank layer has a slot for v"
             rank = v.shape[0]
             made = state.multiply(
-                (place, "v"), Gemm.OUTPUT, low, _weight(layer.v), (rows, rank, features), x.dtype
+                (place, "v"), Gemm.OUTPUT, low, low_weight(layer.v), (rows, rank, features), x.dtype
             )
-            inner_row, inner = _quantized(made, layer.inner, keep=keep)
-            low = _operand(inner_row, layer.inner)
+            inner_row, inner = quantized(made, layer.inner, keep=keep)
+            low = operand(inner_row, layer.inner)
         outer = state.multiply(
-            (place, "u"), Gemm.OUTPUT, low, _weight(layer.u), (rows, features, rank), x.dtype
+            (place, "u"), Gemm.OUTPUT, low, low_weight(layer.u), (rows, features, rank), x.dtype
         )
         following = state.layers[place + 1].x if place + 1 < len(state.layers) else None
         note_launch("cross_produce")
@@ -230,12 +230,12 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         grad = du.grad
         grads.append(grad)
         biases.append(du.bias)
-        low = _operand(du.row, layer.grad_outer)
+        low = operand(du.row, layer.grad_outer)
         turned = Quantized(du.turned, du.turned_scale, _CAST)
-        x_turned = _operand(kept.inputs[place], layer.x)
+        x_turned = operand(kept.inputs[place], layer.x)
         if v is None:
             inner = multiply_u(
-                Gemm.GRAD_INPUT, low, _weight(layer.u, turned=True), (rows, features, features), grad.dtype
+                Gemm.GRAD_INPUT, low, low_weight(layer.u, turned=True), (rows, features, features), grad.dtype
             )
             us.append(multiply_u(Gemm.GRAD_WEIGHT, turned, x_turned, (features, features, rows), u.dtype))
             vs.append(None)
@@ -248,13 +248,13 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         rank = v.shape[0]
         us.append(
             multiply_u(
-                Gemm.GRAD_WEIGHT, turned, _operand(v_turned, layer.inner), (features, rank, rows), u.dtype
+                Gemm.GRAD_WEIGHT, turned, operand(v_turned, layer.inner), (features, rank, rows), u.dtype
             )
         )
         note_launch("derive")
         dv = derive(
             multiply_u(
-                Gemm.GRAD_INPUT, low, _weight(layer.u, turned=True), (rows, rank, features), grad.dtype
+                Gemm.GRAD_INPUT, low, low_weight(layer.u, turned=True), (rows, rank, features), grad.dtype
             ),
             None,
             NOTHING,
@@ -283,8 +283,8 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
         )
         inner = multiply_v(
             Gemm.GRAD_INPUT,
-            _operand(dv.row, layer.grad_inner),
-            _weight(layer.v, turned=True),
+            operand(dv.row, layer.grad_inner),
+            low_weight(layer.v, turned=True),
             (rows, features, rank),
             grad.dtype,
         )
@@ -294,9 +294,7 @@ def cross_backward(grad: torch.Tensor, kept: Kept, weights: Weights, state: Cros
     return CrossGrads(x0=dx0, x=dx, v=tuple(vs[::-1]), u=tuple(us[::-1]), bias=tuple(biases[::-1]))
 
 
-def _quantized(
-    values: torch.Tensor, slot: Delayed, *, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantized(values: torch.Tensor, slot: Delayed, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`values` [T, N] in e4m3, row-major [T, N16] and, where `keep`, transposed [N16, T16]."""
     columns = round_up(values.shape[1], 16)
     note_launch("derive" if keep else "produce")
@@ -327,9 +325,9 @@ def _quantized(
     return both.row, both.turned
 
 
-def _operand(data: torch.Tensor, slot: Delayed) -> Quantized:
+def operand(data: torch.Tensor, slot: Delayed) -> Quantized:
     return Quantized(data, slot.scale.view(1, 1), _CAST)
 
 
-def _weight(weight: LowWeight, *, turned: bool = False) -> Quantized:
+def low_weight(weight: LowWeight, *, turned: bool = False) -> Quantized:
     return Quantized(weight.turned if turned else weight.row, weight.scale.view(1, 1), _CAST)

@@ -16,10 +16,12 @@ from torch import nn
 
 from loka.core.chain_recipe import ChainRecipe
 from loka.core.cross_record import CrossStack
+from loka.core.problem import target_of
 from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
 from loka.kernels.producer import row_units
 from loka.nn.cross_match import CrossSpec
+from loka.nn.cross_serving import ServedLayer, served_layers
 from loka.nn.cross_stack import CrossLayer, CrossState, Delayed, LowWeight, Weights, Where, multiply_by
 from loka.nn.scale_book import Slot
 
@@ -56,6 +58,9 @@ class RunningCross:
     place: int
     slots: tuple[LayerSlots, ...]
     state: ChainState = field(repr=False)
+    _served: dict[tuple[torch.dtype, str], tuple[ServedLayer, ...] | None] = field(
+        default_factory=dict, repr=False
+    )
 
     @property
     def stack(self) -> CrossStack:
@@ -87,14 +92,22 @@ class RunningCross:
         assert path is not None
         return self.formed.kernels[site_name(path, gemm)]
 
-    def forward_state(self, kept: torch.Tensor, *, training: bool) -> CrossState:
-        """`kept`: the book's scales, from `ScaleBook.keep`. Only training teaches them anything."""
-        if not training:
-            return self.backward_state(kept)
+    def served(self, dtype: torch.dtype, device: torch.device) -> tuple[ServedLayer, ...] | None:
+        """How it is served on this device, by layer; None: as it is trained."""
+        place = dtype, target_of(device)
+        if place not in self._served:
+            formed = self.formed
+            self._served[place] = served_layers(
+                formed.stack, formed.recipe, formed.kernels, dtype=dtype, target=place[1]
+            )
+        return self._served[place]
+
+    def forward_state(self, kept: torch.Tensor) -> CrossState:
+        """Of training: `kept` are the book's scales, from `ScaleBook.keep`. What is seen moves the book's."""
         return self._cross_state(lambda slot: self._delayed(slot, kept))
 
-    def backward_state(self, kept: torch.Tensor) -> CrossState:
-        """`kept`: the scales that forward worked with."""
+    def backward_state(self, kept: torch.Tensor | None) -> CrossState:
+        """`kept`: the scales that forward worked with. None, for serving: the book's as they are."""
         return self._cross_state(lambda slot: Delayed(scale=self.state.book.scale(slot, kept)))
 
     def _cross_state(self, operand: Callable[[int], Delayed]) -> CrossState:

@@ -1,0 +1,119 @@
+"""Serving a stack of cross layers: two launches a layer, nothing but FP8 and x' between them.
+
+    v8_l = cast(x8_l V8_l^T)     x_{l+1} = x_0 * (v8_l U8_l^T + b_l) + x_l, and x8_{l+1} with it
+
+No backward comes, so u_l is in no one's memory and no maximum is noted: scales stay as they are
+(kernels/gemm_cross.py). Against `cross_forward` two roundings to bfloat16 fewer, of u and of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
+from loka.core.cross_record import CrossStack
+from loka.core.recipe import Gemm
+from loka.core.report import site_name
+from loka.kernels.gemm_cross import FUSED_CROSS, gemm_cast, gemm_cross, unsupported, worth_casting
+from loka.kernels.launches import note_launch
+from loka.kernels.registry import candidate_named
+from loka.kernels.run import note_run
+from loka.nn.cross_stack import CrossState, Weights, low_weight, operand, quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedLayer:
+    """What runs in the place of a layer's output GEMMs, by the names that `kernel_runs` counts. `v` is
+    None at full rank. `exact_u` and `exact_v`: sums move to float32 after every 128 of K."""
+
+    u: str
+    v: str | None
+    exact_u: bool
+    exact_v: bool
+
+
+def served_layers(
+    stack: CrossStack, recipe: ChainRecipe, kernels: Mapping[str, str], *, dtype: torch.dtype, target: str
+) -> tuple[ServedLayer, ...] | None:
+    """By layer; None where the stack is served as it is trained.
+
+    A kernel that a plan names for a site was measured by itself, and here there is no GEMM by itself:
+    of the name only the accumulation is kept, fast or exact. Emulation that was asked for stays.
+    """
+    if target == "cpu" or unsupported(dtype, target) is not None:
+        return None
+    layers = []
+    for layer in stack.layers:
+        exact = {}
+        for path in layer.shapes:
+            kernel = candidate_named(kernels[site_name(path, Gemm.OUTPUT)]).kernel
+            if kernel.name == "emulated":
+                return None
+            exact[path] = not kernel.fast
+        made = recipe.gemm_recipe(Gemm.OUTPUT)
+        layers.append(
+            ServedLayer(
+                u=f"{_named(FUSED_CROSS, exact[layer.u])}:{made}",
+                v=None if layer.v is None else f"{_named(FUSED_GEMM, exact[layer.v])}:{made}",
+                exact_u=exact[layer.u],
+                exact_v=layer.v is not None and exact[layer.v],
+            )
+        )
+    return tuple(layers)
+
+
+def _named(kernel: str, exact: bool) -> str:
+    return f"{kernel}_exact" if exact else kernel
+
+
+@torch.no_grad()
+def cross_serve(
+    x0: torch.Tensor,
+    x: torch.Tensor,
+    weights: Weights,
+    biases: Sequence[torch.Tensor | None],
+    state: CrossState,
+    served: Sequence[ServedLayer],
+) -> torch.Tensor:
+    """x_L [T, N] from x_0 and the first x [T, N], bfloat16; T at least 1: `cross_forward` without `keep`."""
+    rows, features = x.shape
+    row, _ = quantized(x, state.layers[0].x, keep=False)
+    for place, (layer, how, (v, _)) in enumerate(zip(state.layers, served, weights, strict=True)):
+        a, scale = row, layer.x.scale
+        if how.v is not None:
+            assert v is not None, "a low-rank layer has a V"
+            assert layer.v is not None, "and an FP8 copy of it"
+            assert layer.inner is not None, "and a slot for v"
+            scale = layer.inner.scale
+            if worth_casting(rows, v.shape[0]):
+                note_launch("gemm")
+                note_run(how.v, Gemm.OUTPUT)
+                a = gemm_cast(
+                    row, layer.v.row, layer.x.scale, layer.v.scale, scale_out=scale, fast=not how.exact_v
+                )
+            else:
+                low, sides = operand(row, layer.x), (rows, v.shape[0], features)
+                made = state.multiply((place, "v"), Gemm.OUTPUT, low, low_weight(layer.v), sides, x.dtype)
+                a, _ = quantized(made, layer.inner, keep=False)
+        following = state.layers[place + 1].x.scale if place + 1 < len(state.layers) else None
+        note_launch("gemm")
+        note_run(how.u, Gemm.OUTPUT)
+        crossed = gemm_cross(
+            a,
+            layer.u.row,
+            scale,
+            layer.u.scale,
+            biases[place],
+            x0,
+            x,
+            scale_out=following,
+            fast=not how.exact_u,
+        )
+        x = crossed.hp
+        if following is not None:
+            assert crossed.row is not None, "a scale was given"
+            row = crossed.row
+    return x
