@@ -1,16 +1,21 @@
-"""Drawing operands from statistics: T = mu + Z L^T, W = M + L_U Z L_V^T, or plain normal numbers."""
+"""Drawing operands from statistics: T = mu + Z L^T, W = M + L_U Z L_V^T, or plain normal numbers.
+
+Where the statistics hold sketches of tails (probe/tails.py), magnitudes of T are then moved to them; and
+where they hold how the rows of grad_output go with those of input, `samplers` draws both together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from loka.core.exceptions import UnknownName
 from loka.core.stats import Distribution
-from loka.probe import gaussian, matrix_normal
+from loka.probe import gaussian, matrix_normal, tails
 
 NORMAL = "normal"
+_POOL_DRAWS, _POOL_ELEMENTS = 16, 1 << 24  # draws that a pool of rows with tails is made for; its size
 
 Sampler = Callable[[int, torch.Generator], torch.Tensor]
 """(rows, generator) -> float32 [rows, K]; for a weight `rows` is ignored and [N, K] returned."""
@@ -39,14 +44,16 @@ def normal(
     return Distribution(kind=NORMAL, numbers={**numbers, "count": 1})
 
 
-def sampler(distribution: Distribution, device: torch.device) -> Sampler:
+def sampler(distribution: Distribution, device: torch.device, *, keep_tails: bool = True) -> Sampler:
     """Prepares the factors once and returns a function that draws.
 
-    Raises UnknownName for a kind of distribution this version cannot draw from.
+    Without `keep_tails`, or where no tails were learnt, rows are Gaussian. Raises UnknownName for a
+    kind of distribution this version cannot draw from.
     """
     moved = distribution.to(device)
     if distribution.kind == gaussian.KIND:
-        return _gaussian_sampler(gaussian.from_distribution(moved))
+        draw = _gaussian_sampler(gaussian.from_distribution(moved))
+        return _tailed(draw, tails.tails_in(moved) if keep_tails else None)
     if distribution.kind == matrix_normal.KIND:
         return _matrix_normal_sampler(matrix_normal.from_distribution(moved))
     if distribution.kind == NORMAL:
@@ -56,6 +63,91 @@ def sampler(distribution: Distribution, device: torch.device) -> Sampler:
         way_out=f"this version knows {gaussian.KIND}, {matrix_normal.KIND} and {NORMAL}; "
         "use the LoKA that wrote them",
     )
+
+
+def samplers(
+    operands: Mapping[str, Distribution], device: torch.device, *, keep_tails: bool = True
+) -> dict[str, Sampler]:
+    """A sampler for each operand of a layer, as `sampler` makes it.
+
+    Where the statistics say how grad_output goes with input, a draw of grad_output belongs to the rows
+    of the last draw of input, if that had as many; otherwise its rows are independent of them.
+    """
+    pair: dict[str, Sampler] = {}
+    if keep_tails and {"input", "grad_output"} <= operands.keys():
+        pair = _paired(operands["input"].to(device), operands["grad_output"].to(device))
+    # In the order of `operands`: input is drawn before the grad_output that belongs to it.
+    return {
+        name: pair.get(name) or sampler(kept, device, keep_tails=keep_tails)
+        for name, kept in operands.items()
+    }
+
+
+def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler]:
+    """Samplers of both, or none where the statistics cannot say how one goes with the other."""
+    cross = tails.cross_in(grad_output)
+    if cross is None or {input.kind, grad_output.kind} != {gaussian.KIND}:
+        return {}
+    x, g = gaussian.from_distribution(input), gaussian.from_distribution(grad_output)
+    if x.scatter is None or g.scatter is None or not min(x.count, g.count, cross.count.item()) > 1:
+        return {}
+    x_covariance, g_covariance = x.scatter / (x.count - 1), g.scatter / (g.count - 1)
+    m = tails.coupling(cross, (x.mean, g.mean), x_covariance)
+    x_root = _root(x_covariance)
+    rest_root = _root(g_covariance.double() - m @ x_covariance.double() @ m.t())
+    m = m.float()
+    x_tails, g_tails = tails.tails_in(input), tails.tails_in(grad_output)
+
+    def draw_both(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        known = _normal((rows, x.features), generator) @ x_root.t()
+        drawn = g.mean + known @ m.t() + _normal((rows, g.features), generator) @ rest_root.t()
+        drawn = tails.reshape(drawn, g_tails, generator) if g_tails else drawn
+        known = x.mean + known
+        return (tails.reshape(known, x_tails, generator) if x_tails else known), drawn
+
+    both = _Pool(draw_both, x.features + g.features)
+    alone = _Pool(draw_both, x.features + g.features)
+
+    def draw_input(rows: int, generator: torch.Generator) -> torch.Tensor:
+        return both.next(rows, generator)[0]
+
+    def draw_grad_output(rows: int, generator: torch.Generator) -> torch.Tensor:
+        belongs, both.last = both.last, ()
+        if belongs and len(belongs[1]) == rows:
+            return belongs[1]
+        return alone.next(rows, generator)[1]
+
+    return {"input": draw_input, "grad_output": draw_grad_output}
+
+
+class _Pool:
+    """Hands out rows of a larger draw, each once, and then makes the next one (probe/tails.py)."""
+
+    def __init__(
+        self, draw: Callable[[int, torch.Generator], tuple[torch.Tensor, ...]], features: int
+    ) -> None:
+        self._draw = draw
+        self._most = _POOL_ELEMENTS // max(features, 1)
+        self._rest: tuple[torch.Tensor, ...] = ()
+        self.last: tuple[torch.Tensor, ...] = ()
+
+    def next(self, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        if not self._rest or len(self._rest[0]) < rows:
+            self._rest = self._draw(max(rows, min(_POOL_DRAWS * rows, self._most)), generator)
+        self.last = tuple(part[:rows] for part in self._rest)
+        self._rest = tuple(part[rows:] for part in self._rest)
+        return self.last
+
+
+def _tailed(draw: Sampler, kept: tails.Tails | None) -> Sampler:
+    if kept is None:
+        return draw
+
+    def reshaped(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (tails.reshape(draw(rows, generator), kept, generator),)
+
+    pool = _Pool(reshaped, kept.columns.shape[0])
+    return lambda rows, generator: pool.next(rows, generator)[0]
 
 
 def _normal_sampler(distribution: Distribution, device: torch.device) -> Sampler:

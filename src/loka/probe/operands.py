@@ -9,7 +9,7 @@ import torch
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
 from loka.core.stats import LinearStats
-from loka.probe.draw import Sampler, sampler
+from loka.probe.draw import Sampler, samplers
 
 Operands = dict[str, torch.Tensor]
 """input [T, in], weight [out, in], grad_output [T, out], in the dtypes the model uses."""
@@ -19,8 +19,11 @@ _ROTATION_BYTES = 1 << 30  # copies of the operands to rotate, so that none stay
 _ROTATION = 8  # as many calls as a graph holds at most
 
 
-def layer_samplers(layer: LinearStats, device: torch.device) -> dict[str, Sampler]:
-    return {name: sampler(found, device) for name, found in layer.operands.items()}
+def layer_samplers(
+    layer: LinearStats, device: torch.device, *, keep_tails: bool = True
+) -> dict[str, Sampler]:
+    """By operand. With `keep_tails`, draws have the tails that were learnt (probe/tails.py), if any were."""
+    return samplers(layer.operands, device, keep_tails=keep_tails)
 
 
 def draw_operands(
@@ -42,7 +45,8 @@ def sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
 def rotated_operands(layer: LinearStats, *, device: torch.device, seed: int) -> list[Operands]:
     """Operands of the true size in up to 8 copies, fewer where those would fill a gigabyte."""
     generator = torch.Generator(device).manual_seed(seed)
-    operands = draw_operands(layer, layer_samplers(layer, device), min(layer.rows, _TIMED_ROWS), generator)
+    plain = layer_samplers(layer, device, keep_tails=False)  # times do not depend on tails
+    operands = draw_operands(layer, plain, min(layer.rows, _TIMED_ROWS), generator)
     for name in ("input", "grad_output"):
         if name in operands:
             repeats = -(-layer.rows // operands[name].shape[0])
