@@ -11,8 +11,12 @@ from models import Encoder, odd_mlp, train_steps
 from torch import nn
 
 import loka
+from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+from loka.core.recipe import RECIPES, Gemm
+from loka.core.reference import dequantize, quantize
 from loka.nn.dataflow import Dataflow, find_chains
+from loka.probe.depths import operand_errors
 
 
 def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
@@ -26,7 +30,8 @@ def test_training_with_a_probe_gives_the_same_bits() -> None:
     plain = odd_mlp()
     watched = copy.deepcopy(plain)
     train_steps(plain, 6)
-    probed(watched, 6)
+    stats = probed(watched, 6)
+    assert stats.layers["0"].effects  # the extra backward was one of the things that changed nothing
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
 
@@ -44,6 +49,25 @@ def test_what_is_learnt() -> None:
     assert first.operands["grad_output"].tensors["mean"].shape == (479,)
     assert stats.layers["3"].operands["input"].tensors["scatter"].shape == (479, 479)
     assert stats.layers["5"].operands["input"].tensors["factor"].shape == (64, 1000)
+
+
+def test_depth_histograms_are_kept(tmp_path: Path) -> None:
+    """Their error of an operand is that of quantizing it, here of one batch, taken whole."""
+    torch.manual_seed(0)
+    model, x = odd_mlp(), torch.randn(40, 13).exp()
+    with loka.Probe(model, every=1, depth_rows=1000) as probe:
+        model(x).sum().backward()
+    probe.stats().save(tmp_path)
+    layer = loka.Stats.load(tmp_path).layers["0"]
+    assert {"depth_row", "depth_row_transposed"} <= set(layer.operands["grad_output"].tensors)
+    for name in ("tensorwise_e4m3", "rowwise_e4m3", "blockwise_e4m3"):
+        recipe = RECIPES[name]
+        found = operand_errors(layer, Gemm.OUTPUT, recipe)
+        for operand, tensor, cast in zip(
+            ("input", "weight"), (x, model[0].weight), recipe.output, strict=True
+        ):
+            low = dequantize(quantize(tensor.detach(), cast))
+            assert found[operand].sqnr_db == pytest.approx(sqnr_db(low, tensor.detach()), abs=0.01)
 
 
 def test_layers_that_are_not_called_say_so() -> None:
@@ -283,3 +307,133 @@ def test_folders_from_before_there_were_chains(tmp_path: Path) -> None:
     assert "chains" not in json.loads((tmp_path / "stats.json").read_text())["content"]
     assert loka.Stats.load(tmp_path).chains == ()
     assert loka.Stats.load(tmp_path).digest() == stats.digest()
+
+
+def test_as_many_steps_as_the_overhead_allows() -> None:
+    """Here a sampled step costs tens of plain ones: the two on trust, and then none for long."""
+    torch.manual_seed(0)
+    plain = odd_mlp()
+    watched = copy.deepcopy(plain)
+    train_steps(plain, 80)
+    with loka.Probe(watched, every="auto", overhead=0.01) as probe:
+        assert probe.overhead is None
+        train_steps(watched, 80)
+    assert (probe.stats().steps, probe.stats().sampled_steps) == (80, 2)
+    assert probe.overhead is not None
+    assert probe.overhead > 0.01
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    with pytest.raises(ValueError, match="overhead is 2"):
+        loka.Probe(watched, every="auto", overhead=2)
+
+
+def test_an_evaluation_between_steps_is_not_taken_for_training() -> None:
+    model = nn.Sequential(nn.Linear(13, 16), nn.Linear(16, 1))
+    with loka.Probe(model, every=10) as probe:
+        for step in range(30):
+            train_steps(model, 1)
+            if step % 10 == 0:  # in each sampled step, and as long as ten of them
+                with torch.no_grad():
+                    model(torch.randn(4, 13))
+    assert probe.overhead is None  # no sampled step could be timed
+
+
+def test_steps_that_call_no_model_are_counted_where_they_are_told() -> None:
+    """As replays of a graph are."""
+    model = odd_mlp()
+    sampled = []
+    with loka.Probe(model, every=4) as probe:
+        for step in range(10):
+            if probe.next_step():
+                sampled.append(step)
+                model(torch.randn(3, 13)).sum().backward()
+                model(torch.randn(3, 13)).sum().backward()  # the same step: it is not sampled again
+    assert sampled == [0, 4, 8]
+    stats = probe.stats()
+    assert (stats.steps, stats.sampled_steps, stats.layers["0"].calls) == (10, 3, 3)
+
+
+def test_a_graph_that_is_being_recorded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.probe.online.capturing", lambda: True)
+    assert probed(odd_mlp(), 2).steps == 0
+
+
+def kept(stats: loka.Stats) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for layer in stats.layers.values()
+        for operand in layer.operands.values()
+        for tensor in operand.tensors.values()
+    )
+
+
+def test_memory_is_bounded_and_told() -> None:
+    """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""
+    model = nn.Sequential(nn.Linear(13, 30), nn.ReLU(), nn.Linear(30, 1))
+    seen = []
+    with loka.Probe(model, every=1, full_covariance=20, rank=5) as probe:
+        for _ in range(3):
+            train_steps(model, 20)  # more than the maxima of the last batches that are kept
+            seen.append(probe.memory())
+    assert seen[0] == seen[1] == seen[2]
+    assert set(seen[0]) == {"input", "weight", "grad_output", "effects"}
+    assert all(seen[0].values())
+    assert sum(seen[0].values()) == kept(probe.stats()) + 4 * 16
+    weights = [13 * 30, 30 * 1]  # their means; then U and V, in full up to 20 and diagonal beyond
+    sides = [30 + 13**2, 1 + 30]
+    tables = sum(t.nbytes for n, t in all_tensors(probe.stats(), "weight") if n.startswith("depth_"))
+    assert seen[0]["weight"] == 4 * (sum(weights) + sum(sides)) + tables
+
+
+def all_tensors(stats: loka.Stats, operand: str) -> list[tuple[str, torch.Tensor]]:
+    return [item for layer in stats.layers.values() for item in layer.operands[operand].tensors.items()]
+
+
+def test_a_full_disk_is_told_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = odd_mlp()
+    monkeypatch.setattr("loka.core.files.os.fsync", full)
+    with (
+        pytest.raises(LokaError, match="No space left on device"),
+        loka.Probe(model, every=50, save_to=tmp_path, save_every=1),
+    ):
+        train_steps(model, 10_000)  # far fewer are run
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_ends_training_is_raised_and_a_failed_save_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fail() -> None:
+        with loka.Probe(model, every=1, save_to=tmp_path):
+            train_steps(model, 1)
+            raise KeyError("the user's own")
+
+    model = odd_mlp()
+    monkeypatch.setattr("loka.core.files.os.fsync", full)
+    with pytest.raises(KeyError) as ended:
+        fail()
+    assert "No space left on device" in ended.value.__notes__[0]
+
+
+def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path: Path) -> None:
+    """The randomness of a sampled step is a function of the seed and its number."""
+    x = [torch.randn(60, 13) for _ in range(8)]
+    model = odd_mlp()
+
+    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+        with probe:
+            for rows in part:
+                model.zero_grad()
+                model(rows).sum().backward()
+        return probe.stats()
+
+    options = {"every": 2, "rows": 20, "depth_rows": 10, "rank": 8, "effect_samples": 60, "effect_step": 16}
+    whole = run(loka.Probe(model, **options), x)
+    run(loka.Probe(model, **options, save_to=tmp_path), x[:3])
+    both = run(loka.Probe(model, **options, resume=loka.Stats.load(tmp_path)), x[3:])
+    assert both.digest() == whole.digest()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from loka.core.chain_recipe import SAFE, chain_recipe_named
+from loka.core.error import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,10 @@ class Budget:
     """Limits that every FP8 decision of a plan keeps.
 
     Attributes:
+        ne: limit on the predicted increase of the model's NE by all FP8 `output` GEMMs together, in
+            absolute NE (0.02 % of an NE of 0.8 is 1.6e-4), spent where it saves most time. Each
+            site counts with the upper end of its estimate, `spends`; a site without an estimate stays in
+            hp. None: no such limit (docs/budget.md).
         min_sqnr_db: floor on the lower end of a site's `sqnr_db` interval. e4m3 on both
             operands gives about 28.5 dB, e5m2 gradients about 24.5 dB; the default admits the
             first and refuses the second, whose bias costs NE in training (docs/plan.md).
@@ -32,6 +37,7 @@ class Budget:
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
+    ne: float | None = None
     min_sqnr_db: float | None = 25.0
     max_mere: float | None = None
     min_speedup: float = 1.05
@@ -54,6 +60,8 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be finite, or None to lift the limit")
+        if self.ne is not None and not 0 <= self.ne < math.inf:
+            raise ValueError(f"ne is {self.ne}; an increase allowed is 0 or more, or None for no limit")
         if not 0 <= self.min_speedup < math.inf:
             raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")
         if isinstance(self.keep, str):
@@ -61,9 +69,34 @@ class Budget:
 
     def to_json(self) -> dict[str, Any]:
         lists = {"keep": list(self.keep), "chain_recipes": list(self.chain_recipes)}
-        return {**asdict(self), **lists}
+        content = {**asdict(self), **lists}
+        if self.ne is None:  # a plan without such a limit is written as before there was one
+            del content["ne"]
+        return content
+
+    @classmethod
+    def paper(cls, **others: Any) -> Budget:
+        """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""
+        rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05, "chains": "never"}
+        return cls(**{**rule, **others})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Budget:
         recipes = tuple(content.get("chain_recipes", (SAFE,)))
         return cls(**{**content, "keep": tuple(content["keep"]), "chain_recipes": recipes})
+
+
+_ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between
+
+
+def spends(effect: Estimate) -> float:
+    """What an effect costs a budget: the value and 1.64 standard errors, which it exceeds once in
+    twenty. The interval's upper half is 1.96 of them. inf for what is not known at all."""
+    upper = effect.value + (effect.high - effect.value) * _ONE_SIDED / _TWO_SIDED
+    return max(upper, 0.0) if math.isfinite(upper) else math.inf
+
+
+def total_effect(effects: Iterable[Estimate]) -> Estimate:
+    """The sum. Ends are added, not variances: all sites are estimated on the same sampled rows."""
+    several = list(effects)
+    return Estimate(*(math.fsum(getattr(e, end) for e in several) for end in ("value", "low", "high")))

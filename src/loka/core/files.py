@@ -111,14 +111,21 @@ def _no_constant(text: str) -> float:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes CPU copies of `tensors` as safetensors, atomically."""
-    safetensors_torch = _safetensors()
+    write_atomic(path, tensors_to_bytes(tensors))
+
+
+def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """As safetensors."""
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(path, safetensors_torch.save(flat))
+    return bytes(_safetensors().save(flat))
+
+
+def tensors_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
+    return dict(_safetensors().load(data))
 
 
 def read_tensors(path: Path, *, sha256: str, way_out: str) -> dict[str, torch.Tensor]:
     """Reads a safetensors file whose checksum a record states."""
-    safetensors_torch = _safetensors()
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -126,7 +133,7 @@ def read_tensors(path: Path, *, sha256: str, way_out: str) -> dict[str, torch.Te
     if hashlib.sha256(data).hexdigest() != sha256:
         reason = "its checksum differs from the one in the record beside it: truncated or damaged"
         raise FileRefused(f"cannot use {path}", why=[reason], way_out=way_out)
-    return dict(safetensors_torch.load(data))
+    return tensors_from_bytes(data)
 
 
 def _safetensors() -> Any:

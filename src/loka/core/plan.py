@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loka.core.budget import Budget
+from loka.core.budget import Budget, total_effect
 from loka.core.chain import Chain
+from loka.core.chain_recipe import chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole, check_distinct
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -39,7 +40,8 @@ class Decision:
     `candidate` is "hp" or "kernel:recipe". `rejected` says why each other candidate lost;
     `runner_up` is the best of those. Times and speed-up are None where none were measured;
     they are of the GEMM by itself, with both its operands quantized for it alone. `saved_us`
-    is what it saves to share those passes with an earlier GEMM of the layer.
+    is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
+    increase of the model's NE, of an FP8 `output` GEMM where the probe estimated it.
     """
 
     path: str
@@ -48,6 +50,7 @@ class Decision:
     reason: str
     sqnr_db: Estimate | None = None
     mere: Estimate | None = None
+    ne: Estimate | None = None
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
@@ -66,7 +69,7 @@ class ChainDecision:
 
     `recipe` is how its tensors are quantized, such as "e4m3_row". `candidates` names the GEMM
     that runs inside at each of its sites: "hp" or "kernel:recipe". Times are of the whole chain,
-    None where none were measured.
+    None where none were measured; so is `ne`, the sum over its `output` GEMMs.
     """
 
     chain: Chain
@@ -76,6 +79,7 @@ class ChainDecision:
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
+    ne: Estimate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class CrossDecision:
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
+    ne: Estimate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,62 @@ class Plan:
         found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
 
+    @property
+    def inside(self) -> frozenset[str]:
+        """The layers that run within a chain or a stack of cross layers."""
+        wholes: list[Whole] = [d.chain for d in self.chains.values()]
+        wholes += [d.stack for d in self.crosses.values()]
+        return frozenset(path for whole in wholes for path in whole.linears)
+
+    @property
+    def output_recipes(self) -> dict[str, str]:
+        """By layer, the recipe of its `output` GEMM where that is FP8; inside a chain, the one whose errors
+        stand for the chain's own."""
+        found = {
+            d.path: d.candidate.partition("@")[0].rpartition(":")[2]
+            for d in self.decisions.values()
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and d.path not in self.inside
+        }
+        for chain in self.chains.values():
+            stands = chain_recipe_named(chain.recipe).errors[Gemm.OUTPUT]
+            found.update(dict.fromkeys(chain.chain.linears, stands))
+        for cross in self.crosses.values():
+            stands = chain_recipe_named(cross.recipe).errors[Gemm.OUTPUT]
+            found.update(dict.fromkeys(cross.stack.linears, stands))
+        return found
+
+    @property
+    def ne(self) -> Estimate | None:
+        """The predicted increase of the model's NE: the sum over what runs in FP8. None where nothing
+        of it was estimated; `ne_unknown` names what the sum lacks."""
+        effects = [decided.ne for decided in self.chains.values()]
+        effects += [decided.ne for decided in self.crosses.values()]
+        effects += [d.ne for d in self.decisions.values() if d.path not in self.inside]
+        known = [effect for effect in effects if effect is not None]
+        return total_effect(known) if known else None
+
+    @property
+    def ne_unknown(self) -> tuple[str, ...]:
+        """FP8 `output` sites, chains and stacks without an estimate of their effect on NE."""
+        missing = [name for name, decided in self.chains.items() if decided.ne is None]
+        missing += [name for name, decided in self.crosses.items() if decided.ne is None]
+        missing += [
+            d.site
+            for d in self.decisions.values()
+            if d.problem.gemm is Gemm.OUTPUT
+            and d.candidate != HP
+            and d.ne is None
+            and d.path not in self.inside
+        ]
+        return tuple(missing)
+
     def __str__(self) -> str:
-        header = ("site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why")
-        rows = [_row(decision) for decision in self.decisions.values()]
+        header = ["site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why"]
+        rows = [list(_row(decision)) for decision in self.decisions.values()]
+        if any(decision.ne for decision in self.decisions.values()):
+            header.insert(4, "ne")
+            for row, decision in zip(rows, self.decisions.values(), strict=True):
+                row.insert(4, _show(decision.ne, "{:.1e}"))
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
         lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
         lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
@@ -153,15 +211,24 @@ class Plan:
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
         if not self.timed:
-            return f"{text}. Not timed: chosen on error alone, no speed is claimed."
+            return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
         known = [(d, d.hp_microseconds, d.microseconds) for d in self.decisions.values()]
         before = [hp.value for _, hp, us in known if hp and us]
         after = [us.value - d.saved_us for d, hp, us in known if hp and us]
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         return (
             f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
-            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}"
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
         )
+
+    def _spent(self) -> str:
+        """What the plan costs in NE, if anything of it is known."""
+        if self.ne is None:
+            return ""
+        limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
+        missing = len(self.ne_unknown)
+        lacks = f", and {missing} without an estimate" if missing else ""
+        return f" Predicted increase of NE: {self.ne}{lacks}{limit}."
 
 
 def _show(estimate: Estimate | None, pattern: str) -> str:
@@ -179,8 +246,8 @@ def _whole_line(decided: ChainDecision | CrossDecision, decisions: Mapping[str, 
     layers = f"{count} layer{'s' if count > 1 else ''}"
     return (
         f"{kind} {whole.name}: {layers}, {rows}{decided.recipe}, {_show(decided.microseconds, '{:.1f}')} us, "
-        f"hp {_show(decided.hp_microseconds, '{:.1f}')} us, {_show(decided.speedup, '{:.2f}x')}: "
-        f"{decided.reason}"
+        f"hp {_show(decided.hp_microseconds, '{:.1f}')} us, {_show(decided.speedup, '{:.2f}x')}"
+        f"{f', NE +{decided.ne}' if decided.ne else ''}: {decided.reason}"
     )
 
 
@@ -207,6 +274,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             "reason": d.reason,
             "sqnr_db": estimate_to_json(d.sqnr_db),
             "mere": estimate_to_json(d.mere),
+            **({"ne": estimate_to_json(d.ne)} if d.ne else {}),
             "microseconds": estimate_to_json(d.microseconds),
             "hp_microseconds": estimate_to_json(d.hp_microseconds),
             "speedup": estimate_to_json(d.speedup),
@@ -236,13 +304,13 @@ def _to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _from_json(content: Mapping[str, Any]) -> Plan:
-    estimates = ("sqnr_db", "mere", "microseconds", "hp_microseconds", "speedup")
+    estimates = ("sqnr_db", "mere", "ne", "microseconds", "hp_microseconds", "speedup")
     model = ModelSignature.from_json(content["model"])
     decisions = {}
     for name, entry in content["decisions"].items():
         if not isinstance(entry["candidate"], str) or entry["path"] not in model.layers:
             raise ValueError(f"decision {name} names no layer of the model, or no candidate")
-        fields = {key: estimate_from_json(entry[key]) for key in estimates}
+        fields = {key: estimate_from_json(entry[key]) for key in estimates if key in entry}
         decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
     chains = {
         name: ChainDecision(**_whole_from_json(name, entry, "chain", Chain.from_json(entry["chain"], model)))
@@ -282,6 +350,7 @@ def _whole_to_json(decided: ChainDecision | CrossDecision) -> dict[str, Any]:
         "candidates": dict(decided.candidates),
         "reason": decided.reason,
         **{key: estimate_to_json(getattr(decided, key)) for key in _CHAIN_TIMES},
+        **({"ne": estimate_to_json(decided.ne)} if decided.ne else {}),
     }
 
 
@@ -298,4 +367,4 @@ def _whole_from_json(name: str, content: Mapping[str, Any], key: str, whole: Who
     if not all(isinstance(content[text], str) for text in ("recipe", "reason")):
         raise ValueError(f"{key} {name} lacks its recipe or reason")
     times = {time: estimate_from_json(content[time]) for time in _CHAIN_TIMES}
-    return {**content, **times, key: whole}
+    return {**content, **times, "ne": estimate_from_json(content.get("ne")), key: whole}

@@ -31,7 +31,8 @@ def site_name(path: str, gemm: Gemm) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One candidate at one site. `errors` by measure name; times only where a GPU was there.
+    """One candidate at one site. `errors` by measure name, "ne" of `output` GEMMs only, where the probe
+    could learn it; times only where a GPU was there.
 
     `rounds` is how long it stayed in the race of the site: a name that left early was clearly
     slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
@@ -78,6 +79,7 @@ class Report:
             "fused:e4m3_row".
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
             against the form that copies it (nn/turned.py), by path.
+        no_effect: by layer, why its effect on the model's NE is not known.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -93,6 +95,7 @@ class Report:
     crosses: tuple[CrossStack, ...] = ()
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     turned_times: Mapping[str, Measurement] = field(default_factory=dict)
+    no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -109,8 +112,20 @@ class Report:
         return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
 
     def __str__(self) -> str:
-        header = ("site", "MxNxK", "candidate", "sqnr_db", "mere", "us", "speed-up", "unsupported")
+        header: tuple[str, ...] = (
+            "site",
+            "MxNxK",
+            "candidate",
+            "sqnr_db",
+            "mere",
+            "ne",
+            "us",
+            "speed-up",
+            "unsupported",
+        )
         rows = [row for site in self.sites.values() for row in _rows(site)]
+        if not any("ne" in m.errors for site in self.sites.values() for m in site.measurements.values()):
+            header, rows = (*header[:5], *header[6:]), [(*row[:5], *row[6:]) for row in rows]
         state = "" if self.complete else " (incomplete: measure again to go on)"
         lines = [f"Report of {self.model.name} on {self.machine}{state}", format_table(header, rows)]
         if not self.timed and self.machine.target == "cpu":
@@ -119,8 +134,16 @@ class Report:
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
+        lines += [f"note: {line}" for line in self.unknown_effects()]
         lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
         return "\n".join(lines)
+
+    def unknown_effects(self) -> list[str]:
+        """A line for each reason why effects on NE are not known."""
+        layers: dict[str, list[str]] = {}
+        for path, reason in self.no_effect.items():
+            layers.setdefault(reason, []).append(path)
+        return [f"effect on NE not known: {', '.join(paths)}: {why}" for why, paths in layers.items()]
 
 
 def _rows(site: SiteReport) -> list[tuple[str, ...]]:
@@ -139,6 +162,7 @@ def _rows(site: SiteReport) -> list[tuple[str, ...]]:
             numbers = (
                 f"{sqnr.value:.1f}" if sqnr else "-",
                 f"{measured.errors['mere'].value:.3f}" if "mere" in measured.errors else "-",
+                f"{measured.errors['ne'].value:.1e}" if "ne" in measured.errors else "-",
                 f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
                 f"{speedup.value:.2f}x" if speedup else "-",
             )
@@ -146,7 +170,7 @@ def _rows(site: SiteReport) -> list[tuple[str, ...]]:
     reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
     if reasons:
         told = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
-        rows.append((*place, f"({reasons.total()} more)", "", "", "", "", told))
+        rows.append((*place, f"({reasons.total()} more)", "", "", "", "", "", told))
     return rows
 
 
@@ -243,6 +267,7 @@ def _to_json(report: Report) -> dict[str, Any]:
             for name, times in report.chain_times.items()
         },
         "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
+        **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
         "complete": report.complete,
     }
@@ -296,6 +321,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         turned_times={
             path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
         },
+        no_effect=content.get("no_effect", {}),
         notes=tuple(content["notes"]),
         complete=content["complete"],
     )

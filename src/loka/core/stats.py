@@ -18,6 +18,7 @@ import torch
 
 from loka.core.chain import Chain, chains_from_json
 from loka.core.cross_record import CrossStack, crosses_from_json
+from loka.core.effect import Effect
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES
 from loka.core.signature import ModelSignature
@@ -46,8 +47,9 @@ class LinearStats:
 
     `dtype` is the compute dtype its output had, `order` its place in the forward pass;
     without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
-    `needs_weight_grad` (a frozen one) its grad_weight. `turned` is D where every input was a
-    transposed view [.., D, K] of [.., K, D], else 0.
+    `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
+    GEMM alone costs the model, by recipe name (probe/sensitivity.py); `no_effect` says why that is
+    not known. `turned` is D where every input was a transposed view [.., D, K] of [.., K, D], else 0.
     """
 
     rows: int
@@ -59,6 +61,8 @@ class LinearStats:
     needs_weight_grad: bool
     operands: Mapping[str, Distribution]
     turned: int = 0
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    no_effect: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ class Stats:
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
-        content, tensors = _flatten(self)
+        content, tensors = flatten(self)
         digest = hashlib.sha256(canonical(content))
         for name in sorted(tensors):
             digest.update(name.encode())
@@ -109,7 +113,7 @@ class Stats:
     def save(self, folder: Path | str) -> None:
         """Writes the folder so that a reader sees the old statistics or the new, never a mix."""
         folder = Path(folder)
-        content, tensors = _flatten(self)
+        content, tensors = flatten(self)
         # The name carries the content: a reader of the old stats.json still finds its file.
         folder.mkdir(parents=True, exist_ok=True)
         staged = folder / "tensors.staged.safetensors"
@@ -133,13 +137,14 @@ class Stats:
             if Path(name).name != name:
                 raise ValueError(f"it names a file outside its folder: {name}")
             tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
-            return _unflatten(content, tensors)
+            return unflatten(content, tensors)
 
         record = folder / "stats.json"
         return read_record(record, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
 
 
-def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What goes into JSON, and the tensors by "path/operand/name"."""
     tensors: dict[str, torch.Tensor] = {}
     layers = {}
     for path, layer in stats.layers.items():
@@ -162,7 +167,11 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             "needs_weight_grad": layer.needs_weight_grad,
             "operands": operands,
         }
-        if layer.turned:  # else the digest is that of a folder from before it was noted
+        if layer.effects:  # else the digest is that of a folder from before there were effects
+            layers[path]["effects"] = {name: effect.to_json() for name, effect in layer.effects.items()}
+        if layer.no_effect:
+            layers[path]["no_effect"] = layer.no_effect
+        if layer.turned:
             layers[path]["turned"] = layer.turned
     content = {
         "model": stats.model.to_json(),
@@ -178,7 +187,8 @@ def _flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return content, tensors
 
 
-def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
+def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
+    """Of what `flatten` made. Raises LookupError, TypeError or ValueError for anything else."""
     layers = {}
     for path, layer in content["layers"].items():
         if not {layer["dtype"], layer["weight_dtype"]} <= set(DTYPES) or layer["rows"] < 0:
@@ -193,7 +203,8 @@ def _unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) 
             )
             for operand, entry in layer["operands"].items()
         }
-        layers[path] = LinearStats(**{**layer, "operands": operands})
+        effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
+        layers[path] = LinearStats(**{**layer, "operands": operands, "effects": effects})
     model = ModelSignature.from_json(content["model"])
     chains = chains_from_json(content.get("chains", ()), model)
     return Stats(

@@ -2,6 +2,9 @@
 
 All candidates see the same draws and are compared with the float32 product of the same
 operands. Draws go on until the 95 % interval of every `sqnr_db` is narrow enough.
+
+At `output` the error "ne" stands beside them: what the candidate's recipe is predicted to add to the
+model's NE. It is not drawn but learnt while probing (probe/effects.py), where it could be.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from loka.core.recipe import Gemm
 from loka.core.report import HP
 from loka.core.stats import LinearStats
 from loka.core.timing import first_line, still_usable
+from loka.kernels.registry import candidate_named
 from loka.kernels.run import run_gemm
+from loka.probe.effects import predicted_ne
 from loka.probe.operands import draw_operands, layer_samplers, sides
 from loka.probe.settings import Settings
 
@@ -75,6 +80,10 @@ def draw_errors(
     errors: dict[Gemm, dict[str, dict[str, Estimate]]] = {gemm: {} for gemm in runnable}
     for (gemm, name, measure), values in samples.items():
         errors[gemm].setdefault(name, {})[measure] = estimate_mean(values)
+    for name, measures in errors.get(Gemm.OUTPUT, {}).items():
+        effect = None if name == HP else predicted_ne(layer, candidate_named(name).recipe)
+        if effect is not None:
+            measures["ne"] = effect
     return LayerErrors(errors=errors, failures=failures)
 
 

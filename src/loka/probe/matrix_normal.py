@@ -14,7 +14,7 @@ the diagonal of U or V only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -122,4 +122,6 @@ def to_distribution(learnt: MatrixNormal) -> Distribution:
 
 
 def from_distribution(distribution: Distribution) -> MatrixNormal:
-    return MatrixNormal(snapshots=distribution.numbers["snapshots"], **distribution.tensors)
+    names = [field.name for field in fields(MatrixNormal) if field.name != "snapshots"]  # others lie beside
+    tensors = {name: distribution.tensors[name] for name in names}
+    return MatrixNormal(snapshots=distribution.numbers["snapshots"], **tensors)

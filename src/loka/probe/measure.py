@@ -23,7 +23,7 @@ from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import FileRefused, LokaError
-from loka.core.problem import Problem, linear_problem
+from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
@@ -36,6 +36,7 @@ from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
+from loka.probe.sites import gemms_of, problem_of
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 from loka.probe.turned_times import TURNED, time_turned, turned_key
 
@@ -91,6 +92,7 @@ def measure(
         skipped=dict(stats.skipped),
         chains=stats.chains,
         crosses=stats.crosses,
+        no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
     )
     path = Path(out) if out is not None else None
@@ -192,7 +194,7 @@ class _Work:
         report = self.report
         missing: dict[str, list[str]] = {}
         for path, layer in self.stats.layers.items():
-            gemms, _ = _gemms_of(path, layer)
+            gemms, _ = gemms_of(path, layer)
             sites = [site_name(path, gemm) for gemm in gemms]
             unmeasured = [name for name in sites if name not in report.sites]
             if unmeasured:
@@ -222,12 +224,12 @@ def _compile_ahead(work: _Work, track: Track) -> None:
         return
     problems: dict[Problem, None] = {}
     for path, layer in work.stats.layers.items():
-        for gemm in _gemms_of(path, layer)[0]:
+        for gemm in gemms_of(path, layer)[0]:
             site = work.report.sites.get(site_name(path, gemm))
             if site is None or site.unfinished:
-                problems[_problem(path, layer, work.report, gemm)] = None
+                problems[problem_of(path, layer, work.report, gemm)] = None
                 drawn = replace(layer, rows=min(layer.rows, work.timer.settings.rows))
-                problems[_problem(path, drawn, work.report, gemm)] = None
+                problems[problem_of(path, drawn, work.report, gemm)] = None
     compile_ahead(tuple(problems), work.timer.candidates, track)
 
 
@@ -246,11 +248,11 @@ def _draw_all(work: _Work, track: Track) -> None:
 def _draw_layer(
     path: str, layer: LinearStats, report: Report, timer: Timer
 ) -> tuple[dict[str, SiteReport], dict[str, str]]:
-    gemms, skipped = _gemms_of(path, layer)
+    gemms, skipped = gemms_of(path, layer)
     gemms = [gemm for gemm in gemms if site_name(path, gemm) not in report.sites]
     if not gemms:
         return {}, skipped
-    problems = {gemm: _problem(path, layer, report, gemm) for gemm in gemms}
+    problems = {gemm: problem_of(path, layer, report, gemm) for gemm in gemms}
     runnable: dict[Gemm, list[str]] = {}
     refused: dict[Gemm, dict[str, str]] = {}
     for gemm, problem in problems.items():
@@ -296,7 +298,7 @@ def _time_all(work: _Work, track: Track) -> None:
         report = work.report
         sites = {
             gemm: report.sites[site_name(path, gemm)]
-            for gemm in _gemms_of(path, layer)[0]
+            for gemm in gemms_of(path, layer)[0]
             if site_name(path, gemm) in report.sites
         }
         sharing = report.sharing.get(path)
@@ -370,39 +372,3 @@ def _time_turned(work: _Work, track: Track) -> None:
         found = known[key].get(TURNED, Measurement(unsupported="hp could not be timed"))
         work.report = replace(work.report, turned_times={**work.report.turned_times, path: found})
         work.save()
-
-
-def _gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]:
-    """The GEMMs that run in training, and why another does not."""
-    empty = [
-        name for name, learnt in layer.operands.items() if name != "weight" and not learnt.numbers["count"]
-    ]
-    if empty:
-        reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
-        return [], {site_name(path, gemm): reason for gemm in Gemm}
-    gemms, skipped = [Gemm.OUTPUT], {}
-    if "grad_output" not in layer.operands:
-        reason = "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
-        return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
-    if layer.needs_input_grad:
-        gemms.append(Gemm.GRAD_INPUT)
-    else:
-        skipped[site_name(path, Gemm.GRAD_INPUT)] = "its input needs no gradient, so it never runs"
-    if layer.needs_weight_grad:
-        gemms.append(Gemm.GRAD_WEIGHT)
-    else:
-        skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
-    return gemms, skipped
-
-
-def _problem(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
-    shape = report.model.layers[path]
-    return linear_problem(
-        gemm,
-        rows=layer.rows,
-        in_features=shape.in_features,
-        out_features=shape.out_features,
-        # A gradient of float32 weights is wanted in float32, whatever autocast computes in.
-        dtype=layer.weight_dtype if gemm is Gemm.GRAD_WEIGHT else layer.dtype,
-        target=report.machine.target,
-    )

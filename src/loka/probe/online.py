@@ -4,70 +4,38 @@ Between sampled steps nothing is attached to the layers: a step costs one hook o
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
 gives the same weights, bit for bit, as training without. The first sampled step also shows which
-layers feed each other: the chains and the stacks of cross layers (nn/dataflow.py).
+layers feed each other: the chains and the stacks of cross layers (nn/dataflow.py). After its forward
+pass one extra backward shows what quantizing each layer would cost the model (probe/sensitivity.py).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from loka.core.chain import Chain
 from loka.core.cross_record import CrossStack
-from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
+from loka.core.exceptions import LokaError, NotConverted
 from loka.core.problem import dtype_name
-from loka.core.stats import LinearStats, Stats
+from loka.core.stats import Stats
 from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, unseen
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
-
-
-class _Eager:
-    """torch.compile stands aside while any probe's sampled step runs; nested probes count."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._stance: Any = None
-
-    def acquire(self) -> None:
-        if self._depth == 0:
-            self._stance = torch.compiler.set_stance("force_eager")
-            self._stance.__enter__()
-        self._depth += 1
-
-    def release(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._stance.__exit__(None, None, None)
-
-
-_eager = _Eager()
-
-
-@dataclass
-class _Learnt:
-    """What was learnt of one layer so far; the streams of its three operands."""
-
-    order: int
-    rows: int = 0
-    calls: int = 0
-    dtype: str = ""
-    weight_dtype: str = ""
-    needs_input_grad: bool = False
-    needs_weight_grad: bool = False
-    turned: int | None = None
-    input: gaussian.Gaussian | None = None
-    weight: matrix_normal.MatrixNormal | None = None
-    grad_output: gaussian.Gaussian | None = None
+from loka.probe.cadence import cadence_of, clock_of
+from loka.probe.depths import collect, layouts, merge
+from loka.probe.learnt import Learnt, Site, bytes_of, from_record, refuse, with_sites
+from loka.probe.saving import Copied, Saver, own_folder, to_host
+from loka.probe.sensitivity import Call, Logits, Sensitivity, step_seed
+from loka.probe.stance import capturing, eager
 
 
 class Probe:
@@ -81,14 +49,26 @@ class Probe:
     Args:
         model: any module, compiled or wrapped in DistributedDataParallel too. Each call of it
             with gradients enabled counts as a step; evaluation passes do not.
-        every: a step in `every` is sampled, the first one included.
+        every: a step in `every` is sampled, the first one included; with "auto" as many as `overhead`
+            allows, at growing gaps (probe/cadence.py).
+        overhead: share of training time that sampled steps may cost, with every="auto".
         rows: rows of an operand used per sampled call; a larger batch is subsampled.
+        depth_rows: the same for its depth histograms (probe/depths.py).
         full_covariance: features up to which the full covariance is kept.
         rank: rank of the covariance beyond that (plus its exact diagonal).
         filter: (module, fqn) -> whether to probe a layer; all linear layers by default.
-        save_to: folder to save the statistics in, every `save_every` steps and at the end.
+        save_to: folder to save the statistics in, every `save_every` steps and at the end. A thread
+            writes while training goes on. Among several ranks each has its own folder inside, "rank-3".
         resume: statistics to go on from, of the same model.
         seed: of the row samples.
+        effect_samples: examples from which effects on the model's NE are known, over sampled steps;
+            earlier ones fade. 0 turns the extra backward off.
+        effect_step: examples of one sampled step that are used for it, at most.
+        logits: function from what the model returns to its logits [B] or [B, tasks], float. Not
+            needed where the model returns them (or probabilities straight out of a sigmoid).
+        base_rate: share of positive labels, for the entropy that NE is relative to; by default the
+            mean prediction. Where a model's output shows no logits it is needed: effects are then
+            taken from the gradient of training, of a loss that is a mean over the batch.
 
     Raises:
         PlanMismatch: `resume` is of another model; the differences are listed.
@@ -99,8 +79,10 @@ class Probe:
         self,
         model: nn.Module,
         *,
-        every: int = 100,
+        every: int | Literal["auto"] = 100,
+        overhead: float = 0.01,
         rows: int = 512,
+        depth_rows: int = 128,
         full_covariance: int = 512,
         rank: int = 64,
         filter: Filter | None = None,
@@ -108,25 +90,39 @@ class Probe:
         save_every: int = 10_000,
         resume: Stats | None = None,
         seed: int = 0,
+        effect_samples: int = 512,
+        effect_step: int = 64,
+        logits: Logits | None = None,
+        base_rate: float | None = None,
     ) -> None:
-        for name, value in (("every", every), ("rows", rows), ("rank", rank), ("save_every", save_every)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name, value, least in (
+            ("rows", rows, 1),
+            ("depth_rows", depth_rows, 1),
+            ("rank", rank, 1),
+            ("save_every", save_every, 1),
+            ("effect_samples", effect_samples, 0),
+            ("effect_step", effect_step, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if base_rate is not None and not 0 < base_rate < 1:
+            raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
         if runs_fused(model):
             raise NotConverted(
                 "inner tensors of a chain cannot be watched: it runs as a whole",
                 way_out="loka.revert(model), then probe",
             )
         self._model = model
-        self._every, self._rows = every, rows
+        self._rows = rows
         self._full_covariance, self._rank = full_covariance, rank
         self._save_to = Path(save_to) if save_to is not None else None
         self._save_every = save_every
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._depth_rows = seed, depth_rows
+        self._generator, self._depth_generator = torch.Generator(), torch.Generator()
         self._linears, self._skipped = find_linears(model, filter=filter)
         self._signature = signature(model)
         self._steps = self._sampled = 0
-        self._learnt: dict[str, _Learnt] = {}
+        self._learnt: dict[str, Learnt] = {}
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
         self._eager = False
@@ -134,6 +130,10 @@ class Probe:
         self._dataflow: Dataflow | None = None
         self._chains: tuple[Chain, ...] | None = None
         self._crosses: tuple[CrossStack, ...] = ()
+        self._sensitivity = Sensitivity(
+            samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed
+        )
+        self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
         if not self._linears:
             raise LokaError(
                 f"{self._signature.name} has no linear layer to probe",
@@ -142,6 +142,10 @@ class Probe:
             )
         if resume is not None:
             self._restore(resume)
+        self._cadence = cadence_of(every, overhead=overhead, start=self._steps)
+        self._clock = clock_of(next(iter(self._linears.values())).weight.device)
+        self._announced: bool | None = None  # whether the step is sampled, where the program asks for it
+        self._saver: Saver | None = None
 
     def __enter__(self) -> Probe:
         if unwrap(self._model)._compiled_call_impl is not None:
@@ -149,7 +153,9 @@ class Probe:
                 "model.compile() compiled this module in place, so single steps cannot be watched",
                 way_out="use compiled = torch.compile(model), and Probe(compiled)",
             )
-        begin = self._model.register_forward_pre_hook(self._begin)
+        if self._save_to is not None:
+            self._saver = Saver(own_folder(self._save_to))
+        begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
         end = self._model.register_forward_hook(self._end, always_call=True)
         self._root_hooks = [begin, end]
         return self
@@ -161,48 +167,107 @@ class Probe:
         for hook in self._root_hooks:
             hook.remove()
         self._root_hooks = []
-        if self._save_to is not None and self._sampled:
-            self.stats().save(self._save_to)
+        if self._saver is None:
+            return
+        saver, self._saver = self._saver, None
+        try:
+            if self._sampled:
+                saver.offer(*self._copy())
+            saver.close()
+        except LokaError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))  # what ended the training is what is raised
+
+    def next_step(self) -> bool:
+        """Whether the next step is sampled, for loops that decide how a step runs: call it before each.
+
+        A replayed CUDA graph calls no model, so its steps pass unseen. Where this is true, the step
+        has to call the model, eagerly; else it may do as it likes. After the first use, calls of the
+        model are no longer counted as steps by themselves.
+        """
+        self._announced = self._advance()
+        return self._announced
 
     def stats(self) -> Stats:
         """What was learnt so far, on the CPU, as a record."""
-        layers, skipped = {}, dict(self._skipped)
-        for path, learnt in sorted(self._learnt.items(), key=lambda item: item[1].order):
-            layers[path] = _to_record(learnt)
-        for path in self._linears:
-            if path not in layers:
-                skipped[path] = (
-                    "never called in a sampled step; its parent may read its weight directly"
-                    if self._sampled
-                    else "no step was sampled: the probed module itself was never called with gradients "
-                    "enabled (probe the wrapper that you call)"
-                )
+        return with_sites(self._without_sites(), self._sites())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of everything that is kept: of "input", "weight", "grad_output", and "effects".
+
+        It does not grow with the steps. For a layer [N, K] it is about 4 N K for the weight's mean, 4 K^2
+        for a whole covariance of K features or 4 K `rank` else, likewise for N, and 1 MB of histograms.
+        """
+        return bytes_of(self._sites().values())
+
+    @property
+    def overhead(self) -> float | None:
+        """The share of sampled steps' extra time in the time of training; None while it is not known."""
+        return self._cadence.overhead
+
+    def _sites(self) -> dict[str, Site]:
+        in_order = sorted(self._learnt.items(), key=lambda item: item[1].order)
+        return {path: Site(learnt, *self._sensitivity.of(path)) for path, learnt in in_order}
+
+    def _copy(self) -> tuple[Callable[[], Stats], Copied]:
+        sites, copied = to_host(self._sites())
+        return functools.partial(with_sites, self._without_sites(), sites), copied
+
+    def _without_sites(self) -> Stats:
+        no_step = (
+            "never called in a sampled step; its parent may read its weight directly"
+            if self._sampled
+            else "no step was sampled: the probed module itself was never called with gradients "
+            "enabled (probe the wrapper that you call)"
+        )
         return Stats(
             model=self._signature,
             steps=self._steps,
             sampled_steps=self._sampled,
-            layers=layers,
-            skipped=skipped,
+            layers={},
+            skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
             chains=self._chains or (),
             crosses=self._crosses,
         )
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._detach()
-        if not torch.is_grad_enabled():
-            return
-        if self._save_to is not None and self._steps and self._steps % self._save_every == 0:
-            self.stats().save(self._save_to)
-        sampled = self._steps % self._every == 0
+    def _advance(self) -> bool:
+        """A step begins; whether it is sampled."""
+        self._clock.mark(self._steps)
+        self._clock.read(self._cadence.costs.took)
+        if self._saver is not None:
+            if self._sampled and self._steps % self._save_every == 0:
+                self._saver.offer(*self._copy())
+            self._saver.poll()
+        sampled = self._cadence.due(self._steps)
         self._steps += 1
+        return sampled
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._detach()
+        if capturing():
+            return
+        if not torch.is_grad_enabled():
+            self._clock.disturb()
+            return
+        if self._announced is None:
+            sampled = self._advance()
+        else:
+            sampled, self._announced = self._announced, False
         if not sampled:
             return
         self._sampled += 1
-        _eager.acquire()
+        eager.acquire()
         self._eager = True
         if self._chains is None:
             self._dataflow = Dataflow(self._model, filter=self._filter)
             self._dataflow.start()
+        for generator in (self._generator, self._depth_generator):
+            generator.manual_seed(step_seed(self._seed, self._sampled))
+        self._sensitivity.begin((args, kwargs), step=self._sampled)
+        inner = unwrap(self._model)
+        if inner is not self._model:
+            self._step_hooks.append(inner.register_forward_hook(self._inside))
         for path, linear in self._linears.items():
             self._step_hooks.append(
                 linear.register_forward_hook(self._observer(path), with_kwargs=True, prepend=True)
@@ -211,7 +276,13 @@ class Probe:
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._dataflow is not None and output is not None:  # None: the step failed
             self._chains, _, self._crosses = self._dataflow.finish(output)
+        sampled, returned = self._eager, self._returned
         self._detach()
+        if sampled and output is not None:
+            self._sensitivity.finish(unwrap(self._model), output if returned is None else returned)
+
+    def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._returned = output
 
     def _detach(self) -> None:
         if self._dataflow is not None:
@@ -220,8 +291,9 @@ class Probe:
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks = []
+        self._returned = None
         if self._eager:
-            _eager.release()
+            eager.release()
             self._eager = False
 
     def _observer(
@@ -235,7 +307,7 @@ class Probe:
             if given.is_nested:
                 given = torch.cat(given.unbind())
             with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                learnt = self._learnt.setdefault(path, _Learnt(order=len(self._learnt)))
+                learnt = self._learnt.setdefault(path, Learnt(order=len(self._learnt)))
                 rows = given.reshape(-1, linear.in_features)
                 learnt.rows = max(learnt.rows, rows.shape[0])
                 turned = given.shape[-2] if lies_turned(given) else 0
@@ -246,6 +318,8 @@ class Probe:
                 learnt.needs_input_grad |= given.requires_grad
                 learnt.needs_weight_grad |= linear.weight.requires_grad
                 learnt.input = self._add(learnt.input, rows)
+                self._add_depths(learnt, "input", rows)
+                self._add_depths(learnt, "weight", linear.weight)
                 if learnt.weight is None:
                     learnt.weight = matrix_normal.first_snapshot(
                         linear.weight, full_covariance=self._full_covariance
@@ -253,14 +327,21 @@ class Probe:
                 else:
                     learnt.weight = matrix_normal.update(learnt.weight, linear.weight)
             with unseen():
+                call = self._sensitivity.see(path, linear, given, output)
                 if output.requires_grad and not output.is_nested:
-                    output.register_hook(lambda grad: self._observe_grad(learnt, grad))
+                    output.register_hook(lambda grad: self._observe_grad(learnt, call, grad))
 
         return observe
 
-    def _observe_grad(self, learnt: _Learnt, grad: torch.Tensor) -> None:
+    def _observe_grad(self, learnt: Learnt, call: Call | None, grad: torch.Tensor) -> None:
+        if Sensitivity.working:
+            return
+        if call is not None:
+            self._sensitivity.see_gradient(call, grad)
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            learnt.grad_output = self._add(learnt.grad_output, grad.reshape(-1, grad.shape[-1]))
+            rows = grad.reshape(-1, grad.shape[-1])
+            learnt.grad_output = self._add(learnt.grad_output, rows)
+            self._add_depths(learnt, "grad_output", rows)
 
     def _add(self, so_far: gaussian.Gaussian | None, rows: torch.Tensor) -> gaussian.Gaussian:
         if rows.shape[0] > self._rows:
@@ -269,66 +350,20 @@ class Probe:
         batch = gaussian.gaussian_of(rows, full_covariance=self._full_covariance, rank=self._rank)
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 
+    def _add_depths(self, learnt: Learnt, operand: str, rows: torch.Tensor) -> None:
+        picked = None
+        if rows.shape[0] > self._depth_rows:
+            at = torch.randint(rows.shape[0], (self._depth_rows,), generator=self._depth_generator)
+            picked = at.to(rows.device)
+        tables = collect(rows, layouts(operand), picked=picked)
+        learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
+
     def _restore(self, stats: Stats) -> None:
-        differences = self._signature.differences(stats.model)
-        if differences:
-            raise PlanMismatch(
-                "these statistics are of another model", why=differences, way_out="probe this model afresh"
-            )
-        for path, layer in stats.layers.items():
-            for operand, learnt in layer.operands.items():
-                kept_in_full = "scatter" in learnt.tensors
-                if learnt.kind == gaussian.KIND and kept_in_full != (
-                    learnt.tensors["mean"].shape[0] <= self._full_covariance
-                ):
-                    raise LokaError(
-                        f"{path}, {operand}: these statistics were kept with another full_covariance "
-                        f"than {self._full_covariance}",
-                        way_out="resume with the value of the first run",
-                    )
+        refuse(stats, self._signature, full_covariance=self._full_covariance)
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         if stats.chains or stats.crosses:  # statistics of an older LoKA have none
             self._chains, self._crosses = stats.chains, stats.crosses
         for path, layer in stats.layers.items():
             if path in self._linears:
-                self._learnt[path] = _from_record(layer, self._linears[path].weight.device)
-
-
-def _to_record(learnt: _Learnt) -> LinearStats:
-    operands = {}
-    if learnt.input is not None:
-        operands["input"] = gaussian.to_distribution(learnt.input)
-    if learnt.weight is not None:
-        operands["weight"] = matrix_normal.to_distribution(learnt.weight)
-    if learnt.grad_output is not None:
-        operands["grad_output"] = gaussian.to_distribution(learnt.grad_output)
-    return LinearStats(
-        rows=learnt.rows,
-        calls=learnt.calls,
-        order=learnt.order,
-        dtype=learnt.dtype,
-        weight_dtype=learnt.weight_dtype,
-        needs_input_grad=learnt.needs_input_grad,
-        needs_weight_grad=learnt.needs_weight_grad,
-        turned=learnt.turned or 0,
-        operands={name: distribution.to("cpu") for name, distribution in operands.items()},
-    )
-
-
-def _from_record(layer: LinearStats, device: torch.device) -> _Learnt:
-    operands = {name: distribution.to(device) for name, distribution in layer.operands.items()}
-    return _Learnt(
-        order=layer.order,
-        rows=layer.rows,
-        calls=layer.calls,
-        dtype=layer.dtype,
-        weight_dtype=layer.weight_dtype,
-        needs_input_grad=layer.needs_input_grad,
-        needs_weight_grad=layer.needs_weight_grad,
-        turned=layer.turned,
-        input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
-        weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
-        grad_output=(
-            gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None
-        ),
-    )
+                self._learnt[path] = from_record(layer, self._linears[path].weight.device)
+                self._sensitivity.restore(path, layer)

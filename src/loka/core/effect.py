@@ -1,0 +1,206 @@
+"""What an error at one site's output costs the model, in normalized entropy, and how sure that is.
+
+    term_i = 1/2 sum_t p_it (1 - p_it) (J_it . dY_i)^2        nats lost on sample i, to second order
+    dNE    = mean_i term_i / H,      H = sum_t h(mean_i p_it),   h(q) = -q ln q - (1-q) ln(1-q)
+
+J_it is the gradient of logit t of sample i at the site's output and dY_i the error there: the
+Gauss-Newton form of the loss (Martens, arXiv 1412.1193), whose first-order part has no sign to trust
+at the sizes of FP8. Effects of several sites add up. H is the entropy of the base rate, which a calibrated
+model predicts on average (in place of p_it there may stand the known rate); with several tasks,
+loss and H are summed over them. A few samples carry most of the sum (the terms' standard deviation
+is 2 to 4 times their mean), so the interval is one of the logarithm of the mean, which stays positive:
+
+    [v / e, v e],   e = exp(t_95 sd / (mean sqrt(n)))
+
+What does not add up is what an error does to all samples alike, a shift of the logit: the rounding
+error of a weight is the same for every row. Shifts add before they are squared (`joint_loss`):
+
+    shift_t = sum_i p_it (1 - p_it) J_it . dY_i / sum_i p_it (1 - p_it)
+    joint   = sum_sites (term - 1/2 sum_t c_t shift_t^2) + 1/2 sum_t c_t (sum_sites shift_t)^2
+
+with c_t the mean of p_it (1 - p_it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loka.core.error import Estimate, student_t_95
+
+_WIDEST = 700.0  # exp() of more is no float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """Weighted sums over samples: of the terms, of their squares, and per task of the predictions.
+
+    `count` is the sum of the weights and `spread` that of their squares: both are the number of
+    samples where all weigh 1, and count^2 / spread is the number that the interval reckons with.
+    Effects of disjoint samples merge by addition. Samples are taken for independent: where a batch
+    holds several rows of one request, the interval is too narrow. `pulls` and `curvatures` are the
+    sums, per task, in the numerator and the denominator of the shift; empty where they are not known.
+    """
+
+    count: float
+    spread: float
+    total: float
+    squares: float
+    probabilities: tuple[float, ...]
+    pulls: tuple[float, ...] = ()
+    curvatures: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        terms: Iterable[float],
+        probabilities: Iterable[Sequence[float]],
+        pulls: Iterable[Sequence[float]] | None = None,
+        curvatures: Iterable[Sequence[float]] | None = None,
+    ) -> Effect:
+        """From `terms` [m] and the predictions [m][T] of the same samples, and what makes their shift.
+
+        A sample whose term is not finite is left out: a NaN in its row says nothing of the rest.
+        """
+        terms = list(terms)
+        finite = [math.isfinite(term) for term in terms]
+        kept = [term for term in terms if math.isfinite(term)]
+        return cls(
+            count=len(kept),
+            spread=len(kept),
+            total=math.fsum(kept),
+            squares=math.fsum(term * term for term in kept),
+            probabilities=_sums(probabilities, finite),
+            pulls=_sums(pulls or (), finite),
+            curvatures=_sums(curvatures or (), finite),
+        )
+
+    @property
+    def samples(self) -> float:
+        """How many samples of weight 1 would be as informative."""
+        return self.count**2 / self.spread if self.spread else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """H in nats; nan without samples."""
+        return math.fsum(_entropy(p / self.count) for p in self.probabilities) if self.count else math.nan
+
+    def loss(self) -> Estimate:
+        """The mean loss added, in nats a sample, with its 95 % interval."""
+        if self.count == 0:
+            return Estimate(math.nan, math.nan, math.nan)
+        mean = self.total / self.count
+        if mean == 0:
+            return Estimate(0.0, 0.0, 0.0)
+        samples = self.samples
+        if samples < 2:
+            return Estimate(mean, 0.0, math.inf)
+        variance = max(self.squares / self.count - mean**2, 0.0) / (samples - 1)  # of the mean
+        half = student_t_95(math.floor(samples) - 1) * math.sqrt(variance) / mean
+        factor = math.exp(min(half, _WIDEST))
+        return Estimate(mean, mean / factor, mean * factor)
+
+    def ne(self) -> Estimate:
+        """dNE, absolute, with its 95 % interval; nan where predictions have no entropy."""
+        loss, entropy = self.loss(), self.entropy
+        if not entropy > 0:
+            return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(loss.value / entropy, loss.low / entropy, loss.high / entropy)
+
+    def common(self) -> tuple[float, ...]:
+        """The shift of each task's logit that is common to all samples; empty where not known."""
+        pairs = zip(self.pulls, self.curvatures, strict=True)
+        return tuple(pull / curvature if curvature else 0.0 for pull, curvature in pairs)
+
+    def merge(self, other: Effect) -> Effect:
+        """Of the samples of both, which share none.
+
+        Raises ValueError for effects on different numbers of tasks.
+        """
+        if not self.count or not other.count:
+            return other if not self.count else self
+        if len(self.probabilities) != len(other.probabilities):
+            raise ValueError(
+                f"effects on {len(self.probabilities)} and {len(other.probabilities)} tasks do not merge"
+            )
+        pairs = zip(self.probabilities, other.probabilities, strict=True)
+        return Effect(
+            count=self.count + other.count,
+            spread=self.spread + other.spread,
+            total=self.total + other.total,
+            squares=self.squares + other.squares,
+            probabilities=tuple(mine + theirs for mine, theirs in pairs),
+            pulls=_added(self.pulls, other.pulls),
+            curvatures=_added(self.curvatures, other.curvatures),
+        )
+
+    def faded(self, factor: float) -> Effect:
+        """The same samples with `factor` times their weight."""
+        return Effect(
+            count=self.count * factor,
+            spread=self.spread * factor**2,
+            total=self.total * factor,
+            squares=self.squares * factor,
+            probabilities=tuple(p * factor for p in self.probabilities),
+            pulls=tuple(pull * factor for pull in self.pulls),
+            curvatures=tuple(curvature * factor for curvature in self.curvatures),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in self.__dict__.items()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Effect:
+        """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
+        lists = {
+            name: tuple(float(number) for number in content[name])
+            for name in ("probabilities", "pulls", "curvatures")
+        }
+        found = cls(**{**content, **lists})
+        numbers = (found.count, found.spread, found.total, found.squares, *found.probabilities)
+        fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
+        if not fits or not all(math.isfinite(n) and n >= 0 for n in (*numbers, *found.curvatures)):
+            raise ValueError(f"{found} is no effect")
+        return found
+
+
+def merged(effects: Mapping[str, Effect], others: Mapping[str, Effect]) -> dict[str, Effect]:
+    """By name; a name in one of the two stays as it is."""
+    both = {name: effect.merge(others[name]) for name, effect in effects.items() if name in others}
+    return {**others, **effects, **both}
+
+
+def joint_loss(effects: Sequence[Effect]) -> float:
+    """Nats a sample that the errors of several sites add together, common shifts of logits included.
+
+    Where one of them does not know its shift, the sum.
+    """
+    total = math.fsum(effect.loss().value for effect in effects)
+    if not effects or not all(effect.pulls for effect in effects):
+        return total
+    weights = [curvature / effects[0].count for curvature in effects[0].curvatures]
+    shifts = [effect.common() for effect in effects]
+    for task, weight in enumerate(weights):
+        mine = [shift[task] for shift in shifts]
+        total += 0.5 * weight * (math.fsum(mine) ** 2 - math.fsum(shift * shift for shift in mine))
+    return total
+
+
+def _sums(rows: Iterable[Sequence[float]], finite: Sequence[bool]) -> tuple[float, ...]:
+    return tuple(math.fsum(task) for task in zip(*itertools.compress(rows, finite), strict=True))
+
+
+def _added(mine: tuple[float, ...], theirs: tuple[float, ...]) -> tuple[float, ...]:
+    """Nothing where one of the two is not known."""
+    if not mine or not theirs:
+        return ()
+    return tuple(a + b for a, b in zip(mine, theirs, strict=True))
+
+
+def _entropy(q: float) -> float:
+    if not 0 < q < 1:
+        return 0.0
+    return -q * math.log(q) - (1 - q) * math.log1p(-q)

@@ -1,0 +1,78 @@
+"""Bytes between the ranks of a process group, over gloo and nccl. Nothing is pickled.
+
+All of these are collectives or pairs: the ranks named in them call them together, in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks `group` (the default one) has; 1 without an initialised process group.
+
+    Raises ValueError where this process is not in `group`.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    if dist.get_rank(group) < 0:
+        raise ValueError("this process is not in the group")
+    return dist.get_world_size(group)
+
+
+def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """The rank in the world of `rank` in `group`."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Every rank's bytes, on every rank."""
+    device, world = _device(group), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
+    sizes = [int(length) for length in lengths]
+    mine = _bytes(data.ljust(max(sizes), b" "), device)
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine, group=group)
+    return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
+    """The first rank's bytes, on every rank; what the others pass is ignored."""
+    device, first = _device(group), global_rank(group, 0)
+    mine = dist.get_rank(group) == 0
+    length = torch.tensor([len(data) if mine else 0], device=device)
+    dist.broadcast(length, src=first, group=group)
+    sent = _bytes(data, device) if mine else torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(sent, src=first, group=group)
+    return sent.cpu().numpy().tobytes()
+
+
+def send(data: bytes, to: int, group: dist.ProcessGroup | None) -> None:
+    """To rank `to` of the group, which calls `receive`."""
+    device, target = _device(group), global_rank(group, to)
+    dist.send(torch.tensor([len(data)], device=device), dst=target, group=group)
+    dist.send(_bytes(data, device), dst=target, group=group)
+
+
+def receive(sender: int, group: dist.ProcessGroup | None) -> bytes:
+    """What rank `sender` of the group sends."""
+    device, source = _device(group), global_rank(group, sender)
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, src=source, group=group)
+    sent = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.recv(sent, src=source, group=group)
+    return sent.cpu().numpy().tobytes()
+
+
+def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """nccl moves what lies on the rank's GPU, gloo what lies on the CPU."""
+    backends = dist.get_backend_config(group)
+    if "cpu:" in backends or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

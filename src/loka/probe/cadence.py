@@ -1,0 +1,233 @@
+"""Which steps are sampled: one in `every`, or as many as an overhead allows.
+
+    gap after a sample at step t  =  min(max(50, t / 4), 2000)                       "auto"
+    balance  +=  overhead * base             for each step;     base = median time of unsampled steps
+    balance  -=  cost of a sample            cost = its step and the next one, less 2 base
+
+What a model's operands look like moves early and settles, hence the geometric gap; it is stretched
+until the balance, a token bucket, holds what the next sample is expected to cost. So the share of
+samples in the time of training stays under `overhead`, up to the one sample whose cost was expected
+too low. The first sample of a process holds work that is done once (what feeds what, first
+allocations); it shows no cost and is charged that of the second one, which comes 50 steps later on
+trust. After `LONGEST` unsampled steps a sample is due whatever the balance: only where one costs
+more than overhead * LONGEST plain steps (200 at 1 %) does the share end up above `overhead`. A step
+in which something else was done (an evaluation) tells nothing; where no sample can be timed, `_TRUSTED`
+of them are taken at the geometric gaps, and then one in `LONGEST` steps.
+
+Clocks never wait for a device: on CUDA an event is recorded at each step's begin and read when it has
+passed, a step or more later. On the CPU it is the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+_SHORTEST, _GROWTH, _CAP = 50, 0.25, 2000
+LONGEST = 20_000
+_WINDOW = 25  # unsampled steps whose median is `base`; a mean would take minutes of compiling for training
+_FEWEST = 5  # of them, before a cost is known
+_TRUSTED = 8  # samples whose cost is not known
+
+
+class Costs:
+    """What samples cost, from what steps took. Times in seconds, of this process alone."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, float | None] = {}  # samples not settled yet, and what their step took
+        self._first: int | None = None
+        self._uncharged = 0
+        self._base: deque[float] = deque(maxlen=_WINDOW)
+        self.taken = 0
+        self.trained = 0.0
+        """The time of all steps without their samples' cost."""
+        self.spent = 0.0
+        """On samples."""
+        self.expected: float | None = None
+        """Of the next sample; None while no cost is known."""
+
+    @property
+    def settled(self) -> bool:
+        return not self._pending
+
+    def sampled(self, step: int) -> None:
+        """Step number `step` is a sampled one."""
+        if self._first is None:
+            self._first = step
+        self._pending[step] = None
+        self.taken += 1
+        self._uncharged += 1
+
+    def took(self, step: int, seconds: float | None) -> None:
+        """From the begin of `step` to that of the next one; None where more than a step was done in it."""
+        follows = step - 1 in self._pending
+        if step in self._pending:
+            self._pending[step] = seconds
+            self._pending.pop(step - 1, None)  # nothing plain stands between them: no cost to see
+        elif follows:
+            self._settle(step - 1, seconds)
+        elif seconds is not None:
+            self._base.append(seconds)
+        if self._base:
+            self.trained += median(self._base)
+
+    def _settle(self, step: int, after: float | None) -> None:
+        """`after`: what the step after the sample took; it may pay for what the sample left behind."""
+        took = self._pending.pop(step)
+        if step == self._first or took is None or after is None or len(self._base) < _FEWEST:
+            return  # charged with the next one
+        cost = took + after - 2 * median(self._base)
+        self.expected = max(cost if self.expected is None else (self.expected + cost) / 2, 0.0)
+        self.spent += cost * self._uncharged
+        self._uncharged = 0
+
+
+class Cadence(ABC):
+    """Asked at the begin of each step; told later what steps took, through `costs`."""
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step` (ascending by one) is sampled; asked once for each."""
+        wanted = self._wanted(step)
+        if wanted:
+            self.costs.sampled(step)
+        return wanted
+
+    @property
+    def overhead(self) -> float | None:
+        """The share of samples in the time of training, this process alone; None while it is not known."""
+        known = self.costs.expected is not None and self.costs.trained > 0
+        return self.costs.spent / self.costs.trained if known else None
+
+    @abstractmethod
+    def _wanted(self, step: int) -> bool: ...
+
+
+class Every(Cadence):
+    """One step in `every`, the first one included."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every = every
+
+    def _wanted(self, step: int) -> bool:
+        return step % self._every == 0
+
+
+class Auto(Cadence):
+    """As often as `overhead` allows; see above.
+
+    Args:
+        overhead: the share of training time that samples may take, above 0.
+        start: the first step of this process; above 0 the run goes on from earlier statistics, and waits
+            `_SHORTEST` steps before its first sample.
+    """
+
+    def __init__(self, *, overhead: float, start: int = 0) -> None:
+        super().__init__()
+        self._share = overhead
+        self._due_at = start + (_SHORTEST if start else 0)
+        self._last = start
+
+    def _wanted(self, step: int) -> bool:
+        if step < self._due_at or not (self._affordable() or step - self._last >= LONGEST):
+            return False
+        self._last = step
+        self._due_at = step + int(min(max(_SHORTEST, _GROWTH * step), _CAP))
+        return True
+
+    def _affordable(self) -> bool:
+        costs = self.costs
+        if costs.expected is None:
+            return costs.taken < _TRUSTED
+        return costs.settled and self._share * costs.trained - costs.spent >= costs.expected
+
+
+def cadence_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:
+    """Raises ValueError for an `every` or an `overhead` that cannot be."""
+    if every == "auto":
+        if not 0 < overhead < 1:
+            raise ValueError(f"overhead is {overhead}; a share of training time lies between 0 and 1")
+        return Auto(overhead=overhead, start=start)
+    if not isinstance(every, int) or isinstance(every, bool):
+        raise ValueError(f'every is {every!r}; it is a number of steps, or "auto"')
+    if every < 1:
+        raise ValueError(f"every is {every}; it must be at least 1")
+    return Every(every)
+
+
+class Clock(ABC):
+    """Times of steps, from marks at their begins."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, Any]] = deque()
+        self._disturbed: set[int] = set()
+
+    def mark(self, step: int) -> None:
+        """`step` begins, and the one before ends."""
+        self._marks.append((step, self._now()))
+
+    def disturb(self) -> None:
+        """Something other than a step happens before the next mark."""
+        if self._marks:
+            self._disturbed.add(self._marks[-1][0])
+
+    def read(self, tell: Callable[[int, float | None], None]) -> None:
+        """Tells every step whose time is known by now, in order, once."""
+        while len(self._marks) > 1 and self._passed(self._marks[1][1]):
+            step, begin = self._marks.popleft()
+            seconds = self._between(begin, self._marks[0][1])
+            disturbed = step in self._disturbed
+            self._disturbed.discard(step)
+            tell(step, None if disturbed else seconds)
+
+    @abstractmethod
+    def _now(self) -> Any: ...
+
+    @abstractmethod
+    def _passed(self, mark: Any) -> bool: ...
+
+    @abstractmethod
+    def _between(self, begin: Any, end: Any) -> float: ...
+
+
+class WallClock(Clock):
+    def _now(self) -> float:
+        return time.perf_counter()
+
+    def _passed(self, mark: Any) -> bool:
+        return True
+
+    def _between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class CudaClock(Clock):
+    """Events on the stream of `device` that a step begins on. Reading one costs no wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _passed(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else WallClock()

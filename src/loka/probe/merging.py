@@ -1,0 +1,239 @@
+"""One record from several: of ranks that each saw a part of the data, or of several runs.
+
+The merged statistics are those of one process that saw the parts' batches one after another: counts,
+sums, moments, histograms and effects add up, in float64, and round once. What cannot be a sum:
+
+* `rows`, the size of a GEMM as it ran, is the largest one: ranks do not multiply together.
+* `factor` has a fixed rank. Each truncation drops the smallest directions, so both the merged and the
+  single process's F^T F lie below the scatter matrix, each by at most its own tr(scatter) - |F|^2 in
+  any direction; the diagonal `square` is exact.
+* A weight is one tensor, not a sample: its matrix normal (averages over time) is that of the part with
+  the most snapshots, the last of equals. Data-parallel ranks hold the same one.
+* `amax` keeps the last batches' maxima: the maximum over the parts, the latest beside the latest.
+
+Parts that overlap are counted twice: do not merge a record with one that was resumed from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from loka.core import exchange
+from loka.core.effect import merged
+from loka.core.exceptions import PlanMismatch
+from loka.core.signature import ModelSignature
+from loka.core.stats import Distribution, LinearStats, Stats
+from loka.core.stats_bytes import from_bytes, to_bytes
+from loka.probe import depths, effect_depths, gaussian, matrix_normal
+
+_OWN = {
+    gaussian.KIND: {"mean", "square", "scatter", "factor", "amax"},
+    matrix_normal.KIND: {"mean", "rows", "columns"},
+}
+_RAGGED = {"amax", "factor"}  # their first side grows with what was seen
+_SUMS = ("tail_", depths.PREFIX, effect_depths.PREFIX)  # how names begin of what adds up
+
+
+def merge_stats(several: Sequence[Stats], *, rank: int = 64) -> Stats:
+    """The statistics of all of `several`, on the CPU; see above for what that means.
+
+    Args:
+        rank: of a merged low-rank covariance, at least; it is never less than the parts'.
+
+    Raises:
+        PlanMismatch: they are of different models, or were not learnt alike; all differences are listed.
+        ValueError: there are none.
+    """
+    if not several:
+        raise ValueError("there are no statistics to merge")
+    claims = [_claim(stats) for stats in several]
+    _refuse(_all_differences(claims, [f"statistics {at + 1}" for at in range(len(several))]))
+    return reduce(lambda a, b: _merge(a, b, rank), several)
+
+
+def gather_stats(stats: Stats, *, group: dist.ProcessGroup | None = None, rank: int = 64) -> Stats:
+    """`merge_stats` of all ranks' statistics, the same bytes on every rank. A collective.
+
+    Ranks send to each other in pairs, so none holds more than two records at a time. Works over gloo and
+    nccl. Without an initialised process group it returns `stats` unchanged.
+
+    Raises:
+        PlanMismatch: a rank's statistics do not merge with those of the first; on all ranks.
+        ValueError: this process is not in `group`.
+    """
+    world = exchange.ranks_of(group)
+    if world == 1:
+        return stats
+    claims = [json.loads(text) for text in exchange.gather(json.dumps(_claim(stats)).encode(), group)]
+    names = [f"rank {exchange.global_rank(group, at)}" for at in range(world)]
+    _refuse(_all_differences(claims, names))
+    me, apart = dist.get_rank(group), 1
+    while apart < world:
+        if me % (2 * apart) == apart:
+            exchange.send(to_bytes(stats), me - apart, group)
+            break
+        if me % (2 * apart) == 0 and me + apart < world:
+            stats = _merge(stats, from_bytes(exchange.receive(me + apart, group)), rank)
+        apart *= 2
+    return from_bytes(exchange.broadcast(to_bytes(stats) if me == 0 else b"", group))
+
+
+def _claim(stats: Stats) -> dict[str, Any]:
+    """What has to be alike, as JSON."""
+    layers = {}
+    for path, layer in stats.layers.items():
+        lines = {
+            "computes in": layer.dtype,
+            "keeps its weight in": layer.weight_dtype,
+        }
+        tasks = {len(effect.probabilities) for effect in layer.effects.values() if effect.count}
+        if tasks:
+            lines["has effects on"] = f"{'/'.join(map(str, sorted(tasks)))} tasks"
+        for operand, found in layer.operands.items():
+            lines[f"describes {operand} as"] = found.kind
+            if found.kind == gaussian.KIND:
+                full = "scatter" in found.tensors
+                lines[f"keeps the covariance of {operand}"] = "in full" if full else "as low rank"
+            for name, tensor in found.tensors.items():
+                if name not in _RAGGED | {"scatter", "factor"}:
+                    lines[f"keeps {operand} {name} as"] = str(list(tensor.shape))
+            unknown = sorted(_unknown(found))
+            if unknown:
+                lines[f"keeps of {operand}, unknown here:"] = ", ".join(unknown)
+        layers[path] = lines
+    return {"model": stats.model.to_json(), "layers": layers}
+
+
+def _unknown(found: Distribution) -> set[str]:
+    own = _OWN.get(found.kind)
+    if own is None:
+        return {f"kind {found.kind}"}
+    return {name for name in found.tensors if name not in own and not name.startswith(_SUMS)}
+
+
+def _all_differences(claims: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """One line for each way in which one differs from the first, or is beyond this LoKA."""
+    lines = []
+    for claim, name in zip(claims, names, strict=True):
+        lines += [f"{name}: {line}" for line in _differences(claim, claims[0], names[0])]
+    return lines
+
+
+def _differences(claim: dict[str, Any], first: dict[str, Any], of_first: str) -> list[str]:
+    there = ModelSignature.from_json(first["model"])
+    lines = [f"model: {line}" for line in ModelSignature.from_json(claim["model"]).differences(there)]
+    for path, layer in claim["layers"].items():
+        against = first["layers"].get(path, {})
+        for what, value in layer.items():
+            if "unknown here" in what:
+                lines.append(f"{path} {what} {value}")
+            elif against.get(what, value) != value:  # what only one of them has stays as it is
+                lines.append(f"{path} {what} {value}, {against[what]} in {of_first}")
+    return lines
+
+
+def _refuse(differences: Iterable[str]) -> None:
+    why = list(differences)
+    if why:
+        raise PlanMismatch(
+            "these statistics do not merge",
+            why=why,
+            way_out="merge statistics of one model, probed with the same LoKA and the same settings",
+        )
+
+
+def _merge(a: Stats, b: Stats, rank: int) -> Stats:
+    layers = dict(a.layers)
+    for path, layer in b.layers.items():
+        layers[path] = _merge_layers(layers[path], layer, rank) if path in layers else layer
+    layers = dict(sorted(layers.items(), key=lambda item: item[1].order))
+    return Stats(
+        model=a.model,
+        steps=a.steps + b.steps,
+        sampled_steps=a.sampled_steps + b.sampled_steps,
+        layers=layers,
+        skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
+        chains=a.chains or b.chains,
+        crosses=a.crosses or b.crosses,
+    )
+
+
+def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
+    operands = dict(a.operands)
+    for operand, found in b.operands.items():
+        mine = operands.get(operand)
+        operands[operand] = _merge_operands(mine, found, rank) if mine is not None else found
+    effects = merged(a.effects, b.effects)
+    return replace(
+        a,
+        rows=max(a.rows, b.rows),
+        calls=a.calls + b.calls,
+        order=min(a.order, b.order),
+        needs_input_grad=a.needs_input_grad or b.needs_input_grad,
+        needs_weight_grad=a.needs_weight_grad or b.needs_weight_grad,
+        turned=a.turned if a.turned == b.turned else 0,
+        operands=operands,
+        effects=effects,
+        no_effect="" if effects else a.no_effect or b.no_effect,
+    )
+
+
+def _merge_operands(a: Distribution, b: Distribution, rank: int) -> Distribution:
+    if a.kind == gaussian.KIND:
+        base = _merge_gaussians(a, b, rank)
+    else:
+        base = a if a.numbers["snapshots"] > b.numbers["snapshots"] else b
+        base = replace(base, tensors={name: base.tensors[name] for name in _OWN[base.kind]})
+    counts = {
+        name: sum(part.numbers.get(name, 0) for part in (a, b))
+        for name in {**a.numbers, **b.numbers}
+        if name.startswith(_SUMS)
+    }
+    return replace(base, tensors={**base.tensors, **_sums(a, b)}, numbers={**base.numbers, **counts})
+
+
+def _sums(a: Distribution, b: Distribution) -> dict[str, torch.Tensor]:
+    """Histograms and sketches; what only one of them has stays."""
+    sums = {name: tensor for name, tensor in a.tensors.items() if name.startswith(_SUMS)}
+    for name, tensor in b.tensors.items():
+        if name in sums:
+            sums[name] = (sums[name].double() + tensor.double()).to(tensor.dtype)
+        elif name.startswith(_SUMS):
+            sums[name] = tensor
+    return sums
+
+
+def _merge_gaussians(a: Distribution, b: Distribution, rank: int) -> Distribution:
+    one, other = (_double(gaussian.from_distribution(part)) for part in (a, b))
+    kept = [part.factor.shape[0] for part in (one, other) if part.factor is not None]
+    both = gaussian.merge(one, other, rank=max([rank, *kept]))
+    amax = _latest_beside_latest(one.amax, other.amax)
+    return gaussian.to_distribution(_as(replace(both, amax=amax), torch.float32))
+
+
+def _double(found: gaussian.Gaussian) -> gaussian.Gaussian:
+    return _as(found, torch.float64)
+
+
+def _as(found: gaussian.Gaussian, dtype: torch.dtype) -> gaussian.Gaussian:
+    return replace(
+        found,
+        mean=found.mean.to(dtype),
+        square=found.square.to(dtype),
+        amax=found.amax.to(dtype),
+        scatter=None if found.scatter is None else found.scatter.to(dtype),
+        factor=None if found.factor is None else found.factor.to(dtype),
+    )
+
+
+def _latest_beside_latest(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.shape[0] < b.shape[0]:
+        a, b = b, a
+    return torch.cat([a[: a.shape[0] - b.shape[0]], torch.maximum(a[a.shape[0] - b.shape[0] :], b)])

@@ -1,0 +1,380 @@
+"""What quantizing each site would cost the model, from one extra backward pass on a sampled step.
+
+    v     = sum_it eps_it sqrt(p_it (1 - p_it)) z_it        z logits [B, T], eps random signs
+    g_i   = dv / dY_i                                       at every linear layer's output, at once
+    s_ir  = sum over the rows and calls of sample i of g_i . dY_ir        dY_ir: error by recipe r
+    term  = 1/2 s_ir^2,      E_eps[s_ir^2] = sum_t p_it (1 - p_it) (J_it . dY_ir)^2   (core/effect.py)
+
+The signs make the tasks' cross terms vanish in the mean, so several tasks cost one backward. dY is
+the actual error of the sampled rows: both operands are quantized as the recipe does, with scales of
+the whole tensor where it has such, and g . dY = (g W^) . (x^ - x) + (g (W^ - W)) . x avoids the
+difference of two outputs. A sampled forward sees its rows before the optimizer learns from them, so
+rows are always probed before they are trained on; on rows seen before the loss is lower and less
+sensitive, and predictions come out too small.
+
+The pass goes from the logits to the outputs of linear layers only: no `.grad` is touched, weights'
+gradients are not computed, nothing of DistributedDataParallel is woken. Hooks that a program put on
+tensors inside the model do run; a model with backward hooks on modules is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from loka.core.effect import Effect, merged
+from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
+from loka.core.reference import dequantize, quantize, scale_of
+from loka.core.stats import LinearStats
+from loka.nn.dataflow import unseen
+from loka.nn.linears import is_prediction
+from loka.nn.watched import tensors_in
+from loka.probe.effect_depths import Tables, effect_tables, merge_tables, tables_of
+
+Logits = Callable[[Any], torch.Tensor]
+"""What the model returns -> logits [B] or [B, T]."""
+
+_POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
+_E5M2 = Cast(Format.E5M2, Granularity.ROW)
+# What the `output` GEMM of any candidate does; then the casts inside chains, and e5m2 for comparison.
+CASTS: dict[str, Casts] = {
+    **{recipe.name: recipe.output for recipe in RECIPES.values() if recipe.output},
+    "tensorwise_e4m3_pow2": (_POW2, _POW2),
+    "rowwise_e5m2": (_E5M2, _E5M2),
+}
+_CHUNK = 1 << 22  # elements of an operand that are worked on at a time
+_LEAKED = 1e-3  # of the gradient's energy that may lie on rows of other samples
+
+
+class NoEffect(Exception):
+    """Why the effect of a site, or of all, is not known; it ends up in the record."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A linear layer's call. `given` shares the input's memory and its `version` counter."""
+
+    path: str
+    linear: nn.Linear
+    given: torch.Tensor
+    version: int
+    dtype: torch.dtype
+
+
+class Sensitivity:
+    """The effects of every site over the sampled steps.
+
+    While `working` is set, for any probe, the gradients that pass by are not those of training.
+
+    What a model is sensitive to moves until late in training, so old samples fade: the weights of
+    all sum up to `samples` at most, and those of a step are the latest one's times a constant for
+    each step since. No randomness is carried from step to step: a run that goes on from its record
+    learns what it would have learnt uninterrupted.
+
+    Args:
+        samples: 0 turns it off.
+        per_step: samples of a batch used in one step.
+        logits: what takes the model's output to logits; by default the output is taken as it is.
+        base_rate: share of positive labels, whose entropy is then H; else that of the mean
+            prediction, which is off where the model is not calibrated. With it, a model whose output
+            shows no logits falls back to the empirical Fisher: the gradient of training times the
+            batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
+        seed: of samples and signs.
+    """
+
+    working = False
+
+    def __init__(
+        self, *, samples: int, per_step: int, logits: Logits | None, base_rate: float | None, seed: int
+    ) -> None:
+        self._samples, self._per_step, self._seed = samples, per_step, seed
+        self._logits, self._base_rate = logits, base_rate
+        self._generator = torch.Generator()
+        self._calls: list[tuple[Call, GradientEdge]] = []
+        self._batch, self._shown = 0, False  # whether the output ever showed logits
+        self._picks: torch.Tensor | None = None  # for training's gradient, where there are no logits
+        self._pending: dict[str, tuple[torch.Tensor, Tables]] = {}
+        self._known: dict[str, _Known] = {}
+        self._reasons: dict[str, str] = {}
+
+    def begin(self, arguments: Any, *, step: int) -> None:
+        """Sampled step number `step` begins; `arguments` are those of the model."""
+        self._flush()
+        self._generator.manual_seed(step_seed(self._seed, step))
+        self._calls, self._picks = [], None
+        first = next(tensors_in(arguments), None)
+        self._batch = first.shape[0] if first is not None and first.ndim else 0
+
+    def see(self, path: str, linear: nn.Linear, given: torch.Tensor, output: torch.Tensor) -> Call | None:
+        """A linear layer was called. Keeps what the step keeps anyway, and no copy.
+
+        Returns what `see_gradient` may want later.
+        """
+        if not self._samples:
+            return None
+        if not output.requires_grad:
+            self._reasons[path] = (
+                "no gradient flows through its output (frozen, or in a reentrant checkpoint)"
+            )
+            return None
+        if output.is_nested:
+            self._reasons[path] = "its input is a nested tensor, whose rows are of no known sample"
+            return None
+        call = Call(path, linear, given.detach(), given._version, output.dtype)
+        # The edge is of this value, whatever is done to the tensor in place later. It is not part of
+        # the call, which a hook on the same node may hold: nobody would ever free such a circle.
+        self._calls.append((call, get_gradient_edge(output)))
+        return call if self._base_rate is not None and not self._shown else None
+
+    def finish(self, model: nn.Module, output: Any) -> None:
+        """The forward pass is over: the extra backward, and the effects. Never raises an Exception."""
+        seen, self._calls = self._calls, []
+        if not seen:
+            return
+        calls, edges = [call for call, _ in seen], [edge for _, edge in seen]
+        try:
+            try:
+                z = logits_of(output, self._logits)
+            except NoEffect as reason:
+                self._picks = self._fall_back(str(reason))
+                return
+            self._shown = True
+            _refuse(model)
+            picks = self._pick(z.shape[0])
+            grads, signed, p = self._backward(z, picks, edges)
+        except Exception as error:  # user code runs in the pass, and training goes on without it
+            self._drop(calls, _told(error))
+            return
+        found: dict[str, tuple[torch.Tensor, Tables]] = {}
+        for call, grad in zip(calls, grads, strict=True):
+            self._add(found, call, grad, picks, z.shape[0])
+        self._note(found, p.tolist(), signed)
+
+    def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
+        """Training's gradient at an output, where the model's output shows no logits."""
+        if self._picks is not None:
+            self._add(self._pending, call, grad.detach().float() * self._batch, self._picks, self._batch)
+
+    def restore(self, path: str, layer: LinearStats) -> None:
+        if layer.effects:
+            self._known[path] = _Known(dict(layer.effects), tables_of(layer))
+        if layer.no_effect:
+            self._reasons[path] = layer.no_effect
+
+    def of(self, path: str) -> tuple[dict[str, Effect], Tables, str]:
+        """The effects of a site by recipe name, and its histograms; or none, and why."""
+        self._flush()
+        known = self._known.get(path)
+        return (known.effects, known.tables, "") if known else ({}, {}, self._reasons.get(path, ""))
+
+    def _fall_back(self, reason: str) -> torch.Tensor:
+        if self._base_rate is None:
+            raise NoEffect(reason)
+        if not self._batch:
+            raise NoEffect(f"{reason}; and no argument of the model tells the size of the batch")
+        return self._pick(self._batch)
+
+    def _pick(self, batch: int) -> torch.Tensor:
+        """Never the whole batch: rows of other samples, whose gradient is 0, show how rows lie."""
+        if batch < 2:
+            raise NoEffect("a batch of one row does not show which rows are of which sample")
+        count = min(self._per_step, batch - 1)
+        return torch.randperm(batch, generator=self._generator)[:count].sort().values
+
+    def _backward(
+        self, z: torch.Tensor, picks: torch.Tensor, edges: Sequence[GradientEdge]
+    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor, torch.Tensor]:
+        """The gradients of v at `edges`; eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
+        signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator).mul_(2).sub_(1)
+        at = picks.to(z.device)
+        p = z.detach()[at].sigmoid()
+        weight = torch.zeros_like(z)
+        signed = weight[at] = signs.to(z.device) * (p * (1 - p)).sqrt()
+        devices = [z.device] if z.device.type == "cuda" else []
+        Sensitivity.working = True
+        try:
+            with unseen(), torch.random.fork_rng(devices=devices):  # a checkpoint may draw when it recomputes
+                grads = torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
+        finally:
+            Sensitivity.working = False
+        return grads, signed, p
+
+    def _add(
+        self,
+        found: dict[str, tuple[torch.Tensor, Tables]],
+        call: Call,
+        grad: torch.Tensor | None,
+        picks: torch.Tensor,
+        batch: int,
+    ) -> None:
+        """Adds s [m, recipes] of this call to those of earlier calls of the layer in this step."""
+        try:
+            changes, tables = _changes(call, grad, picks, batch, self._generator)
+        except Exception as error:  # out of memory, say; the step itself is whole
+            self._drop([call], _told(error))
+            found.pop(call.path, None)
+            return
+        if call.path in found:
+            changes, tables = found[call.path][0] + changes, merge_tables(found[call.path][1], tables)
+        found[call.path] = changes, tables
+
+    def _flush(self) -> None:
+        if self._pending and self._picks is not None and self._base_rate is not None:
+            pending, self._pending = self._pending, {}
+            self._note(pending, [[self._base_rate]] * len(self._picks), None)
+
+    def _note(
+        self,
+        found: Mapping[str, tuple[torch.Tensor, Tables]],
+        predicted: list[list[float]],
+        signed: torch.Tensor | None,
+    ) -> None:
+        """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
+        if self._base_rate is not None:
+            predicted = [[self._base_rate] * len(row) for row in predicted]
+        curvatures = None if signed is None else signed.double().square().tolist()
+        for path, (changes, tables) in found.items():
+            effects = {}
+            for name, s in zip(CASTS, changes.double().unbind(dim=1), strict=True):
+                pulls = None if signed is None else (signed * s.unsqueeze(1)).tolist()
+                effects[name] = Effect.of((s.square() / 2).tolist(), predicted, pulls, curvatures)
+            self._known[path] = _after(self._known.get(path), _Known(effects, tables), self._samples)
+
+    def _drop(self, calls: Sequence[Call], reason: str) -> None:
+        for call in calls:
+            self._reasons[call.path] = reason
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of one site, over the same samples."""
+
+    effects: dict[str, Effect]
+    tables: Tables
+
+    @property
+    def count(self) -> float:
+        return max((effect.count for effect in self.effects.values()), default=0)
+
+
+def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
+    """Both, the earlier samples faded so that all together weigh `limit` at most."""
+    if before is None or not before.count:
+        return fresh
+    factor = min(max(limit - fresh.count, 0) / before.count, 1.0)
+    faded = {name: effect.faded(factor) for name, effect in before.effects.items()}
+    try:
+        effects = merged(faded, fresh.effects)
+    except ValueError:  # another number of tasks: what came before was of another output
+        return fresh
+    return _Known(effects, merge_tables({n: t * factor for n, t in before.tables.items()}, fresh.tables))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """For the generator of one step: what is random there depends on nothing that came before."""
+    return (seed * 1_000_003 + step) % (1 << 63)
+
+
+def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
+    """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none."""
+    if logits is not None:
+        output = logits(output)
+    way_out = "; pass logits= to Probe, or base_rate= for the gradient of training"
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.is_nested:
+        raise NoEffect(f"the model returns {type(output).__name__}, not logits{way_out}")
+    if output.ndim not in (1, 2) or (logits is None and not is_prediction(math.prod(output.shape[1:]))):
+        raise NoEffect(f"the model returns {tuple(output.shape)}, not [rows] or [rows, tasks]{way_out}")
+    if not output.requires_grad:
+        raise NoEffect("the model's output has no gradient")
+    made_by = output.grad_fn.name() if output.grad_fn is not None else ""
+    z = output.float()
+    if logits is None and made_by.startswith("SigmoidBackward"):  # probabilities
+        z = z.clamp(1e-6, 1 - 1e-6).logit()
+    return z.reshape(z.shape[0], -1)
+
+
+def _refuse(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise NoEffect(f"{path or 'the model'} has backward hooks, which an extra backward would call")
+        if type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")):
+            raise NoEffect("sharded weights (FSDP) come and go with each backward")
+
+
+def _told(error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    return first if isinstance(error, NoEffect) else f"{type(error).__name__}: {first}"
+
+
+def _changes(
+    call: Call, grad: torch.Tensor | None, picks: torch.Tensor, batch: int, generator: torch.Generator
+) -> tuple[torch.Tensor, Tables]:
+    """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
+    weight = call.linear.weight.detach()
+    changes = torch.zeros(len(picks), len(CASTS), device=weight.device)
+    if grad is None:  # nothing reads this output on the way to the logits
+        return changes, {}
+    if call.given._version != call.version:
+        raise NoEffect("its input was changed in place after the call")
+    with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        grads = grad.reshape(-1, grad.shape[-1])
+        rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch)
+        given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
+        full = weight.float()
+        for at, casts in enumerate(CASTS.values()):
+            low = dequantize(quantize(weight, casts[1]))
+            for begin, end, part, low_part in _parts(given, rows, casts[0]):
+                g = grads[rows[begin:end].flatten()].float()
+                moved = (g @ low * (low_part - part) + g @ (low - full) * part).sum(dim=1)
+                changes[begin:end, at] = moved.view(end - begin, -1).sum(dim=1)
+        tables = effect_tables(given, weight, grads, rows, CASTS.values(), generator)
+    return changes, tables
+
+
+def _parts(
+    given: torch.Tensor, rows: torch.Tensor, cast: Cast
+) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """For a few samples at a time: which, and their rows [.., K] of `given` as they are and quantized."""
+    step = max(1, _CHUNK // max(rows.shape[1] * given.shape[1], 1))
+    scale = whole = None
+    if cast.granularity is Granularity.TENSOR:
+        scale = scale_of(given.abs().amax().reshape(1), cast)
+    elif cast.granularity is Granularity.BLOCK_128X128:  # a block holds rows of other samples
+        whole = dequantize(quantize(given, cast))
+    for begin in range(0, rows.shape[0], step):
+        end = min(begin + step, rows.shape[0])
+        at = rows[begin:end].flatten()
+        part = given[at].float()
+        low = whole[at] if whole is not None else dequantize(quantize(part, cast, scale=scale))
+        yield begin, end, part, low
+
+
+def rows_of(leading: Sequence[int], grads: torch.Tensor, picks: torch.Tensor, batch: int) -> torch.Tensor:
+    """Rows [m, n] that the samples `picks` [m] have in an input [*leading, K], as `grads` [rows, N] shows.
+
+    Samples lie along the first side, or the second one (sequence first), or inside a flattened one.
+    Only picked samples have a gradient, so a wrong guess leaves gradient on rows that are of none.
+    """
+    count = grads.shape[0]
+    if not count or count % batch:
+        raise NoEffect(f"its {count} rows do not split over the {batch} samples of the batch")
+    index = torch.arange(count, device=grads.device)
+    layouts = [index.view(batch, -1)]
+    if len(leading) > 1 and leading[1] == batch:
+        layouts.append(index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1))
+    elif count > batch:
+        layouts.append(index.view(-1, batch).t())
+    energy = grads.float().square().sum(dim=1)
+    total = energy.sum().item()
+    for layout in layouts:
+        rows = layout[picks]
+        if energy[rows].sum().item() >= (1 - _LEAKED) * total:
+            return rows
+    raise NoEffect("its rows mix samples: the gradient of a sample reaches rows that are not its own")

@@ -1,0 +1,34 @@
+"""Sampled steps run eagerly: torch.compile stands aside for them, and for them only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _Eager:
+    """While any probe's sampled step runs; nested probes count."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._stance: Any = None
+
+    def acquire(self) -> None:
+        if self._depth == 0:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+        self._depth += 1
+
+    def release(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._stance.__exit__(None, None, None)
+
+
+eager = _Eager()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded: what is called now runs later, and may wait for nothing."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,37 @@
+"""Why effects on NE are not known, in the report and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loka.core.device import fingerprint
+from loka.core.report import Report
+from loka.core.signature import ModelSignature
+
+
+def made(**others: object) -> Report:
+    return Report(
+        model=ModelSignature(name="Net", layers={}),
+        machine=fingerprint("cpu"),
+        stats_digest="0",
+        settings={},
+        sites={},
+        **others,
+    )
+
+
+def test_reasons_are_told_once_and_kept(tmp_path: Path) -> None:
+    report = made(no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch"})
+    assert report.unknown_effects() == [
+        "effect on NE not known: a, b: no logits",
+        "effect on NE not known: c: a norm over the batch",
+    ]
+    assert "note: effect on NE not known: a, b: no logits" in str(report)
+    report.save(tmp_path / "report.json")
+    assert Report.load(tmp_path / "report.json") == report
+
+
+def test_without_reasons_the_file_is_what_it_was(tmp_path: Path) -> None:
+    made().save(tmp_path / "report.json")
+    assert "no_effect" not in (tmp_path / "report.json").read_text()
+    assert Report.load(tmp_path / "report.json") == made()
