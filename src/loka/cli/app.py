@@ -14,6 +14,7 @@ from loka.cli.bench import bench
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
 from loka.cli.inputs import choose_device, model_builder, open_data
+from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
     BatchSize,
     CacheFolder,
@@ -25,7 +26,6 @@ from loka.cli.options import (
     Seed,
     TimeLimit,
 )
-from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.core.report import Report
@@ -34,7 +34,7 @@ from loka.dispatch import convert
 from loka.dispatch import diff as diff_plans
 from loka.dispatch import plan as plan_report
 from loka.nn import check_finite, health_of
-from loka.probe import Probe
+from loka.probe import Probe, merge_stats
 from loka.probe import measure as measure_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
@@ -99,6 +99,9 @@ def probe(
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
+    base_rate: Annotated[
+        float | None, typer.Option(help="Share of positive labels, which NE is relative to.")
+    ] = None,
 ) -> None:
     """Train in bf16 and learn what flows through every linear layer."""
     device = choose_device(device)
@@ -109,13 +112,24 @@ def probe(
         print(mods.apply(built, MODS))
     built.to(device)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=every, save_to=out) as probing:
+    with Probe(built, every=every, save_to=out, base_rate=base_rate) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=_log)
     stats = probing.stats()
     print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
     for path, reason in stats.skipped.items():
         print(f"not probed: {path}: {reason}")
     print(f"written: {out}")
+
+
+@app.command()
+def merge(
+    stats: Annotated[list[Path], typer.Argument(help="Folders of statistics, of ranks or of runs.")],
+    out: Annotated[Path, typer.Option(help="Folder for the merged statistics.")] = Path("stats"),
+) -> None:
+    """One set of statistics from several that watched other rows."""
+    merged = merge_stats([Stats.load(folder) for folder in stats])
+    merged.save(out)
+    print(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
 
 
 @app.command()
@@ -147,31 +161,52 @@ def measure(
 @app.command()
 def plan(
     report: Annotated[Path, typer.Argument(help="File written by `loka measure`.")],
-    out: Annotated[Path, typer.Option(help="Plan file.")] = Path("plan.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Plan file; plan.json by default. Of a frontier: .svg, .png, .pdf or .json."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(help="default, or paper: MERE below 0.2 and a speed-up above 1.05, nothing else.")
+    ] = "default",
+    ne: Annotated[
+        float | None, typer.Option(min=0, help="Increase of NE allowed in all, absolute, such as 2e-4.")
+    ] = None,
     chains: Annotated[
-        str, typer.Option(help="measured: those that were timed and are faster; always; never.")
-    ] = "measured",
-    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
+        str | None, typer.Option(help="measured: those that were timed and are faster; always; never.")
+    ] = None,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
-    min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
+    min_speedup: Annotated[
+        float | None, typer.Option(min=0, help="Least speed-up over bf16 worth having; 1.05.")
+    ] = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="Pattern of sites to keep in hp; repeatable.")
     ] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="SITE=CANDIDATE, for debugging; SITE may be a pattern.")
     ] = None,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="NE against time over budgets, instead of one plan.")
+    ] = False,
 ) -> None:
     """Decide every site within a budget, with the reasons. Needs no GPU."""
-    if chains not in ("measured", "always", "never"):
-        raise typer.BadParameter(f"{chains!r}; one of measured, always, never", param_hint="--chains")
-    budget = Budget(
+    allowed = named_budget(
+        budget,
+        ne=ne,
+        chains=chains,
         min_sqnr_db=min_sqnr_db,
         max_mere=max_mere,
         min_speedup=min_speedup,
-        keep=tuple(keep or ()),
-        chains=chains,  # type: ignore[arg-type]
+        keep=tuple(keep) if keep else None,
     )
-    decided = plan_report(Report.load(report), budget, force=_forced(force or []))
+    loaded = Report.load(report)
+    if frontier:
+        if ne is not None or force:
+            raise LokaError("a frontier plans at many budgets of NE", way_out="leave --ne and --force out")
+        show_frontier(loaded, allowed, out)
+        return
+    out = out or Path("plan.json")
+    decided = plan_report(loaded, allowed, force=_forced(force or []))
     decided.save(out)
     print(decided)
     print(f"written: {out}")
@@ -184,6 +219,29 @@ def diff(
 ) -> None:
     """Which decisions differ between two plans."""
     print(diff_plans(Plan.load(first), Plan.load(second)))
+
+
+@app.command()
+def drift(
+    plan: Annotated[Path, typer.Argument(help="The plan that runs.")],
+    stats: Annotated[
+        list[Path], typer.Argument(help="Folders written by `loka probe` since, the oldest first.")
+    ],
+    before: Annotated[
+        Path | None, typer.Option(help="The statistics behind the plan; without them effects on NE alone.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="The report behind the plan: which decisions would change.")
+    ] = None,
+) -> None:
+    """Has the data moved since a plan was made? Exit status 0: it holds; 1: plan again; 3: the valve acts."""
+    status = show_drift(
+        Plan.load(plan),
+        [Stats.load(folder) for folder in stats],
+        Stats.load(before) if before else None,
+        Report.load(report) if report else None,
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -3,7 +3,8 @@ decides among those and hp.
 
 A recipe may run where every site of the chain keeps the budget's error limits under the recipe that
 stands for it (core/chain_recipe.py). It does run where the whole chain is faster than hp by
-`min_speedup`, and faster than what the plan's sites would make of it.
+`min_speedup`, and faster than what the plan's sites would make of it. Under a budget of NE it is the
+knapsack that weighs it against its sites (dispatch/ne_budget.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from loka.core.budget import Budget
+from loka.core.budget import Budget, total_effect
 from loka.core.chain import Chain
 from loka.core.chain_recipe import ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole
+from loka.core.error import Estimate
 from loka.core.plan import ChainDecision, CrossDecision, Decision
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -23,11 +25,16 @@ from loka.nn.chain_kernels import inner_kernels
 from loka.nn.cross import recipe_objection
 from loka.nn.linears import is_prediction
 
-Objection = Callable[[Measurement, Budget], str | None]
+Objection = Callable[[Measurement, Budget, Gemm], str | None]
 
 
 def decide_chains(
-    report: Report, budget: Budget, decisions: Mapping[str, Decision], objects: Objection
+    report: Report,
+    budget: Budget,
+    decisions: Mapping[str, Decision],
+    objects: Objection,
+    *,
+    granted: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, ChainDecision], dict[str, CrossDecision], tuple[str, ...]]:
     """The chains and stacks to form, and why each other one is left to its sites.
 
@@ -35,42 +42,68 @@ def decide_chains(
         decisions: of the sites by themselves. A forced one, or one that the budget keeps in hp,
             keeps its layer out of any chain.
         objects: why the budget does not admit a measurement, or None.
+        granted: under a budget of NE: the recipe of each chain or stack that it is spent on.
     """
     chains: dict[str, ChainDecision] = {}
     crosses: dict[str, CrossDecision] = {}
     notes = []
-    wholes: list[Whole] = [] if budget.chains == "never" else [*report.chains, *report.crosses]
-    for whole in wholes:
-        decision = _decide(whole, report, budget, decisions, objects)
+    for whole in wholes_of(report, budget):
+        decision = _decide(whole, report, budget, decisions, objects, granted)
         if isinstance(decision, ChainDecision):
             chains[whole.name] = decision
         elif isinstance(decision, CrossDecision):
             crosses[whole.name] = decision
-        elif decision is not None:
+        else:
             kind = "chain at" if isinstance(whole, Chain) else "stack of cross layers at"
             notes.append(f"{kind} {whole.name} stays in parts: {decision}")
     return chains, crosses, tuple(notes)
 
 
-def _decide(
+def wholes_of(report: Report, budget: Budget) -> list[Whole]:
+    """The chains and stacks that `budget` may form."""
+    if budget.chains == "never":
+        return []
+    return [*(chain for chain in report.chains if not chain.lone), *report.crosses]
+
+
+def whole_effect(whole: Whole, recipe: ChainRecipe, report: Report) -> Estimate | None:
+    """The predicted increase of NE under `recipe`, summed over its `output` GEMMs; None if one is unknown."""
+    found = []
+    for path in whole.linears:
+        site = report.sites.get(site_name(path, Gemm.OUTPUT))
+        effects = [
+            measured.errors["ne"]
+            for name, measured in (site.measurements.items() if site else ())
+            if _of_recipe(name, recipe.errors[Gemm.OUTPUT]) and "ne" in measured.errors
+        ]
+        if not effects:
+            return None
+        found.append(effects[0])
+    return total_effect(found)
+
+
+def admitted_recipes(
     whole: Whole,
     report: Report,
     budget: Budget,
     decisions: Mapping[str, Decision],
     objects: Objection,
-) -> ChainDecision | CrossDecision | str | None:
-    if isinstance(whole, Chain) and whole.lone:
-        return None
+) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """By recipe within the budget: how the whole was measured under it; and why another is not, or "" and why
+    none can be.
+
+    The comparison with its own sites is left to the caller.
+    """
     reason = _kept_apart(whole, report, budget, decisions)
     if reason is None and isinstance(whole, Chain):
         reason = objection(whole)
     if reason is not None:
-        return reason
+        return {}, {"": reason}
     times = report.chain_times.get(whole.name, {})
     if budget.chains == "measured" and not times:
-        return "it was not timed; Budget(chains='always') forms it on its errors alone"
-    refused: list[str] = []
-    options: list[tuple[float, str, ChainRecipe]] = []
+        return {}, {"": "it was not timed; Budget(chains='always') forms it on its errors alone"}
+    refused: dict[str, str] = {}
+    admitted: dict[str, Measurement] = {}
     for name in budget.chain_recipes:
         recipe = chain_recipe_named(name)
         why = recipe_objection(recipe) if isinstance(whole, CrossStack) else None
@@ -79,16 +112,41 @@ def _decide(
         if why is None and measured is not None and measured.unsupported:
             why = measured.unsupported
         if why is None and budget.chains == "measured":
-            why = _too_slow(whole, measured, times.get(HP), budget, decisions)
+            why = _too_slow(measured, times.get(HP), budget)
         if why is not None:
-            refused.append(f"{name}: {why}")
+            refused[name] = why
+        else:
+            admitted[name] = measured or Measurement()
+    return admitted, refused
+
+
+def _decide(
+    whole: Whole,
+    report: Report,
+    budget: Budget,
+    decisions: Mapping[str, Decision],
+    objects: Objection,
+    granted: Mapping[str, str] | None,
+) -> ChainDecision | CrossDecision | str:
+    admitted, refused = admitted_recipes(whole, report, budget, decisions, objects)
+    times = report.chain_times.get(whole.name, {})
+    options: list[tuple[float, str, ChainRecipe]] = []
+    for name, measured in admitted.items():
+        why = None
+        if granted is not None:
+            why = None if granted.get(whole.name) == name else "its NE is better spent elsewhere"
+        elif budget.chains == "measured":
+            why = _slower_than_sites(whole, measured, times[HP], decisions)
+        if why is not None:
+            refused[name] = why
             continue
-        value = measured.microseconds.value if measured and measured.microseconds else 0.0
-        options.append((value, name, recipe))
+        value = measured.microseconds.value if measured.microseconds else 0.0
+        options.append((value, name, chain_recipe_named(name)))
     if not options:
-        return "; ".join(refused)
+        told = [f"{name}: {refused[name]}" for name in budget.chain_recipes if name in refused]
+        return refused.get("") or "; ".join(told)
     _, name, recipe = min(options, key=lambda option: option[0])  # ties: the budget's own order
-    measured = times.get(recipe.candidate, Measurement())
+    measured = admitted[name]
     fields: dict[str, Any] = {
         "recipe": name,
         "candidates": inner_kernels(whole, recipe, report.sites),
@@ -98,6 +156,7 @@ def _decide(
         "microseconds": measured.microseconds,
         "hp_microseconds": times.get(HP, Measurement()).microseconds,
         "speedup": measured.speedup,
+        "ne": whole_effect(whole, recipe, report),
     }
     if isinstance(whole, Chain):
         return ChainDecision(chain=whole, **fields)
@@ -136,28 +195,34 @@ def _inadmissible(
 def _site_objection(site: SiteReport, wanted: str, budget: Budget, objects: Objection) -> str | None:
     """None if any kernel kept the limits under the recipe `wanted`: its errors are the recipe's."""
     reasons = [
-        objects(measured, budget)
+        objects(measured, budget, site.problem.gemm)
         for name, measured in site.measurements.items()
-        if name.partition("@")[0].endswith(f":{wanted}") and measured.errors
+        if _of_recipe(name, wanted) and measured.errors
     ]
     if not reasons:
         return f"no error of {wanted} was measured, which stands for the chain's own"
     return None if None in reasons else reasons[0]
 
 
-def _too_slow(
-    whole: Whole,
-    measured: Measurement | None,
-    hp: Measurement | None,
-    budget: Budget,
-    decisions: Mapping[str, Decision],
-) -> str | None:
+def _of_recipe(candidate: str, recipe: str) -> bool:
+    return candidate.partition("@")[0].endswith(f":{recipe}")
+
+
+def _too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budget) -> str | None:
     if measured is None or measured.speedup is None or measured.microseconds is None:
         return "not timed"
     if hp is None or hp.microseconds is None:
         return "hp was not timed"
     if not measured.speedup.low >= budget.min_speedup:
         return f"speed-up {measured.speedup} is below {budget.min_speedup:g}"
+    return None
+
+
+def _slower_than_sites(
+    whole: Whole, measured: Measurement, hp: Measurement, decisions: Mapping[str, Decision]
+) -> str | None:
+    assert measured.microseconds is not None  # or it had been too slow
+    assert hp.microseconds is not None
     saved = 0.0
     for path in whole.linears:
         for gemm in Gemm:

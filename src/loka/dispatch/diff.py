@@ -33,9 +33,9 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
     before, after = first.budget.to_json(), second.budget.to_json()
     context += [
-        f"budget: {name} {before.get(name)} -> {after[name]}"
-        for name in after
-        if before.get(name) != after[name]
+        f"budget: {name} {before.get(name)} -> {after.get(name)}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
     wholes = _recipes(first), _recipes(second)
     for name in dict.fromkeys([*wholes[0], *wholes[1]]):

@@ -16,10 +16,11 @@ rank and every run decides alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from loka.core.error import Estimate
+from loka.core.plan import Decision
 from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, SiteReport
 from loka.core.timing import TIE
@@ -55,6 +56,18 @@ class Choice:
         return spent - sum(saving.value for saving in self.saved.values())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer on its way to decisions: what is `fixed` by GEMM, forced and kept and untimed GEMMs among it,
+    the timed `options` of each GEMM ("hp" among those of one that is not fixed), why others are out."""
+
+    sites: tuple[SiteReport, ...]
+    fixed: Mapping[Gemm, Decision]
+    options: Mapping[Gemm, Mapping[str, Option]]
+    rejected: Mapping[Gemm, Mapping[str, str]]
+    sharing: Sharing
+
+
 def option_of(site: SiteReport, name: str) -> Option | None:
     """A candidate with its time, in units of hp's median; None where it was not timed."""
     hp, measured = site.measurements[HP].microseconds, site.measurements[name]
@@ -79,6 +92,17 @@ def choose(
     fixed: Collection[Gemm] = (),
 ) -> Choice:
     """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
+    return best_of(allowed_choices(options, sharing, min_speedup=min_speedup, fixed=fixed))
+
+
+def allowed_choices(
+    options: Mapping[Gemm, Mapping[str, Option]],
+    sharing: Sharing,
+    *,
+    min_speedup: float,
+    fixed: Collection[Gemm] = (),
+) -> list[Choice]:
+    """Those in which every FP8 GEMM earns its place; hp everywhere that is free is among them."""
     reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
     allowed = []
     for combination in itertools.product(*reduced.values()):
@@ -86,6 +110,11 @@ def choose(
         free = [gemm for gemm in choice.options if gemm not in fixed]
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
+    return allowed
+
+
+def best_of(allowed: Sequence[Choice]) -> Choice:
+    """The fastest, or what is tied with it and comes first."""
     best = min(allowed, key=lambda choice: (choice.microseconds, _order(choice)))
     return min((choice for choice in allowed if tied(choice, best)), key=_order)
 

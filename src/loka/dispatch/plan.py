@@ -5,22 +5,27 @@ times were measured, the three GEMMs of a layer are then chosen together for the
 the layer, each faster than hp by `min_speedup` (dispatch/joint.py). Where nothing was timed,
 the candidate with the smallest error wins. Everything else stays in hp. What is equal within
 the noise goes to the first name, so that every rank and every run decides alike.
+
+A budget of NE is spent first (dispatch/ne_budget.py): it grants each layer and chain what its
+`output` GEMMs may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from loka.core.budget import Budget
+from loka.core.budget import Budget, spends
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.plan import Decision, Plan
 from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.dispatch.chains import decide_chains
-from loka.dispatch.joint import Choice, Option, Sharing, choose, combine, option_of, speedup_of, tied
+from loka.dispatch.joint import Choice, Layer, Option, Sharing, choose, combine, option_of, speedup_of, tied
+from loka.dispatch.ne_budget import WAY_OUT, cost_of, grant, is_forced
 from loka.dispatch.turned import decide_turned
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
@@ -46,17 +51,19 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     layers: dict[str, list[SiteReport]] = {}
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
-    decided = {
-        decision.site: decision
-        for path, sites in layers.items()
-        for decision in _decide_layer(sites, report, budget, force, report.sharing.get(path, {}))
-    }
-    decisions = {name: decided[name] for name in report.sites}
-    chains, crosses, apart = decide_chains(report, budget, decisions, _objection)
+    opened = {path: _open_layer(sites, report, budget, force) for path, sites in layers.items()}
+    decisions = _decisions(report, opened, budget, None)
+    granted = None
+    if budget.ne is not None:
+        granted = grant(report, budget, opened, decisions, _objection)
+        decisions = _decisions(report, opened, budget, granted.layers)
+    chains, crosses, apart = decide_chains(
+        report, budget, decisions, _objection, granted=granted.wholes if granted else None
+    )
     inside = {path for decided in chains.values() for path in decided.chain.linears}
     inside |= {path for decided in crosses.values() for path in decided.stack.linears}
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*apart, *report.notes]
+    notes += [*apart, *(granted.notes if granted else ()), *report.notes]
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -87,10 +94,20 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
                 )
 
 
-def _decide_layer(
-    sites: list[SiteReport], report: Report, budget: Budget, force: Mapping[str, str], sharing: Sharing
-) -> list[Decision]:
-    """Decides the sites of one layer."""
+def _decisions(
+    report: Report, layers: Mapping[str, Layer], budget: Budget, granted: Mapping[str, float] | None
+) -> dict[str, Decision]:
+    """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of NE."""
+    decided = {
+        decision.site: decision
+        for path, layer in layers.items()
+        for decision in _settle(layer, budget, math.inf if granted is None else granted[path])
+    }
+    return {name: decided[name] for name in report.sites}
+
+
+def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: Mapping[str, str]) -> Layer:
+    """What is decided of a layer by rule, and what is left to compare."""
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
     options: dict[Gemm, dict[str, Option]] = {}
@@ -103,15 +120,41 @@ def _decide_layer(
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    timed = {gemm: each for gemm, each in options.items() if each}
-    if not timed:
-        return [fixed[site.problem.gemm] for site in sites]
-    choice = choose(timed, sharing, min_speedup=budget.min_speedup, fixed=set(fixed))
+    return Layer(
+        sites=tuple(sites),
+        fixed=fixed,
+        options={gemm: each for gemm, each in options.items() if each},
+        rejected=rejected,
+        sharing=report.sharing.get(sites[0].path, {}),
+    )
+
+
+def _settle(layer: Layer, budget: Budget, granted: float) -> list[Decision]:
+    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`."""
+    fixed, sharing = dict(layer.fixed), layer.sharing
+    options = {gemm: dict(each) for gemm, each in layer.options.items()}
+    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
+    for site in layer.sites:
+        gemm = site.problem.gemm
+        if is_forced(fixed.get(gemm)):
+            continue
+        for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
+            if cost_of(site, name) <= granted:
+                continue
+            reason = f"NE +{site.measurements[name].errors['ne']} is better spent elsewhere"
+            if gemm in fixed:
+                fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
+            else:
+                del options[gemm][name]
+                rejected[gemm][name] = reason
+    if not options:
+        return [fixed[site.problem.gemm] for site in layer.sites]
+    choice = choose(options, sharing, min_speedup=budget.min_speedup, fixed=set(fixed))
     return [
         replace(fixed[gemm], saved_us=choice.saved_at(gemm))
         if (gemm := site.problem.gemm) in fixed
         else _chosen(site, choice, options[gemm], sharing, budget, rejected[gemm])
-        for site in sites
+        for site in layer.sites
     ]
 
 
@@ -154,7 +197,7 @@ def _admit(
     for name, measured in site.measurements.items():
         if name == HP:
             continue
-        reason = _objection(measured, budget)
+        reason = _objection(measured, budget, site.problem.gemm)
         if reason is None and timed and option_of(site, name) is None:
             reason = f"not timed: {site.unfinished or 'no time was measured'}"
         if reason is None:
@@ -165,6 +208,8 @@ def _admit(
         return _no_candidate(site, budget, rejected), {}, rejected
     if not timed:
         chosen, why, lost = _most_exact(admitted)
+        if budget.ne is not None and site.problem.gemm is Gemm.OUTPUT:
+            chosen, why, lost = _least_effect(admitted)
         others = [name for name in admitted if name != chosen]
         runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
         decision = _decision(site, chosen, why, {**rejected, **lost})
@@ -228,7 +273,7 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
     return None
 
 
-def _objection(measured: Measurement, budget: Budget) -> str | None:
+def _objection(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
     """Why the budget does not admit a candidate, or None. A NaN error is never admitted."""
     if measured.unsupported:
         return measured.unsupported
@@ -239,6 +284,13 @@ def _objection(measured: Measurement, budget: Budget) -> str | None:
         return f"mere {relative} is above {budget.max_mere:g}"
     if sqnr.value != sqnr.value:
         return "its result holds NaN"
+    if budget.ne is None or gemm is not Gemm.OUTPUT:
+        return None
+    effect = measured.errors.get("ne")
+    if effect is None:
+        return f"its effect on NE is not known; {WAY_OUT}"
+    if not spends(effect) <= budget.ne:
+        return f"NE +{effect} is above the whole budget of {budget.ne:g}"
     return None
 
 
@@ -254,6 +306,14 @@ def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str
         if name != chosen
     }
     return chosen, "smallest error; not timed" + _ties(equal[1:]), lost
+
+
+def _least_effect(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
+    """As `_most_exact`, by what a candidate spends of the budget of NE."""
+    effects = {name: m.errors["ne"] for name, m in admitted.items()}
+    chosen = min(effects, key=lambda name: (spends(effects[name]), name))
+    lost = {name: f"costs more: NE +{effect}" for name, effect in effects.items() if name != chosen}
+    return chosen, "smallest effect on NE; not timed", lost
 
 
 def _ties(names: list[str]) -> str:
@@ -297,6 +357,7 @@ def _decision(site: SiteReport, candidate: str, reason: str, rejected: Mapping[s
         reason=reason,
         sqnr_db=measured.errors.get("sqnr_db"),
         mere=measured.errors.get("mere"),
+        ne=measured.errors.get("ne"),
         microseconds=measured.microseconds,
         hp_microseconds=hp.microseconds,
         speedup=measured.speedup,

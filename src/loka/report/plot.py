@@ -45,15 +45,13 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
         LokaError: nothing was timed, or another kind of file.
         MissingLibrary: matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _FORMATS:
-        raise LokaError(f"cannot draw into {path}", way_out=f"a file that ends in {', '.join(_FORMATS)}")
+    path = checked_path(path)
     if not any(contest.timing(CHOICE) for contest in bench.contests.values()):
         raise LokaError(
             "these results hold no times to draw", way_out="run `loka bench gemm` on a machine with a GPU"
         )
-    figure_module = _matplotlib("matplotlib.figure")
-    with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
+    figure_module = matplotlib_module("matplotlib.figure")
+    with matplotlib_module("matplotlib").rc_context({"svg.hashsalt": "loka", "font.size": 9}):
         figure = figure_module.Figure(figsize=(11, 8.2), layout="constrained", facecolor="white")
         axes = figure.subplots(2, 2, sharex=True, sharey=True)
         styles = _styles(bench)
@@ -76,11 +74,25 @@ def plot_gemm(bench: GemmBench, path: Path | str) -> None:
             frameon=False,
         )
         figure.suptitle(_title(bench), fontsize=10)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        save_figure(figure, path)
 
 
-def _matplotlib(module: str) -> Any:
+def checked_path(path: Path | str) -> Path:
+    """Raises LokaError for a kind of file that is not drawn."""
+    path = Path(path)
+    if path.suffix.lower() not in _FORMATS:
+        raise LokaError(f"cannot draw into {path}", way_out=f"a file that ends in {', '.join(_FORMATS)}")
+    return path
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """The same figure makes the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def matplotlib_module(module: str) -> Any:
+    """Raises MissingLibrary."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -192,7 +204,7 @@ def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
         4.0,
     )
     inside = [step for step in steps if low <= step <= high]
-    ticker = _matplotlib("matplotlib.ticker")
+    ticker = matplotlib_module("matplotlib.ticker")
     axis.yaxis.set_major_locator(ticker.FixedLocator(inside))
     axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
     axis.yaxis.set_minor_locator(ticker.NullLocator())

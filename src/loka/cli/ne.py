@@ -1,0 +1,71 @@
+"""What the command line does with budgets of NE: naming one, the frontier, drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loka.core.budget import Budget
+from loka.core.drift import drift, effects_of, valve
+from loka.core.exceptions import UnknownName
+from loka.core.plan import Plan
+from loka.core.report import Report
+from loka.core.stats import Stats
+from loka.dispatch.frontier import frontier
+from loka.dispatch.replan import replan
+from loka.report.frontier_plot import plot_frontier
+from loka.report.plot import checked_path
+
+_NAMED: dict[str, Callable[[], Budget]] = {"default": Budget, "paper": Budget.paper}
+
+
+def named_budget(name: str, **others: Any) -> Budget:
+    """The budget called `name`, with those of `others` that are not None.
+
+    Raises UnknownName, and ValueError for a limit that makes no sense.
+    """
+    if name not in _NAMED:
+        raise UnknownName(f"no budget is called {name!r}", way_out=f"one of {', '.join(_NAMED)}")
+    given = {key: value for key, value in others.items() if value is not None}
+    if given.get("chains", "measured") not in ("measured", "always", "never"):
+        raise UnknownName(f"--chains {given['chains']!r}", way_out="one of measured, always, never")
+    return replace(_NAMED[name](), **given)
+
+
+def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
+    """Prints it, and writes it into `out`: a picture, or JSON."""
+    as_json = out is not None and out.suffix == ".json"
+    if out is not None and not as_json:
+        checked_path(out)
+    found = frontier(report, budget)
+    print(found)
+    if out is None:
+        return
+    if as_json:
+        found.save(out)
+    else:
+        plot_frontier(found, out)
+    print(f"written: {out}")
+
+
+HOLDS, REPLAN, CLOSE = 0, 1, 3  # exit statuses of `loka drift`; 2 is an error's
+
+
+def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
+    """Prints how the last window differs, what would be decided differently and what the valve should do,
+    and returns the exit status. Earlier windows count for the valve's patience alone."""
+    history = [drift(plan, window, before=before) for window in windows]
+    print(history[-1])
+    status = REPLAN if history[-1].over_budget else HOLDS
+    if report is not None:
+        changed = replan(plan, report, effects_of(windows[-1]))
+        print(f"planned again with the effects of this window, and the times of the report:\n{changed}")
+        status = REPLAN if changed else status
+    held = sorted(valve(history))
+    if held:
+        print(f"the valve should hold in hp: {', '.join(held)}")
+        return CLOSE
+    print("the plan holds" if status == HOLDS else "no layer is in doubt, but planning again would pay")
+    return status

@@ -1,0 +1,44 @@
+"""`loka merge`: statistics of several runs into one record; `loka probe --base-rate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loka.cli.app import app
+from loka.core.stats import Stats
+
+
+def probed(folder: Path, seed: int, *options: str) -> Stats:
+    command = ["probe", "--model", "dlrm", "--rows", "1200", "--every", "2", "--seed", str(seed), *options]
+    done = CliRunner().invoke(app, [*command, "--out", str(folder)], catch_exceptions=False)
+    assert done.exit_code == 0
+    return Stats.load(folder)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Stats, Stats]:
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    return first, second, probed(first, 0), probed(second, 1, "--base-rate", "0.31")
+
+
+def test_folders_are_merged(two: tuple[Path, Path, Stats, Stats], tmp_path: Path) -> None:
+    first, second, a, b = two
+    command = ["merge", str(first), str(second), "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    merged = Stats.load(tmp_path)
+    assert f"{a.sampled_steps + b.sampled_steps} of {a.steps + b.steps} steps sampled" in done.output
+    for path, layer in merged.layers.items():
+        count = sum(part.layers[path].operands["input"].numbers["count"] for part in (a, b))
+        assert layer.operands["input"].numbers["count"] == count
+        mine, theirs = (part.layers[path].effects for part in (a, b))
+        for name, effect in layer.effects.items():
+            assert effect.count == pytest.approx(mine[name].count + theirs[name].count)
+
+
+def test_a_known_base_rate_sets_the_entropy(two: tuple[Path, Path, Stats, Stats]) -> None:
+    effect = next(effect for layer in two[3].layers.values() for effect in layer.effects.values())
+    assert effect.probabilities[0] / effect.count == pytest.approx(0.31)

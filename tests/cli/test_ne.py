@@ -1,0 +1,72 @@
+"""Budgets of NE on the command line: plan, frontier, drift and their exit statuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_cli import SMALL, loka
+
+from loka.core.stats import Stats
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ne")
+    loka("probe", "--model", "dcnv2", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
+    candidates = [f"--candidate=emulated:{name}" for name in ("rowwise_e4m3", "tensorwise_e4m3")]
+    loka("measure", "stats", "--out", "report.json", *candidates, cwd=folder)
+    return folder
+
+
+def test_a_budget_is_spent_and_told(folder: Path) -> None:
+    text = loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
+    assert "Predicted increase of NE" in text
+    assert "the budget is 0.001" in text
+    nothing = loka("plan", "report.json", "--ne", "0", "--out", "none.json", cwd=folder)
+    assert "NE +" in nothing, "each output says what it would have cost"
+    content = json.loads((folder / "plan.json").read_text())
+    assert '"ne": 0.001' in json.dumps(content)
+
+
+def test_the_papers_budget(folder: Path) -> None:
+    loka("plan", "report.json", "--budget", "paper", "--out", "paper.json", cwd=folder)
+    text = (folder / "paper.json").read_text()
+    assert '"max_mere": 0.2' in text
+    assert '"min_sqnr_db": null' in text
+    loka("plan", "report.json", "--budget", "paper", "--max-mere", "0.3", "--out", "paper.json", cwd=folder)
+    assert '"max_mere": 0.3' in (folder / "paper.json").read_text()
+    assert "no budget is called" in loka("plan", "report.json", "--budget", "x", cwd=folder, fails=True)
+
+
+def test_the_frontier(folder: Path) -> None:
+    text = loka("plan", "report.json", "--frontier", "--out", "frontier.json", cwd=folder)
+    assert "knee" in text
+    assert "no speed is claimed" in text
+    points = json.loads((folder / "frontier.json").read_text())["content"]["points"]
+    assert len(points) > 2
+    assert "cannot draw" in loka(
+        "plan", "report.json", "--frontier", "--out", "f.doc", cwd=folder, fails=True
+    )
+    loka("plan", "report.json", "--frontier", "--ne", "1e-4", cwd=folder, fails=True)
+
+
+def test_drift(folder: Path) -> None:
+    loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
+    same = ["drift", "plan.json", "stats", "--before", "stats", "--report", "report.json"]
+    assert "the plan holds" in loka(*same, cwd=folder)
+    stats = Stats.load(folder / "stats")
+    moved = {}
+    for path, layer in stats.layers.items():
+        given = layer.operands["input"]
+        tensors = {**given.tensors, "amax": given.tensors["amax"] * 8}
+        moved[path] = replace(layer, operands={**layer.operands, "input": replace(given, tensors=tensors)})
+    replace(stats, layers=moved).save(folder / "moved")
+    text = loka("drift", "plan.json", "moved", "--before", "stats", cwd=folder, fails=True)
+    assert "amax of input rose by 3.0 octaves" in text
+    assert "the valve should hold in hp" in text
+    # Three safe windows after the unsafe one open it again; two do not.
+    loka("drift", "plan.json", "moved", "stats", "stats", "--before", "stats", cwd=folder, fails=True)
+    loka("drift", "plan.json", "moved", "stats", "stats", "stats", "--before", "stats", cwd=folder)

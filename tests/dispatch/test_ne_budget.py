@@ -1,0 +1,213 @@
+"""One budget of NE for the model: who gets it, what the plan says of it, and what it leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from ne_reports import ROW, TENSOR, THREE, chained, chosen, costing, effect, model_report, outputs
+from reports import measured
+
+import loka
+from loka.core.budget import Budget, spends, total_effect
+from loka.core.error import Estimate
+from loka.core.recipe import Gemm
+
+
+def test_the_budget_goes_where_it_saves_most() -> None:
+    """cheap saves 40 us for 1e-5, slow 10 for 1e-5, dear 50 for 1.5e-4: the last where there is room."""
+    report = outputs(**THREE)
+    assert chosen(loka.plan(report, Budget(ne=1e-5))) == {"cheap": ROW, "dear": "hp", "slow": "hp"}
+    assert chosen(loka.plan(report, Budget(ne=2e-5))) == {"cheap": ROW, "dear": "hp", "slow": ROW}
+    assert chosen(loka.plan(report, Budget(ne=1.65e-4))) == {"cheap": ROW, "dear": ROW, "slow": "hp"}
+    everything = loka.plan(report, Budget(ne=1.7e-4))
+    assert set(chosen(everything).values()) == {ROW}
+    assert chosen(everything) == chosen(loka.plan(report)), "a budget that binds nothing changes nothing"
+    refused = loka.plan(report, Budget(ne=1.6e-4 - 1e-8)).decisions["dear/output"]
+    assert "is better spent elsewhere" in refused.rejected[ROW]
+    assert "above the whole budget" in loka.plan(report, Budget(ne=1e-4)).decisions["dear/output"].reason
+
+
+def test_a_doubtful_effect_costs_its_upper_end() -> None:
+    """1.96 standard errors are half of the interval; 1.64 are charged: 1e-5 + 0.839 * 1e-5."""
+    assert spends(effect(1e-5, 1e-5)) == pytest.approx(1.839e-5, rel=1e-3)
+    assert spends(Estimate(1e-5, -math.inf, math.inf)) == math.inf
+    assert spends(Estimate(math.nan, math.nan, math.nan)) == math.inf
+    report = outputs(sure={ROW: costing(60, effect(1.2e-5))}, unsure={ROW: costing(60, effect(1e-5, 1e-5))})
+    assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
+
+
+def test_the_plan_carries_what_it_costs(tmp_path: Path) -> None:
+    report = outputs(a={ROW: costing(60, effect(1e-5, 4e-6))}, b={ROW: costing(60, effect(2e-5, 1e-6))})
+    plan = loka.plan(report, Budget(ne=1e-4))
+    assert plan.decisions["a/output"].ne == effect(1e-5, 4e-6)
+    # Both sites were estimated on the same rows, so the ends add up, not the variances.
+    assert plan.ne == total_effect([effect(1e-5, 4e-6), effect(2e-5, 1e-6)])
+    assert plan.ne.high == pytest.approx(3.5e-5)
+    assert "Predicted increase of NE: 3e-05 [2.5e-05, 3.5e-05]; the budget is 0.0001." in plan.summary()
+    assert "1.0e-05" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert loka.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_without_a_budget_plans_are_what_they_were(tmp_path: Path) -> None:
+    report = outputs(a={ROW: measured(28, 60)})
+    content = loka.plan(report).to_json()
+    assert "ne" not in content["budget"]
+    assert "ne" not in content["decisions"]["a/output"]
+    assert "NE" not in str(loka.plan(report))
+    with_budget = loka.plan(report, Budget(ne=1e-4))
+    assert any("ne None -> 0.0001" in line for line in loka.diff(loka.plan(report), with_budget).context)
+    assert any("ne 0.0001 -> None" in line for line in loka.diff(with_budget, loka.plan(report)).context)
+    json.dumps(content, allow_nan=False)
+
+
+def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one() -> None:
+    report = outputs(known={ROW: costing(60, effect(1e-6))}, unknown={ROW: costing(50, None)})
+    plan = loka.plan(report, Budget(ne=1e-4))
+    assert chosen(plan) == {"known": ROW, "unknown": "hp"}
+    assert "not known" in plan.decisions["unknown/output"].reason
+    assert "plan with ne=None" in plan.decisions["unknown/output"].reason
+    assert plan.ne_unknown == ()
+    forced = loka.plan(report, Budget(ne=1e-4), force={"unknown": ROW})
+    assert forced.ne_unknown == ("unknown/output",)
+    assert "and 1 without an estimate" in forced.summary()
+
+
+def test_floors_hold_beside_the_budget() -> None:
+    free = effect(1e-9)
+    report = outputs(
+        exact={ROW: costing(60, free)}, rough={ROW: costing(60, free, sqnr=20)}, slow={ROW: costing(98, free)}
+    )
+    plan = loka.plan(report, Budget(ne=1.0))
+    assert chosen(plan) == {"exact": ROW, "rough": "hp", "slow": "hp"}
+    kept = loka.plan(report, Budget(ne=1.0, min_sqnr_db=None, keep=("exact",)))
+    assert chosen(kept) == {"exact": "hp", "rough": ROW, "slow": "hp"}
+
+
+def test_gradients_spend_nothing_and_keep_their_rules() -> None:
+    gemms = {gemm: {ROW: costing(60, None)} for gemm in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
+    report = model_report({"a": {Gemm.OUTPUT: {ROW: costing(60, effect(1e-3))}, **gemms}})
+    plan = loka.plan(report, Budget(ne=1e-4))
+    assert {site: d.candidate for site, d in plan.decisions.items()} == {
+        "a/output": "hp",
+        "a/grad_input": ROW,
+        "a/grad_weight": ROW,
+    }
+    assert plan.ne is None
+
+
+def test_a_layer_can_be_bought_at_two_prices() -> None:
+    """Tensor scales are 10 us faster and three times as dear; rows where the budget is short."""
+    both = {ROW: costing(60, effect(1e-5)), TENSOR: costing(50, effect(3e-5))}
+    report = outputs(a=both, b=both)
+    assert set(chosen(loka.plan(report, Budget(ne=2e-5))).values()) == {ROW}
+    assert sorted(chosen(loka.plan(report, Budget(ne=4e-5))).values()) == [ROW, TENSOR]
+    assert set(chosen(loka.plan(report, Budget(ne=6e-5))).values()) == {TENSOR}
+
+
+def test_of_what_is_tied_in_time_the_cheaper_is_taken() -> None:
+    """0.5 us of 60 is noise: no NE is spent on it, however much is left."""
+    both = {ROW: costing(60, effect(1e-5)), TENSOR: costing(59.5, effect(3e-5))}
+    assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": ROW}
+
+
+def test_sharing_is_part_of_what_a_layer_saves() -> None:
+    """a: grad_weight loses alone (104 us) and wins 30 us of shared input beside an FP8 output."""
+    gwt = {Gemm.GRAD_WEIGHT: {ROW: costing(104, None)}}
+    layers = {
+        "a": {Gemm.OUTPUT: {ROW: costing(80, effect(1e-5))}, **gwt},
+        "b": {Gemm.OUTPUT: {ROW: costing(75, effect(1e-5))}},
+    }
+    sharing = {"a": {"input": {"e4m3_row+e4m3_row": Estimate(30, 30, 30)}}}
+    plan = loka.plan(model_report(layers, sharing=sharing), Budget(ne=1e-5))
+    assert {site: d.candidate for site, d in plan.decisions.items()} == {
+        "a/output": ROW,
+        "a/grad_weight": ROW,
+        "b/output": "hp",
+    }
+
+
+def test_what_is_forced_spends_first() -> None:
+    report = outputs(**THREE)
+    plan = loka.plan(report, Budget(ne=1.6e-4), force={"dear": ROW})
+    assert chosen(plan) == {"cheap": ROW, "dear": ROW, "slow": "hp"}
+    over = loka.plan(report, Budget(ne=1e-4), force={"dear": ROW})
+    assert chosen(over) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
+    assert any("above the budget" in note for note in over.notes)
+
+
+def test_without_times_multiplications_are_saved() -> None:
+    small = dataclasses.replace
+    report = model_report(
+        {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
+    )
+    site = report.sites["b/output"]
+    wide = {**report.sites, "b/output": small(site, problem=small(site.problem, n=4096))}
+    plan = loka.plan(dataclasses.replace(report, sites=wide), Budget(ne=1e-5))
+    assert chosen(plan) == {"a": "hp", "b": ROW}
+    assert "is better spent elsewhere" in plan.decisions["a/output"].reason
+    assert "no speed is claimed" in plan.summary()
+    both = {ROW: costing(None, effect(1e-5)), TENSOR: costing(None, effect(3e-6))}
+    exact = model_report({"a": {Gemm.OUTPUT: both}}, timed=False)
+    assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
+
+
+def test_a_chain_is_bought_as_a_whole() -> None:
+    """For 3e-5 it saves 100 us, c 20 us for 1e-5; in parts a saves 20 us for 1e-5."""
+    report = chained(1e-5, 2e-5, 200.0)
+    rich = loka.plan(report, Budget(ne=1e-4))
+    assert list(rich.chains) == ["a"]
+    assert rich.chains["a"].ne == total_effect([effect(1e-5), effect(2e-5)])
+    assert rich.ne.value == pytest.approx(4e-5), "the sites inside do not count again"
+    assert "NE +3e-05" in str(rich)
+    enough = loka.plan(report, Budget(ne=3e-5))
+    assert list(enough.chains) == ["a"]
+    assert enough.decisions["c/output"].candidate == "hp"
+    assert enough.ne.value == pytest.approx(3e-5)
+    short = loka.plan(report, Budget(ne=2.9e-5))
+    assert not short.chains
+    assert any("chain at a stays in parts: e4m3_row: its NE is better spent" in n for n in short.notes)
+    assert {site: d.candidate for site, d in short.decisions.items()} == {
+        "a/output": TENSOR,
+        "b/output": "hp",
+        "c/output": TENSOR,
+    }
+
+
+def test_a_chain_slower_than_its_parts_is_not_bought() -> None:
+    """Parts save 60 us each and leave 180 of 300, the whole 280: the effect is the same."""
+    plan = loka.plan(chained(1e-5, 1e-5, 280.0, parts_us=40.0), Budget(ne=1.0))
+    assert not plan.chains
+    assert plan.decisions["a/output"].candidate == TENSOR
+
+
+def test_a_chain_with_an_unknown_link_is_not_bought() -> None:
+    report = chained(1e-5, 2e-5, 200.0)
+    site = report.sites["b/output"]
+    unknown = {**site.measurements, TENSOR: costing(80, None)}
+    sites = {**report.sites, "b/output": dataclasses.replace(site, measurements=unknown)}
+    plan = loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1.0))
+    assert not plan.chains
+    assert any("b/output: its effect on NE is not known" in note for note in plan.notes)
+
+
+def test_chains_with_their_effect_survive_the_file(tmp_path: Path) -> None:
+    plan = loka.plan(chained(1e-5, 2e-5, 200.0), Budget(ne=1e-4))
+    plan.save(tmp_path / "plan.json")
+    assert loka.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_the_papers_rule_has_a_name() -> None:
+    paper = Budget.paper()
+    assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)
+    assert Budget.paper(keep=("a",)).keep == ("a",)
+
+
+@pytest.mark.parametrize("wrong", [-1e-9, math.inf, math.nan])
+def test_impossible_budgets_are_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="ne is"):
+        Budget(ne=wrong)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError
+from loka.core.plan import Plan
+from loka.dispatch.frontier import Frontier, Point
+from loka.report.frontier_plot import plot_frontier
+
+
+def made() -> Frontier:
+    def point(budget: float, time: float) -> Point:
+        effect = Estimate(budget / 2, budget / 4, budget)
+        plan = Plan.__new__(Plan)  # a picture needs none of it
+        return Point(budget=budget, ne=effect, spent=budget, time=time, fp8=1, plan=plan)
+
+    points = (point(0.0, 100.0), point(1e-6, 60.0), point(1e-4, 50.0))
+    return Frontier(model="Net", machine="NVIDIA H200", base=100.0, unit="us", points=points)
+
+
+def test_the_knee_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_frontier(made(), tmp_path / "new" / "frontier.svg")
+    text = (tmp_path / "new" / "frontier.svg").read_text()
+    for told in ("knee: budget 1.0e-06", "Net on NVIDIA H200", "linear-layer time, % of hp"):
+        assert f"<!-- {told}" in text, told
+    plot_frontier(made(), tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == text, "the same results make the same file"
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LokaError, match=r"\.png, \.svg, \.pdf"):
+        plot_frontier(made(), tmp_path / "frontier.doc")
