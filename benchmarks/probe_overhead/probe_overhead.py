@@ -151,7 +151,7 @@ def prepare(arguments: argparse.Namespace) -> Training:
 
     def eager() -> object:
         # On the graph's stream, as its own eager steps: autograd remembers where it saw a parameter.
-        return whole._eager(batch(), "a sampled step")
+        return whole.eager(*batch())
 
     return Training(model, lambda: whole(*batch()), eager, device)
 

@@ -42,3 +42,13 @@ def test_folders_are_merged(two: tuple[Path, Path, Stats, Stats], tmp_path: Path
 def test_a_known_base_rate_sets_the_entropy(two: tuple[Path, Path, Stats, Stats]) -> None:
     effect = next(effect for layer in two[3].layers.values() for effect in layer.effects.values())
     assert effect.probabilities[0] / effect.count == pytest.approx(0.31)
+
+
+def test_a_cadence_is_a_number_or_auto(tmp_path: Path) -> None:
+    command = ["probe", "--model", "dlrm", "--rows", "600", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--every", "auto"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert Stats.load(tmp_path).sampled_steps >= 1
+    refused = CliRunner().invoke(app, [*command, "--every", "0"])
+    assert refused.exit_code != 0
+    assert "a number from 1 on, or auto" in str(refused.exception)

@@ -16,7 +16,9 @@ from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.reference import dequantize, quantize
 from loka.nn.dataflow import Dataflow, find_chains
+from loka.probe import Probe
 from loka.probe.depths import operand_errors
+from loka.probe.operands import draw_operands, layer_samplers
 
 
 def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
@@ -437,3 +439,26 @@ def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path: Path) -> 
     run(loka.Probe(model, **options, save_to=tmp_path), x[:3])
     both = run(loka.Probe(model, **options, resume=loka.Stats.load(tmp_path)), x[3:])
     assert both.digest() == whole.digest()
+
+
+def test_draws_keep_the_tails_that_a_probe_saw() -> None:
+    """Half of the inputs are zero and the rest log-normal; gradients go with the inputs they belong to."""
+    torch.manual_seed(0)
+    model = nn.Linear(24, 8)
+    with Probe(model, every=1, effect_samples=0) as probe:
+        for _ in range(12):
+            x = torch.randn(256, 24).exp() * (torch.rand(256, 24) < 0.5)
+            (model(x) * x[:, :8]).sum().backward()  # the gradient at the output is the input itself
+    layer = probe.stats().layers[""]
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(1)
+    draws = {}
+    for keep in (True, False):
+        drawn = draw_operands(layer, layer_samplers(layer, device, keep_tails=keep), 2048, generator)
+        zeros = (drawn["input"] == 0).float().mean().item()
+        together = (drawn["input"][:, :8] * drawn["grad_output"]).mean().item()
+        draws[keep] = zeros, together
+    assert draws[True][0] == pytest.approx(0.5, abs=0.03)  # of 3072 x 24 elements
+    assert draws[False][0] < 0.01
+    apart = layer.operands["input"].tensors["mean"].square().mean().item()
+    assert draws[True][1] > 2 * apart, "E[x g] = E[x^2], which is more than E[x] E[g]"
+    assert draws[False][1] == pytest.approx(apart, rel=0.2)

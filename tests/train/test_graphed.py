@@ -167,6 +167,21 @@ def test_every_batch_is_trained_on_once(fake: Callable[..., Fake]) -> None:
     assert repr(step) == "GraphedStep(graphed, 4 replays, 8 eager steps)"
 
 
+def test_a_step_may_be_eager_on_request(fake: Callable[..., Fake]) -> None:
+    """As a probe's sampled step: it trains alike, is no warm-up, and leaves the graph as it is."""
+    model, twin = small(), small()
+    optimizer, other = sgd(model), sgd(twin)
+    recorder = fake(model, optimizer)
+    data = batches(*(8,) * 6)
+    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
+    for turn, batch in enumerate(data):
+        found = (step.eager if turn in (0, 3) else step)(*batch)
+        assert torch.equal(found, plain(twin, other, [batch])[0])
+        assert_same_training(model, twin)
+    assert step.eager_steps == {"warm-up": 1, "asked for": 2}
+    assert (recorder.captures, step.replays) == (1, 3)
+
+
 def test_replays_share_their_result_unless_asked_to_copy(fake: Callable[..., Fake]) -> None:
     model = small()
     optimizer = sgd(model)

@@ -13,7 +13,7 @@ from loka import mods
 from loka.cli.bench import bench
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
-from loka.cli.inputs import choose_device, model_builder, open_data
+from loka.cli.inputs import choose_device, model_builder, open_data, steps_between
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
     BatchSize,
@@ -93,7 +93,9 @@ def probe(
     model: ModelName = "wukong",
     data: DataFile = None,
     out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
-    every: Annotated[int, typer.Option(min=1, help="A step in so many is sampled.")] = 20,
+    every: Annotated[
+        str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
+    ] = "20",
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
@@ -112,7 +114,7 @@ def probe(
         print(mods.apply(built, MODS))
     built.to(device)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=every, save_to=out, base_rate=base_rate) as probing:
+    with Probe(built, every=steps_between(every), save_to=out, base_rate=base_rate) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=_log)
     stats = probing.stats()
     print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")

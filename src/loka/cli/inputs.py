@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -98,6 +99,15 @@ def model_builder(name: str) -> Build:
         return model
 
     return built
+
+
+def steps_between(every: str) -> int | Literal["auto"]:
+    """What --every says: a number from 1 on, or auto; raises UnknownName for anything else."""
+    if every == "auto":
+        return "auto"
+    if not every.isdecimal() or int(every) < 1:
+        raise UnknownName(f"--every {every!r}", way_out="a number from 1 on, or auto")
+    return int(every)
 
 
 def choose_device(name: str | None) -> str:

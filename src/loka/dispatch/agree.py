@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from loka.core.device import Fingerprint, fingerprint
 from loka.core.exceptions import PlanMismatch
+from loka.core.exchange import broadcast, gather, global_rank, ranks_of
 from loka.core.plan import Plan
 from loka.core.signature import ModelSignature
 
@@ -32,22 +33,21 @@ def agree(plan: Plan, *, group: dist.ProcessGroup | None = None) -> Plan:
     """
     if not dist.is_available() or not dist.is_initialized():
         return plan
-    if dist.get_rank(group) < 0:
-        raise ValueError("this process is not in the group, so it cannot agree with it")
-    claims = [json.loads(text) for text in _gather(_encode(_claim(plan)), group)]
+    ranks_of(group)  # raises outside of it
+    claims = [json.loads(text) for text in gather(_encode(_claim(plan)), group)]
     differences = [
-        f"rank {_global_rank(group, rank)}: {line}"
+        f"rank {global_rank(group, rank)}: {line}"
         for rank, claim in enumerate(claims)
         for line in _differences(claim, claims[0])
     ]
     if differences:
         raise PlanMismatch(
-            f"the ranks cannot share the plan of rank {_global_rank(group, 0)}",
+            f"the ranks cannot share the plan of rank {global_rank(group, 0)}",
             why=differences,
             way_out="give every rank the same model with the same mods, the same GPU, driver and library "
             "versions, and a plan measured there",
         )
-    return Plan.from_json(json.loads(_broadcast(_encode(plan.to_json()), group)))
+    return Plan.from_json(json.loads(broadcast(_encode(plan.to_json()), group)))
 
 
 def _claim(plan: Plan) -> dict[str, Any]:
@@ -69,43 +69,3 @@ def _differences(claim: dict[str, Any], first: dict[str, Any]) -> list[str]:
 
 def _encode(content: dict[str, Any]) -> bytes:
     return json.dumps(content, allow_nan=False).encode()  # in order: that of the model's layers
-
-
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def _gather(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's bytes, on every rank."""
-    device, world = _device(group), dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group=group)
-    sizes = [int(length) for length in lengths]
-    mine = _bytes(data.ljust(max(sizes), b" "), device)
-    parts = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(parts, mine, group=group)
-    return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
-
-
-def _broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
-    """The first rank's bytes, on every rank."""
-    device, first = _device(group), _global_rank(group, 0)
-    length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, src=first, group=group)
-    sent = _bytes(data, device) if dist.get_rank(group) == 0 else None
-    if sent is None:
-        sent = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(sent, src=first, group=group)
-    return sent.cpu().numpy().tobytes()
-
-
-def _bytes(data: bytes, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """nccl moves what lies on the rank's GPU, gloo what lies on the CPU."""
-    backends = dist.get_backend_config(group)
-    if "cpu:" in backends or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

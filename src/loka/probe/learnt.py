@@ -10,18 +10,29 @@ import torch
 from loka.core.effect import Effect
 from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.signature import ModelSignature
-from loka.core.stats import OPERANDS, LinearStats, Stats
+from loka.core.stats import OPERANDS, Distribution, LinearStats, Stats
 from loka.probe import gaussian, matrix_normal
 from loka.probe.depths import Depths, depths_of, with_depths
 from loka.probe.effect_depths import Tables
+from loka.probe.tails import (
+    Cross,
+    Tails,
+    cross_in,
+    cross_of,
+    merge_cross,
+    merge_tails,
+    tails_in,
+    tails_of,
+    with_tails,
+)
 
 
 @dataclass
 class Learnt:
     """What was learnt of one layer so far; the streams of its three operands.
 
-    `depths` are the operands' depth histograms (probe/depths.py), by operand. `turned`: as in
-    `LinearStats`, None before the first call.
+    `depths` are the operands' depth histograms (probe/depths.py), by operand; `tails` and `cross` what
+    draws keep beside the moments (probe/tails.py). `turned`: as in `LinearStats`, None before the first call.
     """
 
     order: int
@@ -36,6 +47,18 @@ class Learnt:
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None
     depths: dict[str, Depths] = field(default_factory=dict)
+    tails: dict[str, Tails] = field(default_factory=dict)
+    cross: Cross | None = None
+
+
+def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None) -> None:
+    """Of sampled `rows` [m, K]; `known` are the input's values in the same rows of a gradient."""
+    found = tails_of(rows)
+    before = learnt.tails.get(operand)
+    learnt.tails[operand] = found if before is None else merge_tails(before, found)
+    if known is not None:
+        cross = cross_of(known, rows)
+        learnt.cross = cross if learnt.cross is None else merge_cross(learnt.cross, cross)
 
 
 @dataclass(frozen=True)
@@ -63,8 +86,10 @@ def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
     total = dict.fromkeys((*OPERANDS, "effects"), 0)
     for site in sites:
         for operand in OPERANDS:
-            kept = (getattr(site.learnt, operand), site.learnt.depths.get(operand, {}))
+            learnt = site.learnt
+            kept = (getattr(learnt, operand), learnt.depths.get(operand), learnt.tails.get(operand))
             total[operand] += sum(map(_bytes, kept))
+        total["grad_output"] += _bytes(site.learnt.cross)
         total["effects"] += _bytes(site.tables)
     return total
 
@@ -103,11 +128,12 @@ def to_record(learnt: Learnt) -> LinearStats:
     """On the CPU, without effects."""
     operands = {}
     if learnt.input is not None:
-        operands["input"] = gaussian.to_distribution(learnt.input)
+        operands["input"] = _with_tails(learnt, "input", gaussian.to_distribution(learnt.input))
     if learnt.weight is not None:
         operands["weight"] = matrix_normal.to_distribution(learnt.weight)
     if learnt.grad_output is not None:
-        operands["grad_output"] = gaussian.to_distribution(learnt.grad_output)
+        found = gaussian.to_distribution(learnt.grad_output)
+        operands["grad_output"] = _with_tails(learnt, "grad_output", found, learnt.cross)
     return LinearStats(
         rows=learnt.rows,
         calls=learnt.calls,
@@ -122,6 +148,13 @@ def to_record(learnt: Learnt) -> LinearStats:
             for name, distribution in operands.items()
         },
     )
+
+
+def _with_tails(
+    learnt: Learnt, operand: str, distribution: Distribution, cross: Cross | None = None
+) -> Distribution:
+    tails = learnt.tails.get(operand)
+    return distribution if tails is None else with_tails(distribution, tails, cross)
 
 
 def with_effects(
@@ -154,4 +187,6 @@ def from_record(layer: LinearStats, device: torch.device) -> Learnt:
             gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None
         ),
         depths={name: depths_of(found) for name, found in operands.items()},
+        tails={name: tails for name, found in operands.items() if (tails := tails_in(found)) is not None},
+        cross=cross_in(operands["grad_output"]) if "grad_output" in operands else None,
     )

@@ -32,7 +32,7 @@ from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
 from loka.probe.cadence import cadence_of, clock_of
 from loka.probe.depths import collect, layouts, merge
-from loka.probe.learnt import Learnt, Site, bytes_of, from_record, refuse, with_sites
+from loka.probe.learnt import Learnt, Site, add_tails, bytes_of, from_record, refuse, with_sites
 from loka.probe.saving import Copied, Saver, own_folder, to_host
 from loka.probe.sensitivity import Call, Logits, Sensitivity, step_seed
 from loka.probe.stance import capturing, eager
@@ -317,8 +317,13 @@ class Probe:
                 learnt.weight_dtype = dtype_name(linear.weight.dtype)
                 learnt.needs_input_grad |= given.requires_grad
                 learnt.needs_weight_grad |= linear.weight.requires_grad
-                learnt.input = self._add(learnt.input, rows)
+                picked = self._picks(rows)
+                part = rows if picked is None else rows[picked]
+                learnt.input = self._add(learnt.input, part)
+                add_tails(learnt, "input", part)
                 self._add_depths(learnt, "input", rows)
+                narrow = max(linear.weight.shape) <= self._full_covariance
+                known = part.to(torch.float32, copy=True) if narrow and output.requires_grad else None
                 self._add_depths(learnt, "weight", linear.weight)
                 if learnt.weight is None:
                     learnt.weight = matrix_normal.first_snapshot(
@@ -329,24 +334,36 @@ class Probe:
             with unseen():
                 call = self._sensitivity.see(path, linear, given, output)
                 if output.requires_grad and not output.is_nested:
-                    output.register_hook(lambda grad: self._observe_grad(learnt, call, grad))
+                    output.register_hook(lambda grad: self._observe_grad(learnt, call, picked, known, grad))
 
         return observe
 
-    def _observe_grad(self, learnt: Learnt, call: Call | None, grad: torch.Tensor) -> None:
+    def _observe_grad(
+        self,
+        learnt: Learnt,
+        call: Call | None,
+        picked: torch.Tensor | None,
+        known: torch.Tensor | None,
+        grad: torch.Tensor,
+    ) -> None:
+        """`picked` are the rows that were taken of the input, `known` their values where they are few."""
         if Sensitivity.working:
             return
         if call is not None:
             self._sensitivity.see_gradient(call, grad)
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             rows = grad.reshape(-1, grad.shape[-1])
-            learnt.grad_output = self._add(learnt.grad_output, rows)
+            part = rows if picked is None else rows[picked]
+            learnt.grad_output = self._add(learnt.grad_output, part)
+            add_tails(learnt, "grad_output", part, known)
             self._add_depths(learnt, "grad_output", rows)
 
+    def _picks(self, rows: torch.Tensor) -> torch.Tensor | None:
+        if rows.shape[0] <= self._rows:
+            return None
+        return torch.randint(rows.shape[0], (self._rows,), generator=self._generator).to(rows.device)
+
     def _add(self, so_far: gaussian.Gaussian | None, rows: torch.Tensor) -> gaussian.Gaussian:
-        if rows.shape[0] > self._rows:
-            picked = torch.randint(rows.shape[0], (self._rows,), generator=self._generator)
-            rows = rows[picked.to(rows.device)]
         batch = gaussian.gaussian_of(rows, full_covariance=self._full_covariance, rank=self._rank)
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 

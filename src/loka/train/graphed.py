@@ -31,6 +31,7 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 WARM_UP = "warm-up"
 AFTER_A_CHANGE = "warm-up after a change"
 OTHER_SHAPE = "a batch of another shape or dtype"
+ASKED = "asked for"
 
 
 def graphed(
@@ -142,6 +143,13 @@ class GraphedStep:
             self._tell_refusal()
             return self._eager(batch, self._refused)
         return self._replay(batch, clone)
+
+    def eager(self, *batch: torch.Tensor) -> Any:
+        """One step on `batch` without the graph, for a step that something watches (a Probe's sampled one).
+
+        On the graph's stream, and without counting as warm-up. Returns as a call does.
+        """
+        return self._eager(batch, ASKED)
 
     def reset(self) -> None:
         """Drops the graph; the next steps warm up and capture again.
