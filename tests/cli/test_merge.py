@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loka.cli.app import app
+from loka.core.exceptions import PlanMismatch
 from loka.core.stats import Stats
 
 
@@ -37,6 +38,15 @@ def test_folders_are_merged(two: tuple[Path, Path, Stats, Stats], tmp_path: Path
         mine, theirs = (part.layers[path].effects for part in (a, b))
         for name, effect in layer.effects.items():
             assert effect.count == pytest.approx(mine[name].count + theirs[name].count)
+
+
+def test_a_folder_given_twice_is_refused(two: tuple[Path, Path, Stats, Stats], tmp_path: Path) -> None:
+    first, second, _, _ = two
+    command = ["merge", str(first), str(second), str(first), "--out", str(tmp_path / "merged")]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, PlanMismatch)
+    assert "statistics 3 are statistics 1 once more" in str(refused.exception)
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_known_base_rate_sets_the_entropy(two: tuple[Path, Path, Stats, Stats]) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 from test_cli import SMALL, loka
+from typer.testing import CliRunner
 
+from loka.cli.app import app
+from loka.core.exceptions import LokaError
 from loka.core.stats import Stats
 
 
@@ -70,3 +73,36 @@ def test_drift(folder: Path) -> None:
     # Three safe windows after the unsafe one open it again; two do not.
     loka("drift", "plan.json", "moved", "stats", "stats", "--before", "stats", cwd=folder, fails=True)
     loka("drift", "plan.json", "moved", "stats", "stats", "stats", "--before", "stats", cwd=folder)
+
+
+def test_a_window_that_does_not_tell_is_not_said_to_hold(folder: Path) -> None:
+    loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
+    stats = Stats.load(folder / "stats")
+    blind = {path: replace(layer, effects={}, no_effect="no logits") for path, layer in stats.layers.items()}
+    replace(stats, layers=blind).save(folder / "blind")
+    replace(stats, sampled_steps=0).save(folder / "empty")
+    text = loka("drift", "plan.json", "blind", "--before", "stats", cwd=folder, fails=True)
+    assert "whether the plan holds is not known" in text
+    assert "effect of rowwise_e4m3 on NE: no logits" in text or "effect of tensorwise_e4m3" in text
+    assert "\nthe plan holds" not in text
+    refused = loka("drift", "plan.json", "empty", cwd=folder, fails=True)
+    assert "DataRefused" in refused
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "no-such-report.json", "--ne", "inf"],
+        ["plan", "no-such-report.json", "--max-mere", "nan"],
+        ["probe", "--base-rate", "0"],
+        ["probe", "--base-rate", "2"],
+        ["probe", "--base-rate", "nan"],
+        ["demo", "--min-sqnr-db", "nan"],
+        ["bench", "step", "--min-sqnr-db", "inf"],
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_before_any_work(command: list[str], tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert isinstance(refused.exception, LokaError), refused.output
+    assert command[-1] in str(refused.exception)
+    assert "Way out" in str(refused.exception)

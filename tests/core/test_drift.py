@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from loka.core.budget import Budget
+from loka.core.chain import Chain, Link
 from loka.core.device import fingerprint
 from loka.core.drift import Drift, drift, effects_of, valve
 from loka.core.effect import Effect
 from loka.core.error import Estimate
-from loka.core.exceptions import PlanMismatch
-from loka.core.plan import Decision, Plan
+from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.plan import ChainDecision, Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.signature import LinearShape, ModelSignature
@@ -179,3 +180,69 @@ def test_other_models_are_refused_and_unknown_effects_left_out() -> None:
     blind = window()
     blind = replace(blind, layers={"a": replace(blind.layers["a"], effects={RECIPE: nothing})})
     assert effects_of(blind) == {"a": {}}
+
+
+def without(stats: Stats, path: str, *, effects_alone: bool) -> Stats:
+    layers = dict(stats.layers)
+    if effects_alone:
+        layers[path] = replace(layers[path], effects={}, no_effect="no logits")
+        return replace(stats, layers=layers)
+    del layers[path]
+    return replace(stats, layers=layers, skipped={path: "never called"})
+
+
+@pytest.mark.parametrize("effects_alone", [True, False])
+def test_what_a_window_does_not_tell_is_unknown_and_charged_as_planned(effects_alone: bool) -> None:
+    """Of 1e-5 a site two are above 1.5e-5; that one of them is not seen makes the plan no cheaper."""
+    tight = replace(BOTH, budget=Budget(ne=1.5e-5))
+    blind = without(window(), "a", effects_alone=effects_alone)
+    found = drift(tight, blind, before=window())
+    assert found.unknown == ("a",)
+    assert found.total.value == pytest.approx(2e-5)
+    assert found.over_budget
+    assert f"unknown: a: {'this window has no' if effects_alone else 'not seen in'}" in str(found)
+    assert ("no logits" if effects_alone else "never called") in str(found)
+    planned = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=1e-6), ne=1e-5)
+    assert drift(planned, blind).over_budget
+    assert drift(BOTH, window(), before=window()).unknown == ()
+    assert drift(plan_of({}), blind).unknown == (), "in hp there is nothing to know"
+    gradient = drift(plan_of({"a/grad_weight": f"emulated:{RECIPE}"}), blind)
+    assert gradient.unknown == (() if effects_alone else ("a",)), "FP8 gradients have no effect to know"
+
+
+def test_an_effect_of_earlier_steps_is_no_news() -> None:
+    stale = window()
+    stale = replace(stale, layers={**stale.layers, "a": replace(stale.layers["a"], no_effect="no logits")})
+    assert drift(BOTH, stale, before=window()).unknown == ("a",)
+
+
+def test_a_chain_of_which_a_part_is_unknown_costs_what_was_planned() -> None:
+    links = tuple(Link(path=path, in_features=8, out_features=8, bias=False) for path in ("a", "b"))
+    decided = ChainDecision(
+        chain=Chain(links=links), recipe="e4m3_row", candidates={}, reason="", ne=Estimate(3e-5, 3e-5, 3e-5)
+    )
+    plan = replace(plan_of({}), chains={"a": decided})
+    stands = plan.output_recipes["a"]
+    whole = window()
+    layers = {path: replace(layer, effects={stands: effect(1e-5)}) for path, layer in whole.layers.items()}
+    whole = replace(whole, layers=layers)
+    assert drift(plan, whole).total.value == pytest.approx(2e-5)
+    part = without(whole, "a", effects_alone=True)
+    assert drift(plan, part).total.value == pytest.approx(3e-5)
+
+
+def test_windows_without_samples_are_refused() -> None:
+    empty = replace(window(), sampled_steps=0)
+    with pytest.raises(DataRefused, match="`after`"):
+        drift(BOTH, empty)
+    with pytest.raises(DataRefused, match="`before`"):
+        drift(BOTH, window(), before=empty)
+
+
+def test_windows_that_say_nothing_open_no_valve() -> None:
+    closed = drift(BOTH, window(amax=16.0), before=window())
+    blind = drift(BOTH, without(window(), "a", effects_alone=False), before=window())
+    assert valve([closed, blind, blind, blind]) == {"a"}
+    ranges = without(window(), "a", effects_alone=True)
+    never = drift(BOTH, ranges, before=ranges)  # its effect was never known: ranges have to do
+    assert valve([closed, never, never, never]) == frozenset()

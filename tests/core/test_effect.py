@@ -105,6 +105,8 @@ def test_samples_that_are_not_finite_are_left_out() -> None:
 def test_what_costs_nothing_and_what_cannot_be_said() -> None:
     free = Effect.of([0.0, 0.0], [[0.5], [0.5]]).ne()
     assert (free.value, free.low, free.high) == (0, 0, 0)
+    one = Effect.of([0.0], [[0.5]]).ne()  # the next sample may cost anything
+    assert (one.value, one.low, one.high) == (0, 0, math.inf)
     assert math.isnan(Effect.of([1.0, 1.0], [[1.0], [1.0]]).ne().value)  # a certain outcome has no entropy
 
 

@@ -211,3 +211,47 @@ def test_the_papers_rule_has_a_name() -> None:
 def test_impossible_budgets_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="ne is"):
         Budget(ne=wrong)
+
+
+NOT_KNOWN = [
+    Estimate(math.nan, math.nan, math.nan),
+    Estimate(1e-5, 0.0, math.inf),
+    Estimate(math.inf, math.inf, math.inf),
+]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("wild", NOT_KNOWN)
+def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estimate, timed: bool) -> None:
+    us = 60 if timed else None
+    layers = {
+        "wild": {Gemm.OUTPUT: {ROW: costing(us, wild)}},
+        "tame": {Gemm.OUTPUT: {ROW: costing(us, effect(1e-5))}},
+    }
+    report = model_report(layers, timed=timed)
+    assert chosen(loka.plan(report, Budget(ne=1e-4))) == {"wild": "hp", "tame": ROW}
+    plan = loka.plan(report, Budget(ne=1e-4), force={"wild": ROW})
+    assert chosen(plan) == {"wild": ROW, "tame": ROW}
+    assert plan.ne_unknown == ("wild/output",)
+    assert plan.ne == effect(1e-5)
+    assert "and 1 without an estimate" in plan.summary()
+
+
+def test_a_chain_whose_effect_is_not_finite_is_not_known() -> None:
+    plan = loka.plan(chained(1e-5, 2e-5, 200.0), Budget(ne=1e-4))
+    wild = dataclasses.replace(plan.chains["a"], ne=Estimate(1e-5, 0.0, math.inf))
+    plan = dataclasses.replace(plan, chains={"a": wild})
+    assert plan.ne_unknown == ("a",)
+    assert plan.ne == effect(1e-5), "that of c"
+
+
+def test_a_sum_of_which_nothing_is_known_is_not_passed_over() -> None:
+    report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
+    forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
+    assert forced.ne is None
+    told = "Predicted increase of NE: unknown, 2 without an estimate; the budget is 0.0001."
+    assert forced.summary().endswith(told)
+    assert "NE" not in loka.plan(report, Budget(ne=1e-4)).summary(), "all in hp: nothing is spent"
+    assert "NE" not in loka.plan(report).summary(), "nobody asked"
+    wild = loka.plan(outputs(a={ROW: costing(60, NOT_KNOWN[0])}))
+    assert wild.summary().endswith("Predicted increase of NE: unknown, 1 without an estimate.")

@@ -83,7 +83,9 @@ def test_learnt_inputs_show_it(result, scales: str, bug: str) -> None:
     right, wrong = found["learnt", scales, "right"], found["learnt", scales, bug]
     assert wrong["sqnr_db"].high < right["sqnr_db"].low - 10
     assert wrong["sqnr_db"].high < loka.Budget().min_sqnr_db
-    assert wrong["mere"].low > 5 * right["mere"].high
+    # A few outputs next to zero make most of a mean relative error, and so its interval wide.
+    assert wrong["mere"].low > right["mere"].high
+    assert wrong["mere"].value > 5 * right["mere"].value
     assert wrong["cosine"].high < 0.95
     assert wrong["calc_diff"].low > 0.01
 

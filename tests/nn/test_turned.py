@@ -98,6 +98,24 @@ def test_an_input_of_another_dtype_is_refused_as_ever(device: torch.device) -> N
             layer(tokens.mT)
 
 
+@pytest.mark.parametrize("features", [20, 24])  # rows in need of padding, and not
+def test_gradients_of_gradients_and_function_transforms(features: int, device: torch.device) -> None:
+    """Float32 sums of 20 terms in another order, a few times over."""
+    plain, turned = both(features, 5, True, device)
+    tokens = torch.randn(6, features, 7, device=device, requires_grad=True)
+    for layer in (plain, turned):
+        (grad,) = torch.autograd.grad(layer(tokens.mT).tanh().sum(), tokens, create_graph=True)
+        grad.square().sum().backward()
+    for x, y in zip(plain.parameters(), turned.parameters(), strict=True):
+        assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    several = torch.randn(3, 6, features, 7, device=device)
+    x, y = (
+        torch.func.vmap(torch.func.grad(lambda t, m=m: m(t.mT).tanh().sum()))(several)
+        for m in (plain, turned)
+    )
+    assert torch.allclose(x, y, atol=1e-4)
+
+
 def test_nan_and_infinity_stay_in_their_tokens(device: torch.device) -> None:
     plain, turned = both(6, 4, True, device)
     tokens = torch.randn(3, 6, 5, device=device)

@@ -358,6 +358,15 @@ def test_nothing_and_one() -> None:
     assert merge_stats([stats]) is stats
 
 
+def test_the_same_record_twice_is_refused() -> None:
+    """Its samples would count twice, and intervals shrink by sqrt 2 for nothing."""
+    one, other = learnt(0), learnt(1)
+    with pytest.raises(PlanMismatch, match="statistics 3 are statistics 1 once more"):
+        merge_stats([one, other, replace(one)])
+    empty = replace(one, sampled_steps=0, layers={})
+    assert merge_stats([empty, replace(empty)]).steps == 2 * one.steps
+
+
 def test_the_order_does_not_matter() -> None:
     """Up to the last rounding; but for the weight, of which one is kept."""
     several = [learnt(seed) for seed in range(3)]
@@ -408,7 +417,10 @@ def test_an_effect_that_one_of_them_lacks() -> None:
     without = replace(one, layers={**one.layers, "1": without})
     assert merge_stats([without, other]).layers["1"].effects == other.layers["1"].effects
     assert merge_stats([without, other]).layers["1"].no_effect == ""
-    assert merge_stats([without, without]).layers["1"].no_effect == "its rows mix samples"
+    neither = replace(other, layers={**other.layers, "1": replace(other.layers["1"], effects={})})
+    assert merge_stats([neither, without]).layers["1"].no_effect == "its rows mix samples"
+    stale = replace(other, layers={**other.layers, "1": replace(other.layers["1"], no_effect="old")})
+    assert merge_stats([one, stale]).layers["1"].no_effect == "old"
     two_tasks = Effect(count=1, spread=1, total=1, squares=1, probabilities=(0.5, 0.5))
     odd = replace(other, layers={**other.layers, "1": replace(layer, effects={"rowwise_e4m3": two_tasks})})
     with pytest.raises(PlanMismatch, match="1 has effects on 2 tasks, 1 tasks in statistics 1"):

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +140,66 @@ def test_a_failing_step_leaves_no_hooks() -> None:
         model(torch.randn(4, 12))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     train_steps(model, 1)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.fails = nn.Linear(8, 16), nn.Linear(16, 1), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.fails:
+            raise torch.OutOfMemoryError("of the program's own")
+        return self.last(h)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_what_a_sampled_step_raises_comes_through(wrap: bool) -> None:
+    """And its activations are let go of, hooks too, and the next sampled step is whole."""
+    model = Failing()
+    called = torch.compile(model, backend="eager") if wrap else model
+    with loka.Probe(called, every=1) as probe:
+        x = torch.randn(4, 8)
+        given = weakref.ref(x)
+        with pytest.raises(torch.OutOfMemoryError, match="of the program's own"):
+            called(x)
+        del x
+        gc.collect()
+        assert given() is None
+        assert not any(m._forward_hooks for m in (model.first, model.last))
+        model.fails = False
+        called(torch.randn(4, 8)).sum().backward()
+    stats = probe.stats()
+    assert stats.sampled_steps == 2
+    assert all(layer.effects["rowwise_e4m3"].count == 3 for layer in stats.layers.values())
+    assert stats.chains
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in (called, *model.modules()))
+
+
+def test_a_linear_as_the_root_may_fail() -> None:
+    model = nn.Linear(8, 1)
+    with loka.Probe(model, every=1) as probe:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(4, 7))
+        model(torch.randn(4, 8))
+    assert probe.stats().layers[""].calls == 1
+    assert not model._forward_hooks
+
+
+def test_leaving_lets_go_of_a_step_that_never_ended() -> None:
+    """What is no Exception, Ctrl-C say, runs no hook at the end of a forward."""
+    model = Failing()
+    model.first.register_forward_hook(lambda module, args, output: (_ for _ in ()).throw(KeyboardInterrupt))
+    x = torch.randn(4, 8)
+    given = weakref.ref(x)
+    with pytest.raises(KeyboardInterrupt), loka.Probe(model, every=1) as probe:
+        model(x)
+    del x
+    gc.collect()
+    assert given() is None
+    assert probe.stats().sampled_steps == 1
 
 
 def test_saved_loaded_and_resumed(tmp_path: Path) -> None:

@@ -251,6 +251,135 @@ def test_probabilities_out_of_a_sigmoid_are_logits() -> None:
         assert theirs.effects[recipe].total == pytest.approx(ours.effects[recipe].total, rel=1e-4)
 
 
+class Ended(nn.Module):
+    """Two tasks behind one body, and `end` of both their logits [B]."""
+
+    def __init__(self, end: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.end, self.body = end, nn.Sequential(nn.Linear(13, 40), nn.SiLU())
+        self.click, self.buy = nn.Linear(40, 1), nn.Linear(40, 1)
+
+    def forward(self, x: torch.Tensor) -> object:
+        h = self.body(x)
+        return self.end(self.click(h).squeeze(1), self.buy(h).squeeze(1))
+
+
+@pytest.mark.parametrize(
+    ("end", "logits"),
+    [
+        (lambda a, b: a.unsqueeze(1).sigmoid().squeeze(-1), lambda a, b: a),
+        (lambda a, b: a.sigmoid().double().clamp(1e-6, 1 - 1e-6), lambda a, b: a),
+        (lambda a, b: torch.stack([a.sigmoid(), b.sigmoid()], 1), lambda a, b: torch.stack([a, b], 1)),
+        (lambda a, b: torch.stack([a, b]).sigmoid().t()[:, :1], lambda a, b: a),
+    ],
+    ids=["squeezed", "cast and clamped", "stacked", "sliced"],
+)
+def test_probabilities_are_seen_through_what_moves_them(
+    end: Callable[[torch.Tensor, torch.Tensor], object],
+    logits: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    """To 1e-3, what float32 leaves of logit(sigmoid(z)); taken for logits they would be 30 times off."""
+    found, expected = (probed(Ended(which), sample()).layers["body.0"].effects for which in (end, logits))
+    for recipe in CASTS:
+        assert found[recipe].total == pytest.approx(expected[recipe].total, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda a, b: 0.9 * a.sigmoid(), "between 0 and 1"),
+        (lambda a, b: torch.stack([a, b], 1).softmax(1), "between 0 and 1"),
+        (lambda a, b: torch.stack([a.sigmoid(), b], 1), "some do not"),
+    ],
+    ids=["scaled", "softmax", "half"],
+)
+def test_what_may_be_probabilities_is_not_taken_for_logits(
+    end: Callable[[torch.Tensor, torch.Tensor], object], reason: str
+) -> None:
+    layer = probed(Ended(end), sample()).layers["body.0"]
+    assert not layer.effects
+    assert reason in layer.no_effect
+    assert "logits=" in layer.no_effect
+    told = probed(Ended(end), sample(), logits=lambda output: output).layers["body.0"]
+    assert told.effects  # where the program says so
+
+
+def test_heads_that_the_logits_do_not_show_are_not_free() -> None:
+    layers = probed(Ended(lambda a, b: {"a": a, "b": b}), sample(), logits=lambda out: out["a"]).layers
+    assert layers["click"].effects
+    assert not layers["buy"].effects
+    assert layers["buy"].no_effect == "its output does not reach these logits"
+
+
+def test_a_row_that_is_not_finite_costs_itself_alone() -> None:
+    model, x = model_of((13, 96, 1)), sample()
+    x[picks()[7]] = math.nan
+    for layer in probed(model, x).layers.values():
+        effect = layer.effects["rowwise_e4m3"]
+        assert effect.count == PICKED - 1
+        assert 0 < effect.loss().value < math.inf
+    for layer in probed(model, torch.full_like(x, math.nan)).layers.values():
+        assert layer.no_effect == "no sample that was picked has finite logits"
+
+
+class Normed(nn.Module):
+    """A checkpoint recomputes a BatchNorm, and a buffer that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first, self.head = nn.Linear(13, 16), nn.Linear(16, 1)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def body(self, h: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.norm(h).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.body, self.first(x), use_reentrant=False))
+
+
+def test_buffers_move_as_often_as_without_a_probe() -> None:
+    plain, watched = Normed(), Normed()
+    expected = learn(plain, out=lambda z: z)
+    with loka.Probe(watched, every=1) as probe:
+        found = learn(watched, out=lambda z: z)
+    assert probe.stats().layers["first"].effects
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    state = watched.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_effects_that_are_no_longer_seen_fade_and_go() -> None:
+    model, x = model_of((13, 8, 1)), sample(0, 65, 13)
+    blind = False
+
+    def logits(output: torch.Tensor) -> torch.Tensor:
+        if blind:
+            raise KeyError("click")
+        return output
+
+    options = {"every": 1, "effect_samples": 128, "effect_step": 64, "logits": logits}
+    with loka.Probe(model, **options) as probe:
+        for _ in range(3):
+            model(x)
+        blind = True
+        model(x)
+    old = probe.stats().layers["0"]
+    assert old.effects["rowwise_e4m3"].count == 64
+    assert "KeyError" in old.no_effect
+    assert "latest" in old.no_effect
+    again = probed(model, x, resume=probe.stats(), **options).layers["0"]
+    assert not again.effects
+    assert again.no_effect.startswith("KeyError")
+    blind = False
+    fresh = probed(model, x, resume=probe.stats(), **options).layers["0"]
+    assert fresh.effects["rowwise_e4m3"].count == 128
+    assert not fresh.no_effect
+
+
 class Fancy(nn.Module):
     """Returns no logits as such; its dropout draws random numbers in training, and in recomputing."""
 
@@ -413,6 +542,60 @@ def test_the_gradient_of_training_stands_in_where_there_are_no_logits() -> None:
         ratio = fisher.effects[recipe].loss().value / exact.effects[recipe].loss().value
         assert 0.78 < ratio < 1.28
     assert fisher.effects["rowwise_e4m3"].entropy == pytest.approx(0.6730, abs=1e-4)  # of 0.4
+
+
+def test_the_gradient_of_training_with_default_settings() -> None:
+    """It reaches all rows, so shapes alone tell whose they are. The same graph, labels and samples as
+    the logits themselves show, but for (p - y)^2 against p (1 - p): within a factor of two here."""
+    model, x = Tokens(lambda x: x, 1), sample(1, BATCH, 7, 24)
+    exact = probed(model, x).layers["fc"]
+    with loka.Probe(model, every=1, base_rate=0.5, logits=lambda output: None) as probe:
+        z = model(x)
+        labels = torch.bernoulli(z.detach().sigmoid(), generator=torch.Generator().manual_seed(0))
+        functional.binary_cross_entropy_with_logits(z, labels).backward()
+    fisher = probe.stats().layers["fc"]
+    assert not fisher.no_effect
+    assert fisher.effects["rowwise_e4m3"].count == 64
+    ratio = fisher.effects["rowwise_e4m3"].loss().value / exact.effects["rowwise_e4m3"].loss().value
+    assert 0.5 < ratio < 2
+
+
+def test_two_calls_before_a_backward_keep_their_own_samples() -> None:
+    """Gradients are told apart by the call, so both weigh in: as if each had its backward at once."""
+
+    def run(together: bool) -> loka.Stats:
+        model = nn.Linear(13, 1)
+        nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+        with loka.Probe(model, every=1, base_rate=0.5, effect_step=8, logits=lambda output: None) as probe:
+            losses = []
+            for seed, rows in ((0, 40), (1, 24)):
+                losses.append(functional.softplus(model(sample(seed, rows, 13))).mean())
+                if not together:
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+        return probe.stats()
+
+    one, two = (run(together).layers[""].effects for together in (False, True))
+    assert one["rowwise_e4m3"].count == 16
+    assert two == one
+
+
+class Total(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(24, 1)
+
+    def forward(self, rows: torch.Tensor, users: torch.Tensor) -> torch.Tensor:
+        return self.fc(rows).sum() / len(users)
+
+
+@pytest.mark.parametrize("shape", [(7, 7, 24), (35, 24)], ids=["as many rows as samples", "flattened"])
+def test_a_shape_that_does_not_tell_whose_rows_they_are(shape: tuple[int, ...]) -> None:
+    model = Total()
+    with loka.Probe(model, every=1, base_rate=0.5) as probe:
+        model(sample(0, *shape), torch.zeros(7)).backward()
+    assert "does not tell" in probe.stats().layers["fc"].no_effect
 
 
 def test_a_known_base_rate_is_what_ne_is_relative_to() -> None:

@@ -55,6 +55,40 @@ def test_the_probe_notices_how_inputs_lie(stats: loka.Stats, tmp_path: Path) -> 
     assert plain.digest() != stats.digest()
 
 
+@pytest.mark.parametrize("how", ["view", "flatten", "transpose", "bmm"])
+def test_an_output_that_is_viewed_stays_contiguous(how: str) -> None:
+    """Of a transposed view, `view` would be an error."""
+
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over, self.head = nn.Linear(6, 4), nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.over(x.transpose(1, 2))  # [B, 16, 4]
+            if how == "view":
+                y = y.view(len(x), -1)
+            elif how == "flatten":
+                y = y.flatten(1)
+            elif how == "bmm":
+                y = torch.bmm(y, y.mT)[:, :, :4].reshape(len(x), -1)
+            else:
+                y = y.transpose(1, 2).flatten(1)
+            return self.head(y).squeeze(1)
+
+    model = Viewing()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        for _ in range(2):
+            model(torch.randn(8, 6, 16)).sum().backward()
+    assert probe.stats().layers["over"].turned == (16 if how in ("transpose", "bmm") else 0)
+
+
+def test_a_kept_layer_stays_as_it_is(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = measured(stats, monkeypatch, 50.0)
+    assert loka.plan(report, force={"*": HP}).turned
+    assert not loka.plan(report, loka.Budget(keep=("over",)), force={"*": HP}).turned
+
+
 def measured(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, microseconds: float) -> loka.Report:
     timer = install(monkeypatch, FakeTimer({TURNED: microseconds}))
     measure = sys.modules["loka.probe.measure"]

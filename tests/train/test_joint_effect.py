@@ -20,7 +20,8 @@ from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.kernels.run import run_gemm
 from loka.nn.linears import signature
-from loka.train.joint import JointEffect, joint_effect
+from loka.nn.turned import turn_linear
+from loka.train.joint import Forward, JointEffect, joint_effect
 
 ROW, TENSOR = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
@@ -173,3 +174,60 @@ def test_what_cannot_be_compared_is_refused() -> None:
     loka.convert(model, plan)
     with pytest.raises(NotConverted, match="revert"):
         joint_effect(model, plan, [rows(8)], forward=forward)
+
+
+def test_probabilities_are_not_taken_for_logits() -> None:
+    """They would be squeezed into 0.5 to 0.73, and the effect with them."""
+    model, x = build(), rows(256)
+    plan = plan_of(model, {"0": ROW})
+
+    def probabilities(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sigmoid()
+
+    with pytest.raises(DataRefused, match=r"give forward= that returns logits"):
+        joint_effect(model, plan, [x], forward=probabilities)
+    back = joint_effect(model, plan, [x], forward=lambda model, x: model(x).sigmoid().double().logit())
+    # The sigmoid rounds to float32 within 6e-8 of p, the differences by FP8 are some 1e-2 of a logit.
+    assert back.measured.value == pytest.approx(
+        joint_effect(model, plan, [x], forward=forward).measured.value, rel=1e-3
+    )
+
+
+def test_a_known_base_rate_sets_the_entropy() -> None:
+    model, x = build(3), rows(256)
+    plan = plan_of(model, {"0": ROW})
+    fair, rare = (joint_effect(model, plan, [x], forward=forward, base_rate=q) for q in (0.5, 0.03))
+    assert rare.measured.value / fair.measured.value == pytest.approx(
+        math.log(2) / -(0.03 * math.log(0.03) + 0.97 * math.log(0.97))
+    )
+    for wrong in (0, 1, math.nan):
+        with pytest.raises(ValueError, match="base_rate"):
+            joint_effect(model, plan, [x], forward=forward, base_rate=wrong)
+
+
+@pytest.mark.parametrize(
+    ("take", "told"),
+    [
+        (lambda model, x: {"click": model(x)}, "returned a dict"),
+        (lambda model, x: model(x).mean(), "returned one number"),
+        (None, "a batch is a Tensor, which has no `dense` and `sparse`"),
+    ],
+)
+def test_what_is_no_batch_of_logits_is_refused(take: Forward | None, told: str) -> None:
+    model = build()
+    with pytest.raises(DataRefused, match=told) as refused:
+        joint_effect(model, plan_of(model, {"0": ROW}), [rows(8)], forward=take)
+    assert "forward=" in str(refused.value)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    model = build()
+    with pytest.raises(DataRefused, match="no rows"):
+        joint_effect(model, plan_of(model, {"0": ROW}), [rows(8), rows(0)], forward=forward)
+
+
+def test_a_model_with_turned_layers_runs_a_plan_already() -> None:
+    model = build()
+    turn_linear(model[0], path="0")
+    with pytest.raises(NotConverted, match="revert"):
+        joint_effect(model, plan_of(model, {"0": ROW}), [rows(8)], forward=forward)

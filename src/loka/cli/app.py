@@ -13,7 +13,7 @@ from loka import mods
 from loka.cli.bench import bench
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
-from loka.cli.inputs import choose_device, model_builder, open_data, steps_between
+from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
     BatchSize,
@@ -106,6 +106,7 @@ def probe(
     ] = None,
 ) -> None:
     """Train in bf16 and learn what flows through every linear layer."""
+    cadence, rate = steps_between(every), share_of_labels(base_rate)
     device = choose_device(device)
     source = open_data(data, rows=rows, seed=seed).train
     torch.manual_seed(seed)
@@ -114,7 +115,7 @@ def probe(
         print(mods.apply(built, MODS))
     built.to(device)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=steps_between(every), save_to=out, base_rate=base_rate) as probing:
+    with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=_log)
     stats = probing.stats()
     print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
@@ -236,7 +237,10 @@ def drift(
         Path | None, typer.Option(help="The report behind the plan: which decisions would change.")
     ] = None,
 ) -> None:
-    """Has the data moved since a plan was made? Exit status 0: it holds; 1: plan again; 3: the valve acts."""
+    """Has the data moved since a plan was made?
+
+    Exit status 0: it holds; 1: plan again; 3: the valve acts; 4: the last window does not tell.
+    """
     status = show_drift(
         Plan.load(plan),
         [Stats.load(folder) for folder in stats],

@@ -11,6 +11,7 @@ import typer
 
 from loka.cli.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
 from loka.cli.inputs import choose_device, open_data
+from loka.cli.ne import named_budget
 from loka.cli.options import (
     BatchSize,
     CacheFolder,
@@ -22,7 +23,6 @@ from loka.cli.options import (
     TimeLimit,
 )
 from loka.cli.step import StepConfig, run_step_bench, step_table
-from loka.core.budget import Budget
 from loka.core.exceptions import MissingLibrary, UnknownName
 from loka.core.files import write_atomic
 from loka.core.gemm_bench import GemmBench
@@ -81,7 +81,7 @@ def gemm(
             max_draws=draws,
         ),
         confirm_rounds=confirm_rounds,
-        budget=Budget(min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
+        budget=named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
         cache=None if no_cache else cache or default_folder(),
         time_limit=time_limit,
     )
@@ -134,7 +134,7 @@ def step(
         candidates=tuple(candidate) if candidate else None,
         rounds=rounds,
         compile_blocks=compile_blocks,
-        budget=Budget(min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
+        budget=named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
         cache=default_folder(),
         time_limit=time_limit,
     )

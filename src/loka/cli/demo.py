@@ -20,6 +20,7 @@ from torch import nn
 from loka import mods
 from loka.cli.arms import ArmRun, run_arm
 from loka.cli.inputs import Data, choose_device, model_builder, open_data
+from loka.cli.ne import named_budget
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.files import write_atomic
@@ -68,7 +69,7 @@ def default_config(
     """Sizes that suit the machine: small on a CPU, published sizes on a GPU."""
     device = choose_device(device)
     gpu = torch.device(device).type == "cuda"
-    standard = Budget()
+    allowed = named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup)
     return DemoConfig(
         models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
         data=str(data) if data else None,
@@ -77,8 +78,8 @@ def default_config(
         pairs=(1 if gpu else 2) if pairs is None else pairs,
         seed=seed,
         device=device,
-        min_sqnr_db=standard.min_sqnr_db if min_sqnr_db is None else min_sqnr_db,
-        min_speedup=standard.min_speedup if min_speedup is None else min_speedup,
+        min_sqnr_db=allowed.min_sqnr_db,
+        min_speedup=allowed.min_speedup,
     )
 
 

@@ -110,6 +110,16 @@ def steps_between(every: str) -> int | Literal["auto"]:
     return int(every)
 
 
+def share_of_labels(base_rate: float | None) -> float | None:
+    """What --base-rate says; raises LokaError for what is no share, or has no entropy."""
+    if base_rate is not None and not 0 < base_rate < 1:
+        raise LokaError(
+            f"--base-rate {base_rate}: a share of labels lies between 0 and 1",
+            way_out="such as 0.03, or leave it out",
+        )
+    return base_rate
+
+
 def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ from typing import Any
 
 from loka.core.budget import Budget
 from loka.core.drift import drift, effects_of, valve
-from loka.core.exceptions import UnknownName
+from loka.core.exceptions import LokaError, UnknownName
 from loka.core.plan import Plan
 from loka.core.report import Report
 from loka.core.stats import Stats
@@ -24,14 +24,17 @@ _NAMED: dict[str, Callable[[], Budget]] = {"default": Budget, "paper": Budget.pa
 def named_budget(name: str, **others: Any) -> Budget:
     """The budget called `name`, with those of `others` that are not None.
 
-    Raises UnknownName, and ValueError for a limit that makes no sense.
+    Raises UnknownName, and LokaError for a limit that makes no sense.
     """
     if name not in _NAMED:
         raise UnknownName(f"no budget is called {name!r}", way_out=f"one of {', '.join(_NAMED)}")
     given = {key: value for key, value in others.items() if value is not None}
     if given.get("chains", "measured") not in ("measured", "always", "never"):
         raise UnknownName(f"--chains {given['chains']!r}", way_out="one of measured, always, never")
-    return replace(_NAMED[name](), **given)
+    try:
+        return replace(_NAMED[name](), **given)
+    except ValueError as error:
+        raise LokaError(str(error), way_out="a limit that makes sense, or leave the option out") from None
 
 
 def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
@@ -50,7 +53,7 @@ def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
     print(f"written: {out}")
 
 
-HOLDS, REPLAN, CLOSE = 0, 1, 3  # exit statuses of `loka drift`; 2 is an error's
+HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 is an error's
 
 
 def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
@@ -67,5 +70,12 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
     if held:
         print(f"the valve should hold in hp: {', '.join(held)}")
         return CLOSE
-    print("the plan holds" if status == HOLDS else "no layer is in doubt, but planning again would pay")
-    return status
+    if status == REPLAN:
+        print("no layer is in doubt, but planning again would pay")
+        return REPLAN
+    unknown = history[-1].unknown
+    if unknown:
+        print(f"whether the plan holds is not known: this window does not tell of {', '.join(unknown)}")
+        return UNKNOWN
+    print("the plan holds")
+    return HOLDS

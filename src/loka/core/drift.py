@@ -7,7 +7,8 @@
 The valve closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
 more than an octave, which is the margin of delayed scales, or its effect on NE more than doubled, beyond
 the intervals of both, to more than a site's fair half of the budget. A falling amax does no harm: scales
-follow. One unsafe window closes a layer; three safe ones in a row open it again.
+follow. One unsafe window closes a layer; three safe ones in a row open it again. A window that does not
+tell the effect of an FP8 layer, or did not see it, is no sign that all is well: such layers are `unknown`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 
 from loka.core.budget import spends, total_effect
 from loka.core.error import Estimate
-from loka.core.exceptions import PlanMismatch
-from loka.core.plan import Plan
+from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.plan import Plan, known_effect
 from loka.core.recipe import SHARED
 from loka.core.report import HP
 from loka.core.stats import OPERANDS, Distribution, Stats
@@ -50,7 +51,8 @@ class Shift:
 @dataclass(frozen=True, kw_only=True)
 class LayerDrift:
     """One layer. `recipe` is what its `output` GEMM runs by, None in hp; effects are those of that recipe.
-    `unsafe` says why the valve should close it; empty where it is safe, or all in hp."""
+    `unsafe` says why the valve should close it; empty where it is safe, or all in hp. `unknown` says why the
+    window does not tell what it costs now; empty where it does, and where no GEMM of it is in FP8."""
 
     path: str
     recipe: str | None
@@ -58,6 +60,7 @@ class LayerDrift:
     before: Estimate | None
     after: Estimate | None
     unsafe: tuple[str, ...]
+    unknown: str = ""
 
     @property
     def growth(self) -> float | None:
@@ -65,10 +68,16 @@ class LayerDrift:
             return None
         return self.after.value / self.before.value
 
+    @property
+    def tells(self) -> bool:
+        """Whether that it is not unsafe says anything. Ranges alone do where its effect was never known."""
+        return not self.unknown or (self.before is None and bool(self.shifts))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """All layers of a plan. `total` is what the plan costs now, as far as it is known."""
+    """All layers of a plan. `total` is what the plan costs now; layers whose effect now is unknown count with
+    the one before, as far as there is one."""
 
     layers: Mapping[str, LayerDrift]
     total: Estimate | None
@@ -77,6 +86,11 @@ class Drift:
     @property
     def unsafe(self) -> frozenset[str]:
         return frozenset(path for path, layer in self.layers.items() if layer.unsafe)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The FP8 layers of which this window does not tell what they cost."""
+        return tuple(path for path, layer in self.layers.items() if layer.unknown)
 
     @property
     def over_budget(self) -> bool:
@@ -117,7 +131,9 @@ class Drift:
                 if self.budget
                 else ""
             )
-            lines.append(f"the plan now costs NE +{self.total}{state}")
+            planned = ", what is unknown as before" if self.unknown else ""
+            lines.append(f"the plan now costs NE +{self.total}{planned}{state}")
+        lines += [f"unknown: {path}: {self.layers[path].unknown}" for path in self.unknown]
         return "\n".join(lines)
 
 
@@ -130,6 +146,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
 
     Raises:
         PlanMismatch: statistics of another model; the differences are listed.
+        DataRefused: statistics of no sampled step.
     """
     limits = limits or Limits()
     for which, stats in (("before", before), ("after", after)):
@@ -140,12 +157,18 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
                 why=differences,
                 way_out="compare windows of one model, with the same mods",
             )
+        if stats is not None and stats.sampled_steps == 0:
+            raise DataRefused(
+                f"the statistics `{which}` say nothing",
+                why=[f"no step of {stats.steps} was sampled"],
+                way_out="probe more steps, or sample more often: --every 1",
+            )
     recipes = plan.output_recipes
     negligible = (plan.budget.ne or limits.ne) / (2 * max(len(recipes), 1))
     layers = {}
-    for path in after.layers:
+    for path in plan.model.layers:
         layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
-    now = [layer.after for layer in layers.values() if layer.after is not None]
+    now = _costs(plan, {path: layers[path].after or layers[path].before for path in recipes})
     return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.budget.ne)
 
 
@@ -157,7 +180,7 @@ def valve(history: Sequence[Drift], *, limits: Limits | None = None) -> frozense
         for path in window.layers:
             if path in window.unsafe:
                 safe[path] = 0
-            elif path in safe:
+            elif path in safe and window.layers[path].tells:
                 safe[path] += 1
     return frozenset(path for path, windows in safe.items() if windows < limits.reopen_after)
 
@@ -167,7 +190,7 @@ def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:
     found: dict[str, dict[str, Estimate]] = {}
     for path, layer in stats.layers.items():
         estimates = {name: effect.ne() for name, effect in layer.effects.items()}
-        found[path] = {name: e for name, e in estimates.items() if math.isfinite(e.value)}
+        found[path] = {name: e for name, e in estimates.items() if known_effect(e) is not None}
     return found
 
 
@@ -182,7 +205,8 @@ def _layer(
 ) -> LayerDrift:
     then = before.layers.get(path) if before is not None else None
     shifts = {}
-    for operand, learnt in after.layers[path].operands.items():
+    learnt_now = after.layers[path].operands if path in after.layers else {}
+    for operand, learnt in learnt_now.items():
         earlier = then.operands.get(operand) if then else None
         if operand in OPERANDS and earlier is not None:
             shifts[operand] = Shift(
@@ -195,9 +219,10 @@ def _layer(
         old = _effect(before, path, recipe) if before is not None else None
         planned = plan.decisions.get(f"{path}/output")
         if old is None and planned is not None and path not in plan.inside:
-            old = planned.ne
+            old = known_effect(planned.ne)
     unsafe = []
-    for operand in _low_operands(path, plan):
+    low = _low_operands(path, plan)
+    for operand in low:
         shift = shifts.get(operand)
         if shift is not None and shift.amax is not None and shift.amax > limits.amax_octaves:
             unsafe.append(f"amax of {operand} rose by {shift.amax:.1f} octaves")
@@ -205,13 +230,52 @@ def _layer(
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and spends(new) > negligible:
             unsafe.append(f"its effect on NE grew {new.value / max(old.value, 1e-300):.1f} times")
-    return LayerDrift(path=path, recipe=recipe, shifts=shifts, before=old, after=new, unsafe=tuple(unsafe))
+    return LayerDrift(
+        path=path,
+        recipe=recipe,
+        shifts=shifts,
+        before=old,
+        after=new,
+        unsafe=tuple(unsafe),
+        unknown=_untold(path, recipe, new, after) if low else "",
+    )
+
+
+def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:
+    """Why `after` does not tell what an FP8 layer costs now; empty where it does."""
+    if path not in after.layers:
+        return f"not seen in this window{_because(after.skipped.get(path))}"
+    if recipe is None:  # gradients alone are in FP8, and those have no effect to know
+        return ""
+    reason = after.layers[path].no_effect
+    if now is None:
+        return f"this window has no effect of {recipe} on NE{_because(reason)}"
+    return reason  # beside an effect: why the latest steps did not refresh it
+
+
+def _because(reason: str | None) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _costs(plan: Plan, known: Mapping[str, Estimate | None]) -> list[Estimate]:
+    """By layers; where those of a chain or stack are not all known, what the plan says of the whole of it if
+    that is more than the known ones cost."""
+    left = dict(known)
+    found = []
+    for whole, effect in plan.wholes:
+        planned = known_effect(effect)
+        members = [left.pop(path, None) for path in whole.linears]
+        several = [effect for effect in members if effect is not None]
+        if planned is not None and len(several) < len(members):
+            found.append(max(planned, total_effect(several), key=spends))
+        else:
+            found += several
+    return found + [effect for effect in left.values() if effect is not None]
 
 
 def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
     effect = stats.layers[path].effects.get(recipe) if path in stats.layers else None
-    found = effect.ne() if effect is not None else None
-    return found if found is not None and math.isfinite(found.value) else None
+    return known_effect(effect.ne()) if effect is not None else None
 
 
 def _low_operands(path: str, plan: Plan) -> list[str]:

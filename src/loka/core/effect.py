@@ -93,11 +93,11 @@ class Effect:
         if self.count == 0:
             return Estimate(math.nan, math.nan, math.nan)
         mean = self.total / self.count
-        if mean == 0:
-            return Estimate(0.0, 0.0, 0.0)
         samples = self.samples
         if samples < 2:
             return Estimate(mean, 0.0, math.inf)
+        if mean == 0:
+            return Estimate(0.0, 0.0, 0.0)
         variance = max(self.squares / self.count - mean**2, 0.0) / (samples - 1)  # of the mean
         half = student_t_95(math.floor(samples) - 1) * math.sqrt(variance) / mean
         factor = math.exp(min(half, _WIDEST))

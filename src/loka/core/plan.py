@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loka.core.budget import Budget, total_effect
+from loka.core.budget import Budget, spends, total_effect
 from loka.core.chain import Chain
 from loka.core.chain_recipe import chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole, check_distinct
@@ -138,11 +139,15 @@ class Plan:
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
 
     @property
+    def wholes(self) -> list[tuple[Whole, Estimate | None]]:
+        """What runs as a whole, chains and stacks of cross layers, with its predicted increase of NE."""
+        found: list[tuple[Whole, Estimate | None]] = [(d.chain, d.ne) for d in self.chains.values()]
+        return found + [(d.stack, d.ne) for d in self.crosses.values()]
+
+    @property
     def inside(self) -> frozenset[str]:
         """The layers that run within a chain or a stack of cross layers."""
-        wholes: list[Whole] = [d.chain for d in self.chains.values()]
-        wholes += [d.stack for d in self.crosses.values()]
-        return frozenset(path for whole in wholes for path in whole.linears)
+        return frozenset(path for whole, _ in self.wholes for path in whole.linears)
 
     @property
     def output_recipes(self) -> dict[str, str]:
@@ -165,23 +170,22 @@ class Plan:
     def ne(self) -> Estimate | None:
         """The predicted increase of the model's NE: the sum over what runs in FP8. None where nothing
         of it was estimated; `ne_unknown` names what the sum lacks."""
-        effects = [decided.ne for decided in self.chains.values()]
-        effects += [decided.ne for decided in self.crosses.values()]
+        effects = [effect for _, effect in self.wholes]
         effects += [d.ne for d in self.decisions.values() if d.path not in self.inside]
-        known = [effect for effect in effects if effect is not None]
+        known = [effect for effect in map(known_effect, effects) if effect is not None]
         return total_effect(known) if known else None
 
     @property
     def ne_unknown(self) -> tuple[str, ...]:
-        """FP8 `output` sites, chains and stacks without an estimate of their effect on NE."""
-        missing = [name for name, decided in self.chains.items() if decided.ne is None]
-        missing += [name for name, decided in self.crosses.items() if decided.ne is None]
+        """FP8 `output` sites, chains and stacks without an estimate of their effect on NE, or with one that
+        says nothing, such as nan or an interval without an upper end."""
+        missing = [whole.name for whole, effect in self.wholes if known_effect(effect) is None]
         missing += [
             d.site
             for d in self.decisions.values()
             if d.problem.gemm is Gemm.OUTPUT
             and d.candidate != HP
-            and d.ne is None
+            and known_effect(d.ne) is None
             and d.path not in self.inside
         ]
         return tuple(missing)
@@ -222,13 +226,22 @@ class Plan:
         )
 
     def _spent(self) -> str:
-        """What the plan costs in NE, if anything of it is known."""
-        if self.ne is None:
+        """What the plan costs in NE, if anything of it is known or asked for."""
+        missing = len(self.ne_unknown)
+        told = self.budget.ne is not None or any(d.ne is not None for d in self.decisions.values())
+        told = told or any(effect is not None for _, effect in self.wholes)
+        if self.ne is None and not (missing and told):
             return ""
         limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
-        missing = len(self.ne_unknown)
+        if self.ne is None:
+            return f" Predicted increase of NE: unknown, {missing} without an estimate{limit}."
         lacks = f", and {missing} without an estimate" if missing else ""
         return f" Predicted increase of NE: {self.ne}{lacks}{limit}."
+
+
+def known_effect(effect: Estimate | None) -> Estimate | None:
+    """`effect` where it has an upper end to charge a budget; None otherwise."""
+    return effect if effect is not None and math.isfinite(spends(effect)) else None
 
 
 def _show(estimate: Estimate | None, pattern: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from loka.core.budget import Budget, spends
 from loka.core.chain_recipe import chain_recipe_named
 from loka.core.cross_record import Whole
-from loka.core.plan import Decision
+from loka.core.plan import Decision, known_effect
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Report, SiteReport
 from loka.core.timing import TIE
@@ -75,11 +75,11 @@ def grant(
 
 
 def cost_of(site: SiteReport, name: str) -> float:
-    """What `name` spends at `site`: nothing in hp, for a gradient, or where it is not known (then only
-    force admits it, and the plan counts what its sum lacks)."""
+    """What `name` spends at `site`: nothing in hp, for a gradient, or where it is not known or not finite
+    (then only force admits it, and the plan counts what its sum lacks)."""
     if name == HP or site.problem.gemm is not Gemm.OUTPUT or name not in site.measurements:
         return 0.0
-    effect = site.measurements[name].errors.get("ne")
+    effect = known_effect(site.measurements[name].errors.get("ne"))
     return spends(effect) if effect is not None else 0.0
 
 

@@ -74,7 +74,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         decisions=decisions,
         chains=chains,
         crosses=crosses,
-        turned=decide_turned(report, decisions, inside),
+        turned=decide_turned(report, budget, decisions, inside),
         notes=tuple(notes),
     )
 

@@ -1,12 +1,14 @@
 """Which layers over tokens read a transposed view as it lies: those in hp for which it is faster.
 
-Precision is the same in both forms, so that no budget of error has a say.
+Precision is the same in both forms, so that no budget of error has a say; `Budget.keep` has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 
+from loka.core.budget import Budget
 from loka.core.error import Estimate
 from loka.core.plan import Decision
 from loka.core.report import HP, Report
@@ -15,9 +17,10 @@ _TIE = 1.01  # lower end of a speed-up; less is noise
 
 
 def decide_turned(
-    report: Report, decisions: Mapping[str, Decision], inside: Collection[str]
+    report: Report, budget: Budget, decisions: Mapping[str, Decision], inside: Collection[str]
 ) -> dict[str, Estimate]:
-    """Speed-ups by path. `inside` are the layers that run within a chain or a stack of cross layers."""
+    """Speed-ups by path. A layer that matches `budget.keep` stays as it is; `inside` are the layers that run
+    within a chain or a stack of cross layers."""
     low = {decision.path for decision in decisions.values() if decision.candidate != HP}
     return {
         path: measured.speedup
@@ -26,4 +29,5 @@ def decide_turned(
         and measured.speedup.low > _TIE
         and path not in low
         and path not in inside
+        and not any(fnmatchcase(path, pattern) for pattern in budget.keep)
     }

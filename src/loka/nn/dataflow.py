@@ -111,14 +111,17 @@ class Dataflow(TorchFunctionMode):
         script_calls.add(self._read)
         _push_mode(self)
 
-    def stop(self) -> None:
-        """Detaches everything and forgets the pass; may be called twice."""
-        for handle in self._handles:
-            handle.remove()
+    def stop(self, *, failing: nn.Module | None = None) -> None:
+        """Detaches everything and forgets the pass; may be called twice.
+
+        Called from a hook on a module whose forward failed, torch is just going through its hooks.
+        Those on `failing` are then left to the next `stop()`; they do nothing.
+        """
+        self._handles = detach(self._handles, failing)
         if self._thread:
             script_calls.discard(self._read)
             _remove_mode(self)
-        self._handles, self._calls, self._open, self._values, self._thread = [], [], [], {}, 0
+        self._calls, self._open, self._values, self._thread = [], [], {}, 0
 
     def finish(self, output: Any) -> Found:
         """The chains of the pass that returned `output`. Also stops."""
@@ -200,6 +203,18 @@ class Dataflow(TorchFunctionMode):
 def unseen() -> contextlib.AbstractContextManager[None]:
     """Inside, tensors are read without anybody who watches the dataflow seeing it."""
     return torch._C.DisableTorchFunction()
+
+
+def detach(handles: Iterable[Any], failing: nn.Module | None) -> list[Any]:
+    """Removes hooks, and returns those on `failing`: torch raises its own error where they go while it
+    runs what `always_call` asks of a forward that failed."""
+    left = []
+    for handle in handles:
+        if failing is not None and handle.hooks_dict_ref() is failing._forward_hooks:
+            left.append(handle)
+        else:
+            handle.remove()
+    return left
 
 
 def _parts(

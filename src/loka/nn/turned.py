@@ -4,7 +4,8 @@
 
 As one GEMM over all rows, x must first be copied into rows of K, and what follows reads y across
 memory. Here W multiplies each X, in a batched GEMM, and y is a view of [.., N, D]: neither copy is
-made, and the module that transposes back gets memory in order. The dtype is that of the layer it
+made, and the module that transposes back gets memory in order. `y.view(..)` as of a contiguous tensor is the
+one thing it cannot take: Probe notes where that is done (probe/views.py). The dtype is that of the layer it
 was; results differ by the order of sums. An input that lies otherwise takes the plain path.
 
 It is the same module object with another class, as Fp8Linear is.
@@ -42,12 +43,15 @@ class _TokenMap(torch.autograd.Function):
     parts of its gradient [B, N, K], which are summed over B, are written transposed.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        features = weight.shape[1]
-        lies = nn.functional.pad(weight, (0, -features % _VECTOR))[:, :features]
-        ctx.save_for_backward(lies, x)
-        return torch.bmm(lies.expand(x.shape[0], -1, -1), x)
+    def forward(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(_in_padded_rows(weight).expand(x.shape[0], -1, -1), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -60,8 +64,13 @@ class _TokenMap(torch.autograd.Function):
                 parts = torch.bmm(grad, x.mT).sum(0, dtype=torch.float32)
             grad_weight = parts.to(weight.dtype)
         if ctx.needs_input_grad[1]:
-            grad_x = torch.bmm(weight.t().expand(x.shape[0], -1, -1), grad)
+            grad_x = torch.bmm(_in_padded_rows(weight).t().expand(x.shape[0], -1, -1), grad)
         return grad_weight, grad_x
+
+
+def _in_padded_rows(weight: torch.Tensor) -> torch.Tensor:
+    features = weight.shape[1]
+    return nn.functional.pad(weight, (0, -features % _VECTOR))[:, :features]
 
 
 class TurnedLinear(nn.Linear):

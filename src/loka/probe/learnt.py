@@ -63,7 +63,7 @@ def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Ten
 
 @dataclass(frozen=True)
 class Site:
-    """A layer with what probe/sensitivity.py learnt of it."""
+    """A layer with what probe/sensitivity.py learnt of it; `no_effect` also says why effects are old."""
 
     learnt: Learnt
     effects: dict[str, Effect]

@@ -11,7 +11,8 @@ sums, moments, histograms and effects add up, in float64, and round once. What c
   the most snapshots, the last of equals. Data-parallel ranks hold the same one.
 * `amax` keeps the last batches' maxima: the maximum over the parts, the latest beside the latest.
 
-Parts that overlap are counted twice: do not merge a record with one that was resumed from it.
+Parts that overlap are counted twice: do not merge a record with one that was resumed from it. The same
+record twice is refused.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ def merge_stats(several: Sequence[Stats], *, rank: int = 64) -> Stats:
 
     Raises:
         PlanMismatch: they are of different models, or were not learnt alike; all differences are listed.
+            Or one of them is there twice.
         ValueError: there are none.
     """
     if not several:
         raise ValueError("there are no statistics to merge")
     claims = [_claim(stats) for stats in several]
     _refuse(_all_differences(claims, [f"statistics {at + 1}" for at in range(len(several))]))
+    _refuse_twice(several)
     return reduce(lambda a, b: _merge(a, b, rank), several)
 
 
@@ -149,6 +152,20 @@ def _refuse(differences: Iterable[str]) -> None:
         )
 
 
+def _refuse_twice(several: Sequence[Stats]) -> None:
+    """Its samples would count twice. Records without samples may well be equal."""
+    if len(several) < 2:
+        return
+    seen: dict[str, int] = {}
+    why = []
+    for at, stats in enumerate(several, start=1):
+        first = seen.setdefault(stats.digest(), at)
+        if first < at and stats.sampled_steps:
+            why.append(f"statistics {at} are statistics {first} once more")
+    if why:
+        raise PlanMismatch("these statistics do not merge", why=why, way_out="give each of them once")
+
+
 def _merge(a: Stats, b: Stats, rank: int) -> Stats:
     layers = dict(a.layers)
     for path, layer in b.layers.items():
@@ -171,6 +188,7 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         mine = operands.get(operand)
         operands[operand] = _merge_operands(mine, found, rank) if mine is not None else found
     effects = merged(a.effects, b.effects)
+    old = [part.no_effect for part in (a, b) if part.effects and part.no_effect]
     return replace(
         a,
         rows=max(a.rows, b.rows),
@@ -181,7 +199,7 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         turned=a.turned if a.turned == b.turned else 0,
         operands=operands,
         effects=effects,
-        no_effect="" if effects else a.no_effect or b.no_effect,
+        no_effect="".join(old[:1]) if effects else a.no_effect or b.no_effect,
     )
 
 

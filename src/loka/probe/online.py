@@ -25,7 +25,7 @@ from loka.core.exceptions import LokaError, NotConverted
 from loka.core.problem import dtype_name
 from loka.core.stats import Stats
 from loka.nn.chain import runs_fused
-from loka.nn.dataflow import Dataflow, unseen
+from loka.nn.dataflow import Dataflow, detach, unseen
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
@@ -33,9 +33,11 @@ from loka.probe import gaussian, matrix_normal
 from loka.probe.cadence import cadence_of, clock_of
 from loka.probe.depths import collect, layouts, merge
 from loka.probe.learnt import Learnt, Site, add_tails, bytes_of, from_record, refuse, with_sites
+from loka.probe.logits import Logits
 from loka.probe.saving import Copied, Saver, own_folder, to_host
-from loka.probe.sensitivity import Call, Logits, Sensitivity, step_seed
+from loka.probe.sensitivity import Call, Sensitivity, step_seed
 from loka.probe.stance import capturing, eager
+from loka.probe.views import leave_viewed
 
 
 class Probe:
@@ -133,6 +135,7 @@ class Probe:
         self._sensitivity = Sensitivity(
             samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed
         )
+        self._over_tokens: list[tuple[Learnt, torch.Tensor]] = []
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
         if not self._linears:
             raise LokaError(
@@ -164,6 +167,7 @@ class Probe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._detach()
+        self._sensitivity.forget()
         for hook in self._root_hooks:
             hook.remove()
         self._root_hooks = []
@@ -276,21 +280,24 @@ class Probe:
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._dataflow is not None and output is not None:  # None: the step failed
             self._chains, _, self._crosses = self._dataflow.finish(output)
-        sampled, returned = self._eager, self._returned
-        self._detach()
-        if sampled and output is not None:
-            self._sensitivity.finish(unwrap(self._model), output if returned is None else returned)
+        sampled, returned, over_tokens = self._eager, self._returned, self._over_tokens
+        self._detach(failing=module if output is None else None)
+        if output is None:
+            self._sensitivity.forget()
+        elif sampled:
+            output = output if returned is None else returned
+            leave_viewed(over_tokens, output)
+            self._sensitivity.finish(unwrap(self._model), output)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._returned = output
 
-    def _detach(self) -> None:
+    def _detach(self, *, failing: nn.Module | None = None) -> None:
+        """Hooks on `failing`, which torch is going through, are left to the next time."""
         if self._dataflow is not None:
-            self._dataflow.stop()
-            self._dataflow = None
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
+            self._dataflow.stop(failing=failing)
+            self._dataflow = self._dataflow if failing is not None else None
+        self._step_hooks, self._over_tokens = detach(self._step_hooks, failing), []
         self._returned = None
         if self._eager:
             eager.release()
@@ -332,6 +339,8 @@ class Probe:
                 else:
                     learnt.weight = matrix_normal.update(learnt.weight, linear.weight)
             with unseen():
+                if learnt.turned and output.requires_grad:
+                    self._over_tokens.append((learnt, output))
                 call = self._sensitivity.see(path, linear, given, output)
                 if output.requires_grad and not output.is_nested:
                     output.register_hook(lambda grad: self._observe_grad(learnt, call, picked, known, grad))

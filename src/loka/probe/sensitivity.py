@@ -19,9 +19,9 @@ tensors inside the model do run; a model with backward hooks on modules is left 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,10 @@ from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
 from loka.core.reference import dequantize, quantize, scale_of
 from loka.core.stats import LinearStats
 from loka.nn.dataflow import unseen
-from loka.nn.linears import is_prediction
 from loka.nn.watched import tensors_in
 from loka.probe.effect_depths import Tables, effect_tables, merge_tables, tables_of
-
-Logits = Callable[[Any], torch.Tensor]
-"""What the model returns -> logits [B] or [B, T]."""
+from loka.probe.logits import Logits, NoEffect, finite, logits_of, refuse
+from loka.probe.sample_rows import rows_of
 
 _POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
 _E5M2 = Cast(Format.E5M2, Granularity.ROW)
@@ -49,11 +47,17 @@ CASTS: dict[str, Casts] = {
     "rowwise_e5m2": (_E5M2, _E5M2),
 }
 _CHUNK = 1 << 22  # elements of an operand that are worked on at a time
-_LEAKED = 1e-3  # of the gradient's energy that may lie on rows of other samples
+_UNREACHED = "its output does not reach these logits"
+_OLD = "not by the latest sampled steps: "  # effects that are fading away
 
 
-class NoEffect(Exception):
-    """Why the effect of a site, or of all, is not known; it ends up in the record."""
+@dataclass(eq=False)
+class Step:
+    """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`."""
+
+    batch: int = 0
+    picks: torch.Tensor | None = None
+    pending: dict[str, tuple[torch.Tensor, Tables]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Call:
     given: torch.Tensor
     version: int
     dtype: torch.dtype
+    step: Step
 
 
 class Sensitivity:
@@ -74,8 +79,9 @@ class Sensitivity:
 
     What a model is sensitive to moves until late in training, so old samples fade: the weights of
     all sum up to `samples` at most, and those of a step are the latest one's times a constant for
-    each step since. No randomness is carried from step to step: a run that goes on from its record
-    learns what it would have learnt uninterrupted.
+    each step since. A step that says nothing of a site takes away what its samples would have replaced,
+    so effects that no step refreshes go, and `of` says why they are old. No randomness is carried
+    from step to step: a run that goes on from its record learns what it would have learnt uninterrupted.
 
     Args:
         samples: 0 turns it off.
@@ -97,19 +103,19 @@ class Sensitivity:
         self._logits, self._base_rate = logits, base_rate
         self._generator = torch.Generator()
         self._calls: list[tuple[Call, GradientEdge]] = []
-        self._batch, self._shown = 0, False  # whether the output ever showed logits
-        self._picks: torch.Tensor | None = None  # for training's gradient, where there are no logits
-        self._pending: dict[str, tuple[torch.Tensor, Tables]] = {}
+        self._step, self._shown = Step(), False  # whether the output ever showed logits
+        self._waiting: list[Step] = []  # with gradients of training that are not noted yet
         self._known: dict[str, _Known] = {}
         self._reasons: dict[str, str] = {}
+        self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
 
     def begin(self, arguments: Any, *, step: int) -> None:
         """Sampled step number `step` begins; `arguments` are those of the model."""
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
-        self._calls, self._picks = [], None
+        self._calls = []
         first = next(tensors_in(arguments), None)
-        self._batch = first.shape[0] if first is not None and first.ndim else 0
+        self._step = Step(first.shape[0] if first is not None and first.ndim else 0)
 
     def see(self, path: str, linear: nn.Linear, given: torch.Tensor, output: torch.Tensor) -> Call | None:
         """A linear layer was called. Keeps what the step keeps anyway, and no copy.
@@ -119,18 +125,20 @@ class Sensitivity:
         if not self._samples:
             return None
         if not output.requires_grad:
-            self._reasons[path] = (
-                "no gradient flows through its output (frozen, or in a reentrant checkpoint)"
-            )
+            self._missed[path] = "no gradient flows through its output (frozen, or in a reentrant checkpoint)"
             return None
         if output.is_nested:
-            self._reasons[path] = "its input is a nested tensor, whose rows are of no known sample"
+            self._missed[path] = "its input is a nested tensor, whose rows are of no known sample"
             return None
-        call = Call(path, linear, given.detach(), given._version, output.dtype)
+        call = Call(path, linear, given.detach(), given._version, output.dtype, self._step)
         # The edge is of this value, whatever is done to the tensor in place later. It is not part of
         # the call, which a hook on the same node may hold: nobody would ever free such a circle.
         self._calls.append((call, get_gradient_edge(output)))
         return call if self._base_rate is not None and not self._shown else None
+
+    def forget(self) -> None:
+        """The forward pass failed, or nobody watches it any more: lets go of inputs and graph."""
+        self._calls = []
 
     def finish(self, model: nn.Module, output: Any) -> None:
         """The forward pass is over: the extra backward, and the effects. Never raises an Exception."""
@@ -142,43 +150,52 @@ class Sensitivity:
             try:
                 z = logits_of(output, self._logits)
             except NoEffect as reason:
-                self._picks = self._fall_back(str(reason))
+                self._step.picks = self._fall_back(str(reason))
                 return
             self._shown = True
-            _refuse(model)
-            picks = self._pick(z.shape[0])
-            grads, signed, p = self._backward(z, picks, edges)
+            refuse(model)
+            picks = finite(self._pick(z.shape[0]), z)
+            grads, signed, p = self._backward(model, z, picks, edges)
         except Exception as error:  # user code runs in the pass, and training goes on without it
             self._drop(calls, _told(error))
             return
+        reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
+        self._drop([call for call in calls if call.path not in reached], _UNREACHED)
         found: dict[str, tuple[torch.Tensor, Tables]] = {}
         for call, grad in zip(calls, grads, strict=True):
-            self._add(found, call, grad, picks, z.shape[0])
+            if grad is not None:
+                self._add(found, call, grad, picks, z.shape[0])
         self._note(found, p.tolist(), signed)
 
     def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
         """Training's gradient at an output, where the model's output shows no logits."""
-        if self._picks is not None:
-            self._add(self._pending, call, grad.detach().float() * self._batch, self._picks, self._batch)
+        step = call.step
+        if step.picks is not None:
+            if step not in self._waiting:
+                self._waiting.append(step)
+            grad = grad.detach().float() * step.batch
+            self._add(step.pending, call, grad, step.picks, step.batch, of_all=True)
 
     def restore(self, path: str, layer: LinearStats) -> None:
         if layer.effects:
             self._known[path] = _Known(dict(layer.effects), tables_of(layer))
         if layer.no_effect:
-            self._reasons[path] = layer.no_effect
+            self._reasons[path] = layer.no_effect.removeprefix(_OLD)
 
     def of(self, path: str) -> tuple[dict[str, Effect], Tables, str]:
-        """The effects of a site by recipe name, and its histograms; or none, and why."""
+        """The effects of a site by recipe name, its histograms, and why there are none, or old ones."""
         self._flush()
-        known = self._known.get(path)
-        return (known.effects, known.tables, "") if known else ({}, {}, self._reasons.get(path, ""))
+        known, reason = self._known.get(path), self._reasons.get(path, "")
+        if known is None:
+            return {}, {}, reason
+        return known.effects, known.tables, _OLD + reason if reason else ""
 
     def _fall_back(self, reason: str) -> torch.Tensor:
         if self._base_rate is None:
             raise NoEffect(reason)
-        if not self._batch:
+        if not self._step.batch:
             raise NoEffect(f"{reason}; and no argument of the model tells the size of the batch")
-        return self._pick(self._batch)
+        return self._pick(self._step.batch)
 
     def _pick(self, batch: int) -> torch.Tensor:
         """Never the whole batch: rows of other samples, whose gradient is 0, show how rows lie."""
@@ -188,7 +205,7 @@ class Sensitivity:
         return torch.randperm(batch, generator=self._generator)[:count].sort().values
 
     def _backward(
-        self, z: torch.Tensor, picks: torch.Tensor, edges: Sequence[GradientEdge]
+        self, model: nn.Module, z: torch.Tensor, picks: torch.Tensor, edges: Sequence[GradientEdge]
     ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor, torch.Tensor]:
         """The gradients of v at `edges`; eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
         signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator).mul_(2).sub_(1)
@@ -199,7 +216,8 @@ class Sensitivity:
         devices = [z.device] if z.device.type == "cuda" else []
         Sensitivity.working = True
         try:
-            with unseen(), torch.random.fork_rng(devices=devices):  # a checkpoint may draw when it recomputes
+            # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
+            with unseen(), _buffers_kept(model), torch.random.fork_rng(devices=devices):
                 grads = torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
         finally:
             Sensitivity.working = False
@@ -209,13 +227,15 @@ class Sensitivity:
         self,
         found: dict[str, tuple[torch.Tensor, Tables]],
         call: Call,
-        grad: torch.Tensor | None,
+        grad: torch.Tensor,
         picks: torch.Tensor,
         batch: int,
+        *,
+        of_all: bool = False,
     ) -> None:
         """Adds s [m, recipes] of this call to those of earlier calls of the layer in this step."""
         try:
-            changes, tables = _changes(call, grad, picks, batch, self._generator)
+            changes, tables = _changes(call, grad, picks, batch, self._generator, of_all=of_all)
         except Exception as error:  # out of memory, say; the step itself is whole
             self._drop([call], _told(error))
             found.pop(call.path, None)
@@ -225,9 +245,20 @@ class Sensitivity:
         found[call.path] = changes, tables
 
     def _flush(self) -> None:
-        if self._pending and self._picks is not None and self._base_rate is not None:
-            pending, self._pending = self._pending, {}
-            self._note(pending, [[self._base_rate]] * len(self._picks), None)
+        waiting, self._waiting = self._waiting, []
+        for step in waiting:
+            if step.picks is not None and self._base_rate is not None:
+                pending, step.pending = step.pending, {}
+                self._note(pending, [[self._base_rate]] * len(step.picks), None)
+        missed, self._missed = self._missed, {}
+        self._reasons |= missed
+        for path in missed.keys() & self._known.keys():
+            # What a step would have pushed out goes: a model that no longer shows its effects has none.
+            left = self._known[path].count - self._per_step
+            if left > 0:
+                self._known[path] = self._known[path].faded(left / self._known[path].count)
+            else:
+                del self._known[path]
 
     def _note(
         self,
@@ -244,11 +275,17 @@ class Sensitivity:
             for name, s in zip(CASTS, changes.double().unbind(dim=1), strict=True):
                 pulls = None if signed is None else (signed * s.unsqueeze(1)).tolist()
                 effects[name] = Effect.of((s.square() / 2).tolist(), predicted, pulls, curvatures)
-            self._known[path] = _after(self._known.get(path), _Known(effects, tables), self._samples)
+            fresh = _Known(effects, tables)
+            if fresh.count:
+                self._known[path] = _after(self._known.get(path), fresh, self._samples)
+                self._reasons.pop(path, None)
+                self._missed.pop(path, None)
+            else:
+                self._missed[path] = "its effect is finite on no sample"
 
     def _drop(self, calls: Sequence[Call], reason: str) -> None:
         for call in calls:
-            self._reasons[call.path] = reason
+            self._missed[call.path] = reason
 
 
 @dataclass(frozen=True)
@@ -262,18 +299,21 @@ class _Known:
     def count(self) -> float:
         return max((effect.count for effect in self.effects.values()), default=0)
 
+    def faded(self, factor: float) -> _Known:
+        effects = {name: effect.faded(factor) for name, effect in self.effects.items()}
+        return _Known(effects, {name: table * factor for name, table in self.tables.items()})
+
 
 def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
     """Both, the earlier samples faded so that all together weigh `limit` at most."""
     if before is None or not before.count:
         return fresh
-    factor = min(max(limit - fresh.count, 0) / before.count, 1.0)
-    faded = {name: effect.faded(factor) for name, effect in before.effects.items()}
+    faded = before.faded(min(max(limit - fresh.count, 0) / before.count, 1.0))
     try:
-        effects = merged(faded, fresh.effects)
+        effects = merged(faded.effects, fresh.effects)
     except ValueError:  # another number of tasks: what came before was of another output
         return fresh
-    return _Known(effects, merge_tables({n: t * factor for n, t in before.tables.items()}, fresh.tables))
+    return _Known(effects, merge_tables(faded.tables, fresh.tables))
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -281,30 +321,21 @@ def step_seed(seed: int, step: int) -> int:
     return (seed * 1_000_003 + step) % (1 << 63)
 
 
-def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
-    """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none."""
-    if logits is not None:
-        output = logits(output)
-    way_out = "; pass logits= to Probe, or base_rate= for the gradient of training"
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.is_nested:
-        raise NoEffect(f"the model returns {type(output).__name__}, not logits{way_out}")
-    if output.ndim not in (1, 2) or (logits is None and not is_prediction(math.prod(output.shape[1:]))):
-        raise NoEffect(f"the model returns {tuple(output.shape)}, not [rows] or [rows, tasks]{way_out}")
-    if not output.requires_grad:
-        raise NoEffect("the model's output has no gradient")
-    made_by = output.grad_fn.name() if output.grad_fn is not None else ""
-    z = output.float()
-    if logits is None and made_by.startswith("SigmoidBackward"):  # probabilities
-        z = z.clamp(1e-6, 1 - 1e-6).logit()
-    return z.reshape(z.shape[0], -1)
-
-
-def _refuse(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise NoEffect(f"{path or 'the model'} has backward hooks, which an extra backward would call")
-        if type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")):
-            raise NoEffect("sharded weights (FSDP) come and go with each backward")
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were, without autograd taking them for changed in place."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if module.training and buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, copy in kept:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
 
 
 def _told(error: Exception) -> str:
@@ -314,18 +345,22 @@ def _told(error: Exception) -> str:
 
 
 def _changes(
-    call: Call, grad: torch.Tensor | None, picks: torch.Tensor, batch: int, generator: torch.Generator
+    call: Call,
+    grad: torch.Tensor,
+    picks: torch.Tensor,
+    batch: int,
+    generator: torch.Generator,
+    *,
+    of_all: bool,
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
     weight = call.linear.weight.detach()
     changes = torch.zeros(len(picks), len(CASTS), device=weight.device)
-    if grad is None:  # nothing reads this output on the way to the logits
-        return changes, {}
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad.reshape(-1, grad.shape[-1])
-        rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch)
+        rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
         full = weight.float()
         for at, casts in enumerate(CASTS.values()):
@@ -354,27 +389,3 @@ def _parts(
         part = given[at].float()
         low = whole[at] if whole is not None else dequantize(quantize(part, cast, scale=scale))
         yield begin, end, part, low
-
-
-def rows_of(leading: Sequence[int], grads: torch.Tensor, picks: torch.Tensor, batch: int) -> torch.Tensor:
-    """Rows [m, n] that the samples `picks` [m] have in an input [*leading, K], as `grads` [rows, N] shows.
-
-    Samples lie along the first side, or the second one (sequence first), or inside a flattened one.
-    Only picked samples have a gradient, so a wrong guess leaves gradient on rows that are of none.
-    """
-    count = grads.shape[0]
-    if not count or count % batch:
-        raise NoEffect(f"its {count} rows do not split over the {batch} samples of the batch")
-    index = torch.arange(count, device=grads.device)
-    layouts = [index.view(batch, -1)]
-    if len(leading) > 1 and leading[1] == batch:
-        layouts.append(index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1))
-    elif count > batch:
-        layouts.append(index.view(-1, batch).t())
-    energy = grads.float().square().sum(dim=1)
-    total = energy.sum().item()
-    for layout in layouts:
-        rows = layout[picks]
-        if energy[rows].sum().item() >= (1 - _LEAKED) * total:
-            return rows
-    raise NoEffect("its rows mix samples: the gradient of a sample reaches rows that are not its own")

@@ -1,7 +1,7 @@
 """Does the sum hold? A plan's predicted effect beside what all its FP8 GEMMs do together.
 
     KL = mean_i sum_t [ p_it (z_it - z'_it) + ln(1 + e^z'_it) - ln(1 + e^z_it) ]
-    joint effect = KL / H,      H = sum_t h(mean_i p_it),  h(q) = -q ln q - (1 - q) ln(1 - q)
+    joint effect = KL / H,      H = sum_t h(mean_i p_it or base rate),  h(q) = -q ln q - (1 - q) ln(1 - q)
 
 z are the logits of the model as it is, z' those with every FP8 `output` GEMM of the plan emulated, on the
 same rows. KL is the loss that a calibrated model's labels would add, without the noise of labels: it
@@ -29,6 +29,7 @@ from loka.core.report import HP
 from loka.nn.chain import runs_fused
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
+from loka.nn.turned import turned_linears
 
 ADDITIVE = (0.6, 1.6)
 """Joint effect over predicted sum: beyond it the sum is not to be trusted (docs/budget.md)."""
@@ -83,7 +84,12 @@ class JointEffect:
 
 
 def joint_effect(
-    model: nn.Module, plan: Plan, batches: Iterable[Any], *, forward: Forward | None = None
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    *,
+    forward: Forward | None = None,
+    base_rate: float | None = None,
 ) -> JointEffect:
     """Runs `model` on each batch as it is and with the plan's FP8 `output` GEMMs emulated.
 
@@ -94,13 +100,19 @@ def joint_effect(
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
         forward: (model, batch) -> logits [B] or [B, T]; `model(batch.dense, batch.sparse)` by default.
+        base_rate: share of positive labels, for the entropy that NE is relative to; by default that of the
+            mean prediction. Give it what `Probe` was given.
 
     Raises:
         PlanMismatch: the plan was made for another model.
         NotConverted: the model runs a plan already; there is nothing unquantized to compare with.
         NonFinite: a logit is NaN or infinite.
-        DataRefused: no batch, or predictions without entropy.
+        DataRefused: no batch, or one without rows; an output that is no tensor of logits, or all of whose
+            values lie between 0 and 1, which are probabilities; predictions without entropy.
+        ValueError: a base rate that is no share.
     """
+    if base_rate is not None and not 0 < base_rate < 1:
+        raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model).differences(plan.model)
     if differences:
@@ -109,21 +121,28 @@ def joint_effect(
             why=differences,
             way_out="apply the same mods as when probing",
         )
-    if fp8_linears(model) or runs_fused(model):
+    if fp8_linears(model) or runs_fused(model) or turned_linears(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
     run = forward or _by_batch
-    divergences, probabilities = [], []
+    divergences, logits = [], []
     with _evaluating(model), torch.no_grad():
         for batch in batches:
             plain = _logits(run(model, batch))
             with emulated(model, candidates):
                 quantized = _logits(run(model, batch))
             divergences.append(_divergence(plain, quantized))
-            probabilities.append(plain.sigmoid())
+            logits.append(plain)
     if not divergences:
         raise DataRefused("there was no batch to evaluate the plan on", way_out="pass at least one")
-    rows = torch.cat(divergences)
-    entropy = sum(_entropy(float(p)) for p in torch.cat(probabilities).mean(dim=0))
+    rows, plain = torch.cat(divergences), torch.cat(logits)
+    if len(rows) > 1 and bool(((plain >= 0) & (plain <= 1)).all()):
+        raise DataRefused(
+            f"all {plain.numel()} outputs lie between 0 and 1",
+            why=["those are probabilities; their sigmoid would make the effect many times too small"],
+            way_out="give forward= that returns logits, such as lambda model, x: model(x).logit()",
+        )
+    rates = [base_rate] * plain.shape[1] if base_rate is not None else plain.sigmoid().mean(dim=0).tolist()
+    entropy = sum(_entropy(rate) for rate in rates)
     if not entropy > 0:
         raise DataRefused("the predictions have no entropy, so NE is not defined on these rows")
     return JointEffect(
@@ -161,11 +180,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _by_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+    if not (hasattr(batch, "dense") and hasattr(batch, "sparse")):
+        raise DataRefused(
+            f"a batch is a {type(batch).__name__}, which has no `dense` and `sparse`",
+            way_out="say how the model takes it, such as forward=lambda model, batch: model(batch)",
+        )
     return model(batch.dense, batch.sparse)
 
 
-def _logits(output: torch.Tensor) -> torch.Tensor:
+def _logits(output: object) -> torch.Tensor:
     """[B, T] float64."""
+    if not isinstance(output, torch.Tensor) or output.dim() == 0:
+        what = "one number" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+        raise DataRefused(
+            f"the model returned {what}, not the logits [B] or [B, T] of a batch",
+            way_out='give forward= that returns them, such as lambda model, batch: model(batch)["click"]',
+        )
+    if output.numel() == 0:
+        raise DataRefused("a batch has no rows", way_out="leave empty batches out")
     logits = output.double()
     if not bool(torch.isfinite(logits).all()):
         raise NonFinite("a logit is NaN or infinite", way_out="check the model on these rows without a plan")
