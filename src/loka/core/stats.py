@@ -49,7 +49,8 @@ class LinearStats:
     without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
     `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
     GEMM alone costs the model, by recipe name (probe/sensitivity.py); `no_effect` says why that is
-    not known, or beside effects that the latest steps did not renew them. `turned` is D where every input was a transposed view [.., D, K] of [.., K, D], else 0.
+    not known, or beside effects that the latest steps did not renew them. `turned` is D where every
+    input was a transposed view [.., D, K] of [.., K, D], else 0.
     """
 
     rows: int
