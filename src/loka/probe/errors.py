@@ -50,7 +50,7 @@ def draw_errors(
 
     What "hp" raises, and an error after which CUDA is unusable, is raised.
     """
-    samplers = layer_samplers(layer, device)
+    samplers = layer_samplers(layer, device, keep_tails=settings.keep_tails)
     generator = torch.Generator(device).manual_seed(settings.seed)
     samples: _Samples = {}
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}

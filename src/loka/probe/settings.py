@@ -21,6 +21,8 @@ class Settings:
         sharing_rounds: the same for what sharing a quantization saves.
         tie: candidates within this share of the fastest are equal to it.
         seed: of the draws.
+        keep_tails: operands are drawn with the tails that were learnt (probe/tails.py), which takes two to
+            three times as long; without, they are Gaussian (docs/depth.md says where that is enough).
     """
 
     rows: int = 256
@@ -32,6 +34,7 @@ class Settings:
     sharing_rounds: int = 15
     tie: float = TIE
     seed: int = 0
+    keep_tails: bool = False
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "sharing_rounds": 1}
