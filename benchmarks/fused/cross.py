@@ -42,10 +42,8 @@ from loka.kernels.cross import cross_produce
 from loka.kernels.producer import produce
 from loka.kernels.triton import gemm
 from loka.kernels.triton.gemm_cross import (
+    BEST,
     CAST,
-    EXACT,
-    FAST,
-    Config,
     gemm_cast_fused,
     gemm_cross_fused,
 )
@@ -61,19 +59,15 @@ ROUNDS = 15
 BF16, PARTS, FUSED = "bf16 compiled", "FP8, parts", "FP8, fused"
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 SCALE = 2.0**-5  # of normal data: 14 is the largest
-# Beyond what the package offers: larger tiles with fewer programs; what asking for x_0 and x early is worth.
-TWO = Config(block_k=64, stages=4, per_sm=2, registers=128)
-TRIED = {
-    "two": TWO,
-    "two, ahead": replace(TWO, parts=4, tma=False, ahead=True),
-    "two, plain loads": replace(TWO, parts=4, tma=False),
-    "two, ahead, no prefetch": replace(TWO, parts=4, tma=False, ahead=True, prefetch=False),
-    "two, no prefetch": replace(TWO, prefetch=False),
-    "wide, ahead": Config(block_n=256, parts=4, tma=False, ahead=True),
-    "wide, plain loads": Config(block_n=256, parts=4, tma=False),
-    "four, ahead, no prefetch": replace(FAST["four, ahead"], prefetch=False),
+# Three stages or programs that overlap, wide tiles or narrow ones.
+CROSSES = {
+    "shipped": BEST,
+    "8 warps": replace(BEST, warps=8),
+    "wide, two stages": replace(BEST, block_n=128, stages=2),
+    "wide, two programs": replace(BEST, block_n=128, stages=1, per_sm=2),
+    "three programs": replace(BEST, stages=1, per_sm=3),
+    "exact": BEST,
 }
-CROSSES: dict[str, Config] = {**FAST, **TRIED, **EXACT}
 CASTS: dict[str, gemm.Config] = {
     "high": CAST,
     "low": gemm.Config(block_m=64, block_n=128, stages=4, warps=4, per_sm=2, flatten=False),
@@ -248,7 +242,7 @@ class _Layer:
         a = self.inners[turn]
         made = gemm_cross_fused(
             a.data, self.u.data, a.scale.view(1), self.u.scale.view(1), self.bias, self.x0s[turn],
-            self.xs[turn], scale_out=self.scale, fast=name not in EXACT, config=CROSSES[name],
+            self.xs[turn], scale_out=self.scale, fast=name != "exact", config=CROSSES[name],
         )  # fmt: skip
         return made.hp, made.row
 
@@ -294,7 +288,7 @@ class _Layer:
         """Raises ValueError for wrong numbers; bounds as in tests/kernels/test_triton_gemm_cross.py."""
         hp, row = self.cross(name)
         for some in (slice(0, 256), slice(-256, None)):
-            u, wrong = self.bounds(self.inners[0], self.u, some, fast=name not in EXACT)
+            u, wrong = self.bounds(self.inners[0], self.u, some, fast=name != "exact")
             x0, x, outer = self.x0s[0][some].double(), self.xs[0][some].double(), u + self.bias.double()
             value = x0 * outer + x
             bound = wrong * x0.abs() + 2.0**-24 * (2 * (x0 * outer).abs() + value.abs())

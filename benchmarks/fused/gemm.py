@@ -1,6 +1,6 @@
 """The fused GEMM against cuBLASLt, and against cuBLASLt with the cheapest kernel that can follow it.
 
-    python benchmarks/fused/gemm.py [--exact] [--block 256]
+    python benchmarks/fused/gemm.py [--exact] [--block 256] [--served]
 
 CUDA graphs, cold L2, interleaved (core/timing.py); random normal operands in e4m3, BlockNorm,
 hard swish, result in e4m3. Every configuration is checked before it is timed: Z against the exact
@@ -30,14 +30,24 @@ from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.kernels.fused_gemm import produce
 from loka.kernels.triton.gemm import CONFIGS, EXACT, EXACT_WIDE, Config, gemm_produce_fused
 
-CASES = [  # M, K = N
-    (2048, 512),
-    (65536, 512),
-    (4096, 1024),
-    (8192, 1024),
-    (2048, 2048),
-    (6144, 2048),
-    (6144, 4096),
+CASES = [  # M, K, N
+    (2048, 512, 512),
+    (65536, 512, 512),
+    (4096, 1024, 1024),
+    (8192, 1024, 1024),
+    (2048, 2048, 2048),
+    (6144, 2048, 2048),
+    (6144, 4096, 4096),
+]
+SERVED = [  # the deep part of DLRM-DCNv2 at small batches: few tiles, and one layer with a long K
+    (512, 3456, 1024),
+    (2048, 3456, 1024),
+    (8192, 3456, 1024),
+    (512, 1024, 1024),
+    (2048, 1024, 1024),
+    (512, 1024, 512),
+    (2048, 1024, 512),
+    (2048, 512, 256),
 ]
 # Beyond what the package offers: what a stage is worth, a tile written whole, and one pipeline for two
 # programs. The first three are too large with Z.
@@ -69,29 +79,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exact", action="store_true", help="sums move to float32 after every 128 of K")
     parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--served", action="store_true", help="the shapes of small batches; gemm_served.json")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     configs = {"exact": EXACT, "exact, wide": EXACT_WIDE} if arguments.exact else {**CONFIGS, **TRIED}
-    path = Path(os.environ.get("OUT") or Path(__file__).parent) / "gemm.json"
-    print(
-        f"{'M':>6} {'K=N':>5}  {'what':24} {'us':>8} {'TFLOP/s':>8} {'of gemm':>8} {'of gemm + kernel':>17}"
-    )
+    name = "gemm_served.json" if arguments.served else "gemm.json"
+    path = Path(os.environ.get("OUT") or Path(__file__).parent) / name
+    sizes = f"{'M':>6} {'K':>5} {'N':>5}"
+    print(f"{sizes}  {'what':24} {'us':>8} {'TFLOP/s':>8} {'of gemm':>8} {'of gemm + kernel':>17}")
     results = []
-    for rows, width in CASES:
-        results += _case(rows, width, arguments.block, configs, device, fast=not arguments.exact)
+    for case in SERVED if arguments.served else CASES:
+        results += _case(*case, arguments.block, configs, device, fast=not arguments.exact)
         content = {"machine": fingerprint(device).to_json(), "results": results, "fast": not arguments.exact}
         write_record(path, kind="loka-bench-fused-gemm", version=1, content=content)
 
 
 def _case(
-    rows: int, width: int, block: int, configs: dict[str, Config], device: torch.device, *, fast: bool
+    rows: int,
+    inner: int,
+    width: int,
+    block: int,
+    configs: dict[str, Config],
+    device: torch.device,
+    *,
+    fast: bool,
 ) -> list[dict[str, object]]:
     began = time.monotonic()
     inputs = [
-        quantize(torch.randn(rows, width, device=device), E4M3, scale=torch.tensor([2.0**-5], device=device))
+        quantize(torch.randn(rows, inner, device=device), E4M3, scale=torch.tensor([2.0**-5], device=device))
         for _ in range(ROTATION)
     ]
-    w = torch.randn(width, width, device=device) / width**0.5
+    w = torch.randn(width, inner, device=device) / inner**0.5
     weight = quantize(w, E4M3, scale=torch.tensor([2.0**-10], device=device))
     of = Epilogue(norm=Norm.BLOCK, block=block, eps=1e-6, activation=Activation.HARD_SWISH)
     scale_out = torch.tensor([SCALE_OUT], device=device)
@@ -127,23 +145,25 @@ def _case(
             if not still_usable():
                 raise
             failed[label] = first_line(error)
-            print(f"{rows:6} {width:5}  {label:24} {failed[label][:90]}", flush=True)
+            print(f"{rows:6} {inner:5} {width:5}  {label:24} {failed[label][:90]}", flush=True)
             continue
         functions[label] = _rotate(inputs, lambda a, config=config, keep=keep: fused(a, config, keep=keep))
     race = time_interleaved(functions, baseline="gemm", device=device, keep=list(functions), max_rounds=24)
     both = race.timings["gemm + kernel"].microseconds.value
     results: list[dict[str, object]] = [
-        {"rows": rows, "width": width, "what": label, "failed": why}
+        {"rows": rows, "inner": inner, "width": width, "what": label, "failed": why}
         for label, why in {**failed, **race.failures}.items()
     ]
     for name, timing in race.timings.items():
         us = timing.microseconds.value
-        speed = 2 * rows * width * width / us / 1e6
+        speed = 2 * rows * inner * width / us / 1e6
         numbers = f"{us:8.1f} {speed:8.0f} {1 / timing.speedup.value:8.2f} {us / both:17.2f}"
-        print(f"{rows:6} {width:5}  {name:24} {numbers}", flush=True)
+        print(f"{rows:6} {inner:5} {width:5}  {name:24} {numbers}", flush=True)
         interval = [timing.microseconds.low, timing.microseconds.high]
-        results.append({"rows": rows, "width": width, "what": name, "us": us, "interval": interval})
-    print(f"{rows:6} {width:5}  took {time.monotonic() - began:.1f} s", flush=True)
+        results.append(
+            {"rows": rows, "inner": inner, "width": width, "what": name, "us": us, "interval": interval}
+        )
+    print(f"{rows:6} {inner:5} {width:5}  took {time.monotonic() - began:.1f} s", flush=True)
     return results
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loka.core.budget import Budget
-from loka.core.chain import Chain, Link
+from loka.core.chain import Chain, Epilogue, Link, Norm
 from loka.core.cross_record import CrossLink, CrossStack, crosses_from_json
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -123,6 +123,22 @@ def test_a_module_is_in_one_of_them_only() -> None:
     inside = Chain(links=(Link(path="c.1.u", in_features=64, out_features=64, bias=False),))
     with pytest.raises(ValueError, match="a stack of cross layers"):
         crosses_from_json([STACK.to_json()], [inside], MODEL)
+    with pytest.raises(TypeError, match="reader"):
+        crosses_from_json([{**STACK.to_json(), "reader": 1}], [], MODEL)
+
+
+def test_who_reads_a_stack() -> None:
+    read = replace(STACK, reader="out")
+    assert crosses_from_json([read.to_json()], [CHAIN], MODEL) == (read,)
+    older = {name: value for name, value in read.to_json().items() if name != "reader"}
+    assert crosses_from_json([older], [CHAIN], MODEL) == (STACK,)
+    assert read.feeds(CHAIN)
+    assert not STACK.feeds(CHAIN)
+    link = CHAIN.links[0]
+    as_wide = replace(CHAIN, links=(replace(link, out_features=64),))
+    assert not read.feeds(as_wide), "nothing would tell its result from what the stack returns"
+    normed = replace(CHAIN, prologue=Epilogue(norm=Norm.LAYER), members=("norm",))
+    assert not replace(STACK, reader="norm").feeds(normed), "a norm reads more than FP8"
 
 
 def test_records_with_stacks(tmp_path: Path) -> None:

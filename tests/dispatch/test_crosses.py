@@ -81,6 +81,7 @@ def test_the_whole_loop(stats: loka.Stats, report: Report, tmp_path: Path) -> No
     loka.convert(model, Plan.load(tmp_path / "plan.json"))
     assert list(model.state_dict()) == keys
     assert list(running_crosses(model)) == ["cross.0"]
+    assert running_crosses(model)["cross.0"].reader is running_chains(model)["deep.0"]
     states = {id(running.state) for running in running_chains(model).values()}
     assert states == {id(running_crosses(model)["cross.0"].state)}, "one book and one bank"
     with pytest.raises(NotConverted):
@@ -101,6 +102,10 @@ def test_the_whole_loop(stats: loka.Stats, report: Report, tmp_path: Path) -> No
         losses.append(nn.functional.softplus(-step(model, seed % 2)["logits"]).mean().item())
         optimizer.step()
     assert losses[-1] < losses[0]
+    with torch.no_grad():
+        apart = model(*batch(0))
+        assert torch.equal(model.eval()(*batch(0)), apart), "the deep part is served with the cross layers"
+    model.train()
 
     model.load_state_dict(plain.state_dict())
     loka.revert(model)

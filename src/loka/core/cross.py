@@ -24,9 +24,10 @@ from loka.core.recipe import Format
 
 @dataclass(frozen=True, kw_only=True)
 class Crossed:
-    """x' [T, N] in the dtype of x; in e4m3 `row` [T, N16] and `turned` [N16, T16], where asked."""
+    """x' [T, N] in the dtype of x, None where only FP8 is read; in e4m3 `row` [T, N16] and
+    `turned` [N16, T16], where asked."""
 
-    hp: torch.Tensor
+    hp: torch.Tensor | None
     row: torch.Tensor | None = None
     turned: torch.Tensor | None = None
 

@@ -41,10 +41,15 @@ class CrossLink:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossStack:
-    """`layers` in the order of the dataflow. `joint`: the first layer's x was x_0 itself."""
+    """`layers` in the order of the dataflow. `joint`: the first layer's x was x_0 itself.
+
+    `reader` is the path of the module that alone reads what the last layer returns, where that is a
+    linear layer or another that may be in a chain; None where it is none of those, or has company.
+    """
 
     layers: tuple[CrossLink, ...]
     joint: bool
+    reader: str | None = None
 
     @property
     def name(self) -> str:
@@ -65,8 +70,18 @@ class CrossStack:
         """The linear layers inside, in the order they run."""
         return tuple(path for layer in self.layers for path in layer.shapes)
 
+    def feeds(self, chain: Chain) -> bool:
+        """Whether `chain` alone reads what the stack returns, and can read it in FP8 (nn/handover.py).
+
+        Served with the stack, the chain's result stands in for what the stack returns, and their
+        widths tell the two apart: a chain that ends as wide as the stack does not count.
+        """
+        wide = chain.links[0].in_features == self.features != chain.links[-1].out_features
+        return wide and chain.prologue.identity and chain.paths[0] == self.reader
+
     def to_json(self) -> dict[str, Any]:
-        return {"layers": [dict(layer.__dict__) for layer in self.layers], "joint": self.joint}
+        layers = [dict(layer.__dict__) for layer in self.layers]
+        return {"layers": layers, "joint": self.joint, "reader": self.reader}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], model: ModelSignature) -> CrossStack:
@@ -74,7 +89,10 @@ class CrossStack:
         layers = tuple(CrossLink(**layer) for layer in content["layers"])
         if not layers or content["joint"] not in (True, False):
             raise ValueError("a stack has no cross layer, or does not say whether its x is x_0")
-        stack = cls(layers=layers, joint=content["joint"])
+        reader = content.get("reader")  # records of an older LoKA lack it
+        if reader is not None and not isinstance(reader, str):
+            raise TypeError(f"the reader of a stack is {reader!r}, and no module's path")
+        stack = cls(layers=layers, joint=content["joint"], reader=reader)
         if len({*stack.paths, *stack.linears}) < len(stack.paths) + len(stack.linears):
             raise ValueError(f"cross layers at {stack.name}: one module twice")
         for layer in layers:

@@ -1,15 +1,18 @@
 """A DCN-V2 cross layer in two launches, for serving: each GEMM writes what the next one reads.
 
     v8 = cast(x8 V8^T / s_v)                     e4m3
-    x' = x_0 * (v8 U8^T + b) + x                 bfloat16, and in e4m3 where another layer reads it
+    x' = x_0 * (v8 U8^T + b) + x                 bfloat16, and in e4m3 where another layer reads it;
+                                                 in e4m3 alone where a chain does (nn/handover.py)
 
 u = U V x is never in memory, nor is v in high precision: backward would want u, and the maxima of
-both that delayed scales follow are not noted, so training runs kernels/cross.py. At full rank the
-second launch is all there is. On a CPU this is plain PyTorch, which is the twin of the kernel in
+both that delayed scales follow are not noted, so training runs kernels/cross.py. Full and other long ranks
+run it too (LONGEST). On a CPU this is plain PyTorch, which is the twin of the kernel in
 kernels/triton/gemm_cross.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -23,14 +26,18 @@ from loka.kernels.legality import not_hopper
 
 FUSED_CROSS = "fused_cross"  # of the `output` site of U, or of W at full rank
 
+LONGEST = 1024  # of K: tiles of 64 rows of A and 64 of W are then 128 KB of 227
+
 _FEWEST = 256  # tiles of 64 x 128 of the GEMM that casts: with 128 it loses (benchmarks/fused/cross.py)
 
 
-def unsupported(dtype: torch.dtype, target: str) -> str | None:
-    """Why a cross layer in `dtype` cannot run in this way, or None. Sizes are free.
+def unsupported(dtype: torch.dtype, target: str, inner: int) -> str | None:
+    """Why a cross layer in `dtype` cannot run in this way, or None. M and N are free.
 
-    `target` is "cpu" or an architecture such as "sm_90".
+    `target` is "cpu" or an architecture such as "sm_90"; `inner` is K, the rank.
     """
+    if inner > LONGEST:
+        return f"K is {inner}; the kernel holds all of K in shared memory, up to {LONGEST}"
     if dtype != torch.bfloat16:
         return f"x is {dtype}; what the kernel reads and writes besides FP8 is bfloat16"
     return None if target == "cpu" else not_hopper(target)
@@ -76,9 +83,11 @@ def gemm_cross(
     x: torch.Tensor,
     *,
     scale_out: torch.Tensor | None = None,
+    keep: bool = True,
     fast: bool = True,
 ) -> Crossed:
-    """x' = x0 * (a w^T * scale_a * scale_w + bias) + x: `hp` [M, N], and `row` [M, N16] with `scale_out`.
+    """x' = x0 * (a w^T * scale_a * scale_w + bias) + x: `hp` [M, N] where `keep`, and `row` [M, N16]
+    with `scale_out`.
 
     Args:
         a, w: e4m3 [M, K] and [N16, K], row-major; N16 is N rounded up to 16, and K a multiple of it.
@@ -86,6 +95,7 @@ def gemm_cross(
             is a power of two. What lies beyond it saturates, NaN and infinity become NaN.
         bias: [N] in any float dtype, or None.
         x0, x: bfloat16 [M, N]; any distance between rows.
+        keep: whether `hp` is written; False needs a `scale_out`.
         fast: leave sums in the tensor core's register, about 14 bits, for all of K; otherwise
             they move to float32 after every 128 (core/reference.py).
 
@@ -103,17 +113,20 @@ def gemm_cross(
         raise ValueError(
             f"the bias is {list(bias.shape)}; it is contiguous, one for each of {features} features"
         )
-    reason = unsupported(x.dtype, _target(x))
+    if not keep and scale_out is None:
+        raise ValueError("neither x' in bfloat16 nor a scale for it in e4m3 was asked for")
+    reason = unsupported(x.dtype, _target(x), a.shape[1])
     if reason is not None:
         raise ValueError(f"no fused GEMM for this cross layer: {reason}")
     if a.is_cuda:
         from loka.kernels.triton.gemm_cross import gemm_cross_fused
 
         return gemm_cross_fused(
-            a, w, scale_a, scale_w, bias, _lying(x0), _lying(x), scale_out=scale_out, fast=fast
+            a, w, scale_a, scale_w, bias, _lying(x0), _lying(x), scale_out=scale_out, keep=keep, fast=fast
         )
     u = ((a.float() @ w.float().t()) * (scale_a * scale_w))[:, :features]
-    return reference.cross_produce(u, bias, x0, x, scale=scale_out, sides=sides)
+    made = reference.cross_produce(u, bias, x0, x, scale=scale_out, sides=sides)
+    return made if keep else replace(made, hp=None)
 
 
 def _check_operands(a: torch.Tensor, w: torch.Tensor, scales: tuple[torch.Tensor | None, ...]) -> None:

@@ -30,6 +30,7 @@ from loka.nn.chain_ops import ChainGemms
 from loka.nn.chain_parts import Part, join
 from loka.nn.chain_state import ChainState, RunningChain
 from loka.nn.cross import Crossed, prepare, restore, running_crosses, swap
+from loka.nn.handover import is_result, join_readers
 from loka.nn.unwrap import unwrap
 from loka.nn.watched import foreign_hooks
 
@@ -43,7 +44,7 @@ class Chained(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.loka_chain is not None:
-            return _run(self.loka_chain, input)
+            return input if is_result(self.loka_chain, input) else _run(self.loka_chain, input)
         _expect(self.loka_inside, input)
         return input
 
@@ -173,6 +174,7 @@ def form_chains(
     state = ChainState(formed, found, prepared)
     for stack in state.crosses:
         swap(stack, found)
+    join_readers(state.crosses, state.chains, modules)
     for running in state.chains:
         for place, path in enumerate(running.chain.paths):
             module = found(path)

@@ -14,20 +14,18 @@ from typing import Any
 
 import torch
 
-from loka.core.chain_recipe import FUSED_GEMM
 from loka.core.problem import round_up
-from loka.core.recipe import Format, Gemm
+from loka.core.recipe import Format
 from loka.kernels.launches import note_launch
-from loka.kernels.producer import derive, produce, row_units
+from loka.kernels.producer import derive, row_units
 from loka.nn.chain_state import running_chain
 from loka.nn.chain_steps import (
     Gradients,
-    chain_gemm,
-    fused_link,
     grad_input,
     prime_gradients,
     produce_input,
     quantize_input,
+    run_links,
     split_parameters,
     weight_gradient,
 )
@@ -56,37 +54,12 @@ def chain_forward(
     chain = running.chain
     prologue, links = split_parameters(chain, parameters)
     running.state.begin(running, training=training)
-    bank = running.state.bank
     kept_x: list[torch.Tensor] = []
     if chain.prologue.identity:
         a, kept_x = quantize_input(running, x, training=training, keep=training and keep_input)
     else:
         a = produce_input(running, 0, x, chain.prologue, prologue, training=training)
-    saved = []
-    out = a
-    for place_, (link, (_, own)) in enumerate(zip(chain.links, links, strict=True)):
-        weight = bank.row(link.path), bank.scale(link.path)
-        last = place_ + 1 == len(chain.links)
-        keep = training and not (last and link.epilogue.identity)
-        name = running.kernel(place_, Gemm.OUTPUT, dtype, training=training)
-        if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place_ + 1)):
-            following = None if last else running.input_scale(place_ + 1)
-            a, z = fused_link(running, place_, x.shape[0], dtype, a, weight, following, name, keep=keep)
-            out = a
-        else:
-            z = chain_gemm(
-                running, place_, Gemm.OUTPUT, x.shape[0], dtype, a, running.input_scale(place_), *weight
-            )
-            if not last:
-                a = produce_input(running, place_ + 1, z, link.epilogue, own, training=training)
-            elif link.epilogue.identity and own.bias is None:
-                out = z
-            else:
-                note_launch("produce")
-                out = produce(z, link.epilogue, own, scale=None, columns=z.shape[1])
-        if keep:
-            assert z is not None
-            saved.append(z)
+    out, saved = run_links(running, a, x.shape[0], dtype, links, training=training)
     return [out, *saved, *kept_x]
 
 

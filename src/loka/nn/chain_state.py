@@ -49,6 +49,7 @@ class RunningChain:
     constants: tuple[float | None, ...]
     state: ChainState = field(repr=False)
     last: int = 0  # where the last result lies, for the modules that pass it on
+    fed: bool = False  # a stack of cross layers may be served with it (nn/handover.py)
 
     def linear(self, link: int) -> nn.Linear:
         found = self.modules[self.chain.links[link].path]
@@ -225,12 +226,17 @@ class ChainState:
     def calibrates(self, slot: int) -> bool:
         """Whether to take the scale from the values at hand: the first time, and while serving what was
         never trained here, whose scales nothing else would move, for the first batches."""
+        found = self.calibrating(slot)
+        if found and self.book.primed(slot):
+            self._calibrated[slot] += 1
+        return found
+
+    def calibrating(self, slot: int) -> bool:
+        """What `calibrates` is about to say; this counts no batch."""
         if not self.book.primed(slot):
             return True
-        if self._trained or self._calibrated[slot] >= CALIBRATION or _capturing(self.book.device):
-            return False
-        self._calibrated[slot] += 1
-        return True
+        enough = self._calibrated[slot] >= CALIBRATION
+        return not (self._trained or enough or _capturing(self.book.device))
 
     def _frozen(self) -> bool:
         """Nothing changes these weights, so that no change of theirs marks a step."""

@@ -74,6 +74,44 @@ def _norm_names(epilogue: Epilogue) -> list[str]:
     return [*(["gamma"] if epilogue.gamma else []), *(["beta"] if epilogue.beta else [])]
 
 
+def run_links(
+    running: RunningChain,
+    a: torch.Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    links: Sequence[tuple[torch.Tensor, Parameters]],
+    *,
+    training: bool,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All links of a chain, from the FP8 operand `a` of the first one: the chain's output [rows, out], and
+    for backward Z of each link that has a producer behind it."""
+    chain, bank = running.chain, running.state.bank
+    saved = []
+    out = a
+    for place, (link, (_, own)) in enumerate(zip(chain.links, links, strict=True)):
+        weight = bank.row(link.path), bank.scale(link.path)
+        last = place + 1 == len(chain.links)
+        keep = training and not (last and link.epilogue.identity)
+        name = running.kernel(place, Gemm.OUTPUT, dtype, training=training)
+        if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place + 1)):
+            following = None if last else running.input_scale(place + 1)
+            a, z = fused_link(running, place, rows, dtype, a, weight, following, name, keep=keep)
+            out = a
+        else:
+            z = chain_gemm(running, place, Gemm.OUTPUT, rows, dtype, a, running.input_scale(place), *weight)
+            if not last:
+                a = produce_input(running, place + 1, z, link.epilogue, own, training=training)
+            elif link.epilogue.identity and own.bias is None:
+                out = z
+            else:
+                note_launch("produce")
+                out = produce(z, link.epilogue, own, scale=None, columns=z.shape[1])
+        if keep:
+            assert z is not None
+            saved.append(z)
+    return out, saved
+
+
 def fused_link(
     running: RunningChain,
     link: int,

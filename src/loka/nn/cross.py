@@ -28,6 +28,7 @@ from loka.nn.cross_flow import arguments_of
 from loka.nn.cross_match import CrossSpec, match
 from loka.nn.cross_ops import CrossGemms
 from loka.nn.cross_state import Formed, RunningCross
+from loka.nn.handover import reader_of, serve_with
 from loka.nn.unwrap import unwrap
 
 
@@ -58,6 +59,8 @@ class Crossed(nn.Module):
         if self.loka_cross is not None:
             layers = len(self.loka_cross.stack.layers)
             how = f"runs {layers} cross layer{'s' * (layers > 1)}, {self.loka_cross.recipe.candidate}"
+            if self.loka_cross.reader is not None:
+                how += f", served with {self.loka_cross.reader.chain.name}"
         return f"{was}, {how}" if was else how
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -83,18 +86,23 @@ def _run(running: RunningCross, x0: torch.Tensor, x: torch.Tensor) -> torch.Tens
             f"{first.path}: x_0 is {x0.dtype}, x {x.dtype}, the weight {weight.dtype}; "
             "cast them, or use torch.autocast"
         )
+    width = features
     rows0 = x0.reshape(-1, features)
     rows = None if joint else x.reshape(-1, features)
     parameters = running.parameters()
     training = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (rows0, *([] if rows is None else [rows]), *parameters)
     )
+    reader = None if training else reader_of(running, x0)
     if 0 in rows0.shape:
         out = _empty(running, rows0, rows0 if rows is None else rows)
+    elif reader is not None:
+        out = serve_with(running, reader, rows0, rows)
+        width = out.shape[1]
     else:
         out = CrossGemms.apply(rows0, rows, running.state.handle, running.place, training, *parameters)
     # As F.linear does: a plain view of a custom function's output refuses in-place ops.
-    return torch.ops.aten._unsafe_view(out, x.shape)
+    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], width])
 
 
 def _empty(running: RunningCross, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

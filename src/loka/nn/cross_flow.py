@@ -125,13 +125,13 @@ def find_stacks(
     heads = good - {id(call) for call in following.values()}
     stacks = []
     for call in crosses:
-        run: list[CrossLink] = []
-        at = call if id(call) in heads else None
-        while at is not None:
-            run.append(parts[at.path].link)
-            at = following.get(id(at))
-        if run:
-            stacks.append(CrossStack(layers=tuple(run), joint=call.joint))
+        if id(call) not in heads:
+            continue
+        run = [call]
+        while id(run[-1]) in following:
+            run.append(following[id(run[-1])])
+        layers = tuple(parts[at.path].link for at in run)
+        stacks.append(CrossStack(layers=layers, joint=call.joint, reader=_reader(run[-1], parts)))
     alone = {
         linear: f"in cross layer {path}: {reason}"
         for path, reason in reasons.items()
@@ -139,6 +139,14 @@ def find_stacks(
         for linear in parts[path].link.shapes
     }
     return tuple(stacks), alone
+
+
+def _reader(last: Call, parts: Mapping[str, CrossPart]) -> str | None:
+    """Who alone reads what the last layer of a stack returned, under the same state: no cross layer."""
+    reader = last.value.reader if last.value else None
+    if reader is None or reader.broken or reader.path in parts or reader.state != last.state:
+        return None
+    return reader.path
 
 
 def _continues(call: Call, reader: Call) -> bool:

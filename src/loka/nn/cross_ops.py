@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from loka.core.cross import Crossed
 from loka.core.cross_record import CrossStack
 from loka.core.problem import round_up
 from loka.core.recipe import Format
@@ -16,6 +17,7 @@ from loka.nn.cross_serving import cross_serve
 from loka.nn.cross_stack import Kept, Weights
 from loka.nn.cross_stack import cross_backward as backward_of
 from loka.nn.cross_stack import cross_forward as forward_of
+from loka.nn.cross_state import RunningCross
 
 
 @torch.library.custom_op("loka::cross_forward", mutates_args=())
@@ -36,13 +38,12 @@ def cross_forward(
     running = running_cross(handle, place)
     x = x0 if joint else x
     running.state.begin(running, training=training)
+    if not training:
+        out = serve(running, x0, x, parameters).hp
+        assert out is not None, "nothing else was asked for"
+        return [out]
     weights, biases = _split(running.stack, parameters)
     running.prime_inputs(x0, x, weights)
-    if not training:
-        state, served = running.backward_state(None), running.served(x.dtype, x.device)
-        if served is not None:
-            return [cross_serve(x0, x, weights, biases, state, served)]
-        return [forward_of(x0, x, weights, biases, state, keep=False)[0]]
     scales = running.state.book.keep()
     out, kept = forward_of(x0, x, weights, biases, running.forward_state(scales))
     assert kept is not None, "backward is to come"
@@ -139,6 +140,27 @@ def _(
             for parameter, want in zip(parameters, wanted, strict=True)
         ),
     ]
+
+
+def serve(
+    running: RunningCross,
+    x0: torch.Tensor,
+    x: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+    *,
+    scale_out: torch.Tensor | None = None,
+) -> Crossed:
+    """The stack where no backward is to come, after the state's `begin`: x_L [T, N] in `hp`.
+
+    With `scale_out` float32 [1] it is in `row` instead, in e4m3 [T, N16] under that scale, unless
+    this stack is served as it is trained.
+    """
+    weights, biases = _split(running.stack, parameters)
+    running.prime_inputs(x0, x, weights)
+    state, served = running.backward_state(None), running.served(x.dtype, x.device)
+    if served is not None:
+        return cross_serve(x0, x, weights, biases, state, served, scale_out=scale_out)
+    return Crossed(hp=forward_of(x0, x, weights, biases, state, keep=False)[0])
 
 
 def _split(

@@ -2,6 +2,8 @@
 
     v8_l = cast(x8_l V8_l^T)     x_{l+1} = x_0 * (v8_l U8_l^T + b_l) + x_l, and x8_{l+1} with it
 
+The last x is written in high precision, or where a chain alone reads it, in FP8 alone (nn/handover.py).
+
 No backward comes, so u_l is in no one's memory and no maximum is noted: scales stay as they are
 (kernels/gemm_cross.py). Against `cross_forward` two roundings to bfloat16 fewer, of u and of v.
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
+from loka.core.cross import Crossed
 from loka.core.cross_record import CrossStack
 from loka.core.recipe import Gemm
 from loka.core.report import site_name
@@ -43,7 +46,8 @@ def served_layers(
     A kernel that a plan names for a site was measured by itself, and here there is no GEMM by itself:
     of the name only the accumulation is kept, fast or exact. Emulation that was asked for stays.
     """
-    if target == "cpu" or unsupported(dtype, target) is not None:
+    inner = max(layer.shapes[layer.u].in_features for layer in stack.layers)
+    if target == "cpu" or unsupported(dtype, target, inner) is not None:
         return None
     layers = []
     for layer in stack.layers:
@@ -77,8 +81,13 @@ def cross_serve(
     biases: Sequence[torch.Tensor | None],
     state: CrossState,
     served: Sequence[ServedLayer],
-) -> torch.Tensor:
-    """x_L [T, N] from x_0 and the first x [T, N], bfloat16; T at least 1: `cross_forward` without `keep`."""
+    *,
+    scale_out: torch.Tensor | None = None,
+) -> Crossed:
+    """x_L from x_0 and the first x [T, N], bfloat16; T at least 1: `cross_forward` without `keep`.
+
+    It is in `hp` [T, N], or with `scale_out` float32 [1], a power of two, in `row` [T, N16] under that scale.
+    """
     rows, features = x.shape
     row, _ = quantized(x, state.layers[0].x, keep=False)
     for place, (layer, how, (v, _)) in enumerate(zip(state.layers, served, weights, strict=True)):
@@ -98,7 +107,8 @@ def cross_serve(
                 low, sides = operand(row, layer.x), (rows, v.shape[0], features)
                 made = state.multiply((place, "v"), Gemm.OUTPUT, low, low_weight(layer.v), sides, x.dtype)
                 a, _ = quantized(made, layer.inner, keep=False)
-        following = state.layers[place + 1].x.scale if place + 1 < len(state.layers) else None
+        last = place + 1 == len(state.layers)
+        following = scale_out if last else state.layers[place + 1].x.scale
         note_launch("gemm")
         note_run(how.u, Gemm.OUTPUT)
         crossed = gemm_cross(
@@ -110,10 +120,11 @@ def cross_serve(
             x0,
             x,
             scale_out=following,
+            keep=not last or scale_out is None,
             fast=not how.exact_u,
         )
-        x = crossed.hp
-        if following is not None:
+        if not last:
+            assert crossed.hp is not None, "it was to be kept"
             assert crossed.row is not None, "a scale was given"
-            row = crossed.row
-    return x
+            x, row = crossed.hp, crossed.row
+    return crossed

@@ -168,6 +168,7 @@ def cross_forward(
             seen=None if following is None else following.seen,
             counts=None if following is None else following.counts,
         )
+        assert crossed.hp is not None
         x = crossed.hp
         if following is not None:
             assert crossed.row is not None

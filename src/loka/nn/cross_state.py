@@ -26,7 +26,7 @@ from loka.nn.cross_stack import CrossLayer, CrossState, Delayed, LowWeight, Weig
 from loka.nn.scale_book import Slot
 
 if TYPE_CHECKING:
-    from loka.nn.chain_state import ChainState
+    from loka.nn.chain_state import ChainState, RunningChain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,19 @@ class LayerSlots:
 
 @dataclass(kw_only=True, eq=False)
 class RunningCross:
-    """`modules` are the linear layers by path; `place` is that of its unit in the book."""
+    """`modules` are the linear layers by path; `place` is that of its unit in the book.
+
+    `reader` is the chain that may be served with the stack, and `between` are the modules whose hooks
+    would see that (nn/handover.py).
+    """
 
     formed: Formed
     modules: Mapping[str, nn.Module]
     place: int
     slots: tuple[LayerSlots, ...]
     state: ChainState = field(repr=False)
+    reader: RunningChain | None = field(default=None, repr=False)
+    between: tuple[nn.Module, ...] = field(default=(), repr=False)
     _served: dict[tuple[torch.dtype, str], tuple[ServedLayer, ...] | None] = field(
         default_factory=dict, repr=False
     )

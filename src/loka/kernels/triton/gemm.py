@@ -20,7 +20,6 @@ the kernel reads and writes float32 and the casts are torch's; all else is the s
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.core.chain import Activation, Epilogue, Norm
+from loka.kernels.triton.processors import multiprocessors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _PROGRAMS_INTERPRETED = 3  # few, so that each has several tiles
@@ -356,7 +356,7 @@ def _launch(
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
     if config.specialize and norm:
         block_n = norm  # triton 3.6 cannot cut a tile of several blocks between its warps
-    programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * _multiprocessors(a.device)
+    programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
     tiles = triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], block_n)
     operands: list[Any] = [a, w, out, z if z is not None else out]
     if config.tma and config.specialize:
@@ -399,8 +399,3 @@ def _launch(
 def _workspace(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Where a kernel's own descriptors lie; the allocator's 512 bytes satisfy every alignment."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -24,7 +24,6 @@ read and write float32 and the casts are torch's; all else is the same code.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from dataclasses import dataclass, replace
 
@@ -32,6 +31,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loka.kernels.triton.processors import multiprocessors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _PROCESSORS_INTERPRETED = 5  # few, so that small problems are cut in both ways
@@ -356,9 +357,4 @@ def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
 
 
 def _processors(device: torch.device) -> int:
-    return _PROCESSORS_INTERPRETED if _INTERPRETED else _multiprocessors(device)
-
-
-@functools.lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return _PROCESSORS_INTERPRETED if _INTERPRETED else multiprocessors(device)
