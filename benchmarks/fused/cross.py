@@ -39,12 +39,10 @@ from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import Quantized, accumulation_bound, quantize
 from loka.core.timing import Race, first_line, still_usable, time_interleaved
 from loka.kernels.cross import cross_produce
+from loka.kernels.gemm_cross import gemm_cast
 from loka.kernels.producer import produce
-from loka.kernels.triton import gemm
 from loka.kernels.triton.gemm_cross import (
     BEST,
-    CAST,
-    gemm_cast_fused,
     gemm_cross_fused,
 )
 from loka.nn.chain import form_chains
@@ -67,12 +65,6 @@ CROSSES = {
     "wide, two programs": replace(BEST, block_n=128, stages=1, per_sm=2),
     "three programs": replace(BEST, stages=1, per_sm=3),
     "exact": BEST,
-}
-CASTS: dict[str, gemm.Config] = {
-    "high": CAST,
-    "low": gemm.Config(block_m=64, block_n=128, stages=4, warps=4, per_sm=2, flatten=False),
-    "square": gemm.Config(block_n=128, stages=4, flatten=False, per_sm=1),
-    "square, one pipeline": gemm.Config(block_n=128, stages=4),
 }
 
 
@@ -135,8 +127,6 @@ def _pieces(rows: list[int], *, train: bool, kernels: bool) -> dict[str, Callabl
     if kernels and rows:
         for group in _groups(list(CROSSES), 3):
             pieces[f"U {group[0]}"] = lambda device, group=group: _warm_layer(_Layer.cross, group, device)
-        for group in _groups(list(CASTS), 2):
-            pieces[f"V {group[0]}"] = lambda device, group=group: _warm_layer(_Layer.cast, group, device)
     return pieces
 
 
@@ -236,6 +226,7 @@ class _Layer:
         self.inners = [low(rows, RANK, SCALE) for _ in range(ROTATION)]
         self.lows = [low(rows, FEATURES, SCALE) for _ in range(ROTATION)]
         self.x0s, self.xs = _inputs(rows, device), [x.flip(0) for x in _inputs(rows, device)]
+        self.folded = self.lows[0].scale.view(1) / self.scale
         self.turn = itertools.cycle(range(ROTATION))
 
     def cross(self, name: str, turn: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -246,12 +237,9 @@ class _Layer:
         )  # fmt: skip
         return made.hp, made.row
 
-    def cast(self, name: str, turn: int = 0) -> torch.Tensor:
+    def cast(self, turn: int = 0) -> torch.Tensor:
         a = self.lows[turn]
-        return gemm_cast_fused(
-            a.data, self.v.data, a.scale.view(1), self.v.scale.view(1), scale_out=self.scale,
-            config=CASTS[name],
-        )  # fmt: skip
+        return gemm_cast(a.data, self.v.data, self.folded, self.v.scale.view(1))
 
     def multiply(self, a: Quantized, w: Quantized) -> torch.Tensor:
         return torch._scaled_mm(
@@ -296,8 +284,8 @@ class _Layer:
             assert row is not None, "a scale was given"
             _check_low(row[some], value, bound, self.scale)
 
-    def check_cast(self, name: str) -> None:
-        row = self.cast(name)
+    def check_cast(self) -> None:
+        row = self.cast()
         for some in (slice(0, 256), slice(-256, None)):
             _check_low(row[some], *self.bounds(self.lows[0], self.v, some, fast=True), self.scale)
 
@@ -326,14 +314,13 @@ def _crosses(rows: int, device: torch.device) -> list[dict[str, object]]:
 
 def _casts(rows: int, device: torch.device) -> list[dict[str, object]]:
     layer = _Layer(rows, device)
+    layer.check_cast()
     functions: dict[str, Callable[[], object]] = {
         "torch + produce": layer.rotate(layer.cast_apart),
         "torch alone": layer.rotate(lambda turn: layer.multiply(layer.lows[turn], layer.v)),
+        "torch, casting": layer.rotate(layer.cast),
     }
-    checks = {name: lambda name=name: layer.check_cast(name) for name in CASTS}
-    runs = {name: layer.rotate(lambda turn, name=name: layer.cast(name, turn)) for name in CASTS}
-    failed = _add(functions, runs, checks)
-    return failed + _results(_race(functions, device))
+    return _results(_race(functions, device))
 
 
 def _add(

@@ -25,7 +25,6 @@ from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
 from loka.kernels.launches import launches, reset_launches
 from loka.kernels.run import kernel_runs, reset_kernel_runs
-from loka.nn import cross_serving
 from loka.nn.chain import dissolve_chains, form_chains
 from loka.nn.cross_serving import ServedLayer, cross_serve, served_layers
 from loka.nn.cross_stack import CrossLayer, CrossState, Delayed, LowWeight, cross_forward, multiply_by
@@ -36,7 +35,7 @@ from loka.zoo.dcn import CrossLayer as Cross
 LAYERS = 3
 LEAST_DB = 26.5
 MADE = "tensorwise_e4m3"
-FAST = ServedLayer(u=f"fused_cross:{MADE}", v=f"fused_gemm:{MADE}", exact_u=False, exact_v=False)
+FAST = ServedLayer(u=f"fused_cross:{MADE}", v=f"cast_gemm:{MADE}", exact_u=False, exact_v=False)
 FULL = ServedLayer(u=f"fused_cross:{MADE}", v=None, exact_u=False, exact_v=False)
 
 
@@ -87,16 +86,14 @@ def stack_of(
 
 @pytest.mark.parametrize("joint", [True, False], ids=["x is x0", "x is another"])
 @pytest.mark.parametrize("rank", [20, None], ids=["low rank", "full rank"])
-@pytest.mark.parametrize("cast", [True, False], ids=["cast in the GEMM", "cast after it"])
 def test_serving_agrees_with_the_path_of_training(
-    rank: int | None, joint: bool, cast: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rank: int | None, joint: bool, device: torch.device
 ) -> None:
-    monkeypatch.setattr(cross_serving, "worth_casting", lambda rows, columns: cast)
     weights, biases, state = stack_of(100, rank, device)
     x0, other = torch.randn(2, 137, 100, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     x = x0 if joint else other
     before, _ = cross_forward(x0, x, weights, biases, state, keep=False)
-    after = cross_serve(x0, x, weights, biases, state, [FAST if rank else FULL] * LAYERS).hp
+    after = cross_serve(x0, x, biases, state, [FAST if rank else FULL] * LAYERS).hp
     assert after is not None
     assert after.dtype == torch.bfloat16
     assert sqnr_db(after, before) >= LEAST_DB
@@ -108,7 +105,7 @@ def test_one_layer_differs_by_the_rounding_of_u_alone(device: torch.device) -> N
     state = CrossState(layers=state.layers[:1], largest=state.largest, multiply=state.multiply)
     x0, x = torch.randn(2, 137, 100, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     before, _ = cross_forward(x0, x, weights[:1], biases[:1], state, keep=False)
-    after = cross_serve(x0, x, weights[:1], biases[:1], state, [FULL]).hp
+    after = cross_serve(x0, x, biases[:1], state, [FULL]).hp
     assert after is not None
     bias = biases[0]
     assert bias is not None
@@ -134,7 +131,7 @@ def test_what_serves_a_layer() -> None:
         kernels = {site_name(path, Gemm.OUTPUT): f"{name}:{MADE}" for path, name in names.items()}
         return served_layers(stack, recipe, kernels, dtype=dtype, target=target)
 
-    low = ServedLayer(u=f"fused_cross:{MADE}", v=f"fused_gemm_exact:{MADE}", exact_u=False, exact_v=True)
+    low = ServedLayer(u=f"fused_cross:{MADE}", v=f"cast_gemm_exact:{MADE}", exact_u=False, exact_v=True)
     assert served() == (low, FULL)
     assert served(v="torch_fast") == (FAST, FULL)
     assert served(target="cpu") is None
@@ -171,7 +168,7 @@ def test_serving_alone_runs_the_fused_kernels(device: torch.device, monkeypatch:
     """On a CPU, too, where only the tests ask for it. Training runs what it ran."""
     if device.type == "cpu":
         monkeypatch.setattr(RunningCross, "served", lambda *arguments: (FAST,) * LAYERS)
-    monkeypatch.setattr(cross_serving, "worth_casting", lambda rows, columns: True)
+
     model, x = formed(100, 20, 37, device)
     plain = copy.deepcopy(model)
     dissolve_chains(plain)
@@ -187,24 +184,9 @@ def test_serving_alone_runs_the_fused_kernels(device: torch.device, monkeypatch:
     assert launches()["cross_produce"] == LAYERS
     served = runs(False)
     assert kernel_runs() == {(FAST.u, "output"): LAYERS, (FAST.v, "output"): LAYERS}
-    assert launches() == {"produce": 1, "gemm": 2 * LAYERS}
+    assert launches() == {"produce": 1, "fold": 1, "gemm": 2 * LAYERS}
     assert sqnr_db(served, trained) >= LEAST_DB
     assert sqnr_db(served, plain(x)) >= 21, "as tests/nn/test_cross_layers.py derives"
-
-
-def test_few_tiles_leave_the_cast_to_a_launch_of_its_own(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type == "cpu":
-        monkeypatch.setattr(RunningCross, "served", lambda *arguments: (FAST,) * LAYERS)
-    model, x = formed(100, 20, 37, device)
-    reset_launches()
-    reset_kernel_runs()
-    with torch.no_grad():
-        model(x)
-    assert launches() == {"produce": 1 + LAYERS, "gemm": 2 * LAYERS}
-    assert kernel_runs()[FAST.u, "output"] == LAYERS
-    assert (FAST.v, "output") not in kernel_runs()
 
 
 def test_what_cannot_be_served_so_runs_as_it_is_trained() -> None:

@@ -16,7 +16,6 @@ from loka.core.error import sqnr_db
 from loka.core.exceptions import NotConverted
 from loka.kernels.gemm_cross import gemm_cross
 from loka.kernels.launches import launches, reset_launches
-from loka.nn import cross_serving
 from loka.nn.chain import dissolve_chains, form_chains, running_chains
 from loka.nn.chain_state import CALIBRATION
 from loka.nn.cross import running_crosses
@@ -29,7 +28,7 @@ from loka.zoo.dcn import CrossLayer
 
 ROWS, FEATURES, RANK, LAYERS, OUT = 37, 100, 20, 3, 24  # no multiple of 16 but the last
 MADE = "tensorwise_e4m3"
-FAST = ServedLayer(u=f"fused_cross:{MADE}", v=f"fused_gemm:{MADE}", exact_u=False, exact_v=False)
+FAST = ServedLayer(u=f"fused_cross:{MADE}", v=f"cast_gemm:{MADE}", exact_u=False, exact_v=False)
 
 
 class Net(nn.Module):
@@ -84,7 +83,6 @@ def served(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serving by fused kernels, on a CPU too, where only the tests ask for it."""
     if device.type == "cpu":
         monkeypatch.setattr(RunningCross, "served", _served)
-    monkeypatch.setattr(cross_serving, "worth_casting", lambda rows, columns: True)
 
 
 def trained(device: torch.device, **options: Any) -> tuple[Net, torch.Tensor]:

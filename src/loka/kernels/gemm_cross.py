@@ -17,18 +17,16 @@ from dataclasses import replace
 import torch
 
 from loka.core import cross as reference
-from loka.core.chain import NOTHING
 from loka.core.cross import Crossed
 from loka.core.problem import round_up
+from loka.core.producer import cast_given
 from loka.core.recipe import Format
-from loka.kernels.fused_gemm import gemm_produce
 from loka.kernels.legality import not_hopper
 
+CAST_GEMM = "cast_gemm"  # of the `output` site of V: a library's, with a result in FP8
 FUSED_CROSS = "fused_cross"  # of the `output` site of U, or of W at full rank
 
 LONGEST = 1024  # of K: tiles of 64 rows of A and 64 of W are then 128 KB of 227
-
-_FEWEST = 256  # tiles of 64 x 128 of the GEMM that casts: with 128 it loses (benchmarks/fused/cross.py)
 
 
 def unsupported(dtype: torch.dtype, target: str, inner: int) -> str | None:
@@ -43,34 +41,20 @@ def unsupported(dtype: torch.dtype, target: str, inner: int) -> str | None:
     return None if target == "cpu" else not_hopper(target)
 
 
-def worth_casting(rows: int, columns: int) -> bool:
-    """Whether a GEMM with a result of this size is to cast it, too.
-
-    K is as long as the layer is wide. With few tiles a library that cuts K is faster, and its
-    partial sums are in no one's registers to be cast.
-    """
-    return -(-rows // 64) * -(-columns // 128) >= _FEWEST
-
-
 def gemm_cast(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_w: torch.Tensor,
-    *,
-    scale_out: torch.Tensor,
-    fast: bool = True,
+    a: torch.Tensor, w: torch.Tensor, scale_a: torch.Tensor, scale_w: torch.Tensor, *, fast: bool = True
 ) -> torch.Tensor:
-    """cast(a w^T * scale_a * scale_w / scale_out), e4m3 [M, N], of a [M, K] and w [N, K].
+    """cast(a w^T * scale_a * scale_w), e4m3 [M, N], of e4m3 a [M, K] and w [N, K], both row-major.
 
-    Arguments and errors: kernels/fused_gemm.gemm_produce.
+    `scale_a` float32 [1] is a's scale over the result's, for torch._scaled_mm has no scale for
+    that. What lies beyond 448 saturates, and NaN stays. `fast` as in `gemm_cross`; on a GPU cuBLASLt
+    computes it, so K and N are multiples of 16.
     """
+    _check_operands(a, w, (scale_a, scale_w))
     if a.is_cuda:
-        _check_operands(a, w, (scale_a, scale_w, scale_out))
-        from loka.kernels.triton.gemm_cross import gemm_cast_fused
-
-        return gemm_cast_fused(a, w, scale_a, scale_w, scale_out=scale_out, fast=fast)
-    return gemm_produce(a, w, scale_a, scale_w, NOTHING, scale_out=scale_out, keep=False, fast=fast)[0]
+        scales = scale_a.view(()), scale_w.view(())
+        return torch._scaled_mm(a, w.t(), *scales, out_dtype=Format.E4M3.dtype, use_fast_accum=fast)
+    return cast_given((a.float() @ w.float().t()) * (scale_a * scale_w), torch.ones_like(scale_a))
 
 
 def gemm_cross(

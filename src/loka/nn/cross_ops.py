@@ -159,7 +159,7 @@ def serve(
     running.prime_inputs(x0, x, weights)
     state, served = running.backward_state(None), running.served(x.dtype, x.device)
     if served is not None:
-        return cross_serve(x0, x, weights, biases, state, served, scale_out=scale_out)
+        return cross_serve(x0, x, biases, state, served, scale_out=scale_out)
     return Crossed(hp=forward_of(x0, x, weights, biases, state, keep=False)[0])
 
 

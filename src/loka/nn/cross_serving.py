@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
+from loka.core.chain_recipe import ChainRecipe
 from loka.core.cross import Crossed
 from loka.core.cross_record import CrossStack
 from loka.core.recipe import Gemm
 from loka.core.report import site_name
-from loka.kernels.gemm_cross import FUSED_CROSS, gemm_cast, gemm_cross, unsupported, worth_casting
+from loka.kernels.gemm_cross import CAST_GEMM, FUSED_CROSS, gemm_cast, gemm_cross, unsupported
 from loka.kernels.launches import note_launch
 from loka.kernels.registry import candidate_named
 from loka.kernels.run import note_run
-from loka.nn.cross_stack import CrossState, Weights, low_weight, operand, quantized
+from loka.nn.cross_stack import CrossState, quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def served_layers(
         layers.append(
             ServedLayer(
                 u=f"{_named(FUSED_CROSS, exact[layer.u])}:{made}",
-                v=None if layer.v is None else f"{_named(FUSED_GEMM, exact[layer.v])}:{made}",
+                v=None if layer.v is None else f"{_named(CAST_GEMM, exact[layer.v])}:{made}",
                 exact_u=exact[layer.u],
                 exact_v=layer.v is not None and exact[layer.v],
             )
@@ -77,7 +77,6 @@ def _named(kernel: str, exact: bool) -> str:
 def cross_serve(
     x0: torch.Tensor,
     x: torch.Tensor,
-    weights: Weights,
     biases: Sequence[torch.Tensor | None],
     state: CrossState,
     served: Sequence[ServedLayer],
@@ -88,25 +87,18 @@ def cross_serve(
 
     It is in `hp` [T, N], or with `scale_out` float32 [1], a power of two, in `row` [T, N16] under that scale.
     """
-    rows, features = x.shape
     row, _ = quantized(x, state.layers[0].x, keep=False)
-    for place, (layer, how, (v, _)) in enumerate(zip(state.layers, served, weights, strict=True)):
-        a, scale = row, layer.x.scale
+    inputs = [layer.x.scale for layer in state.layers]
+    inners = [layer.x.scale if layer.inner is None else layer.inner.scale for layer in state.layers]
+    note_launch("fold")  # scales of x_l over those of v_l, of all layers at once
+    folded = torch._foreach_div(inputs, inners)
+    for place, (layer, how) in enumerate(zip(state.layers, served, strict=True)):
+        a, scale = row, inners[place]
         if how.v is not None:
-            assert v is not None, "a low-rank layer has a V"
-            assert layer.v is not None, "and an FP8 copy of it"
-            assert layer.inner is not None, "and a slot for v"
-            scale = layer.inner.scale
-            if worth_casting(rows, v.shape[0]):
-                note_launch("gemm")
-                note_run(how.v, Gemm.OUTPUT)
-                a = gemm_cast(
-                    row, layer.v.row, layer.x.scale, layer.v.scale, scale_out=scale, fast=not how.exact_v
-                )
-            else:
-                low, sides = operand(row, layer.x), (rows, v.shape[0], features)
-                made = state.multiply((place, "v"), Gemm.OUTPUT, low, low_weight(layer.v), sides, x.dtype)
-                a, _ = quantized(made, layer.inner, keep=False)
+            assert layer.v is not None, "a low-rank layer has a V"
+            note_launch("gemm")
+            note_run(how.v, Gemm.OUTPUT)
+            a = gemm_cast(row, layer.v.row, folded[place], layer.v.scale, fast=not how.exact_v)
         last = place + 1 == len(state.layers)
         following = scale_out if last else state.layers[place + 1].x.scale
         note_launch("gemm")

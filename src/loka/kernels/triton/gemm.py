@@ -284,7 +284,8 @@ def _gemm(
 CONFIGS = {
     "one pipeline": Config(stages=3, parts=2),
     "whole": Config(stages=3),
-    "two, short steps": Config(block_m=64, block_k=64, stages=4, warps=4, per_sm=2, parts=2, flatten=False),
+    "low": Config(block_m=64, stages=4, warps=4, flatten=False),
+    "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
     "loading warps": Config(stages=3, warps=4, flatten=False, specialize=True),
 }
 EXACT = Config(block_n=128, stages=3)
@@ -300,7 +301,7 @@ def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Co
     if not fast:
         return EXACT if block <= EXACT.block_n else EXACT_WIDE
     if triton.cdiv(rows, 128) * triton.cdiv(columns, 256) < 100:
-        return CONFIGS["two, short steps"]
+        return CONFIGS["low, in halves" if keep else "low"]
     return CONFIGS["one pipeline" if keep else "whole"]
 
 

@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.core.chain import NOTHING
 from loka.core.cross import Crossed
 from loka.core.problem import round_up
 from loka.core.recipe import Format
-from loka.kernels.triton import gemm
 from loka.kernels.triton.pack import INTERPRETED, inverse_of_power
 from loka.kernels.triton.processors import multiprocessors
 
@@ -187,28 +185,6 @@ def _gemm_cross(
 BEST = Config()  # the best of those that benchmarks/fused/cross.py races on an H200, at every batch size
 
 _SHARED = 200 * 1024  # bytes of shared memory for W and stages, of 227 on sm_90; results take the rest
-
-# Of the GEMM before it, whose result is narrow and K long. Where that has few tiles it is not asked
-# (kernels/gemm_cross.worth_casting).
-CAST = gemm.Config(stages=3)
-
-
-def gemm_cast_fused(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_w: torch.Tensor,
-    *,
-    scale_out: torch.Tensor,
-    fast: bool = True,
-    config: gemm.Config | None = None,
-) -> torch.Tensor:
-    """Twin: kernels/gemm_cross.gemm_cast. One launch, of triton/gemm.py's kernel."""
-    if config is None:
-        config = CAST if fast else gemm.EXACT
-    return gemm.gemm_produce_fused(
-        a, w, scale_a, scale_w, NOTHING, scale_out=scale_out, keep=False, fast=fast, config=config
-    )[0]
 
 
 def gemm_cross_fused(
