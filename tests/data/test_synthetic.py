@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from loka.data import Source, SyntheticClicks
+from loka.data import History, Source, SyntheticClicks
 from loka.data.synthetic import BLOCK_ROWS
 from loka.data.teacher import CALIBRATION_ROWS
 
@@ -156,17 +156,51 @@ def test_identity_follows_every_argument() -> None:
     changes = [
         *({"rows": 99}, {"seed": 2}, {"vocab_sizes": (6, 5)}, {"dense_features": 3}),
         *({"base_rate": 0.3}, {"alpha": 1.2}, {"first_row": 1}, {"shard": 1, "shards": 2}),
+        *({"history": 4}, {"history": 5}),
     ]
     identities = {SyntheticClicks(**{**config, **change}).identity for change in [{}, *changes]}
     assert len(identities) == len(changes) + 1
     assert SyntheticClicks(**config).identity == SyntheticClicks(**config).identity
 
 
+def test_a_history_is_padded_on_the_right_and_decides_labels() -> None:
+    config = {"seed": 6, "vocab_sizes": (40, 20), "dense_features": 3, "base_rate": 0.25}
+    source = SyntheticClicks(rows=30_000, history=10, **config)
+    plain = SyntheticClicks(rows=30_000, **config)
+    (batch,) = source.batches(30_000)
+    (without,) = plain.batches(30_000)
+    assert batch.sequence is not None
+    assert batch.lengths is not None
+    assert without.sequence is None
+    assert torch.equal(batch.dense, without.dense)
+    assert torch.equal(batch.sparse, without.sparse)
+    there = torch.arange(10) < batch.lengths[:, None]
+    assert torch.equal(batch.sequence > 0, there)
+    assert batch.sequence.max() < 40
+    assert 0.1 < (batch.lengths == 0).float().mean() < 0.4
+    best = normalized_entropy(torch.from_numpy(source.teacher_logits()), batch.label)
+    blind = normalized_entropy(torch.from_numpy(plain.teacher_logits()), batch.label)
+    assert best < blind - 0.03
+    probability = 1 / (1 + np.exp(-source.teacher_logits()))
+    assert abs(probability.mean() - 0.25) < 4 * probability.std() * np.sqrt(1 / 30_000 + 1 / CALIBRATION_ROWS)
+
+
+def test_rows_with_a_history_depend_on_neither_batch_size_nor_shard() -> None:
+    config = {"rows": BLOCK_ROWS + 90, "seed": 5, "vocab_sizes": SMALL, "dense_features": 2, "history": 7}
+    (whole,) = SyntheticClicks(**config).batches(10_000)
+    parts = [
+        batch for shard in range(2) for batch in SyntheticClicks(**config, shard=shard, shards=2).batches(999)
+    ]
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(torch.cat([part.tensors()[name] for part in parts]), tensor), name
+    assert SyntheticClicks(**config).history == History(length=7, vocab_size=SMALL[0])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         *({"rows": 0}, {"first_row": -1}, {"base_rate": 0.0}, {"base_rate": 1.0}),
-        *({"vocab_sizes": ()}, {"vocab_sizes": (1, 5)}, {"shard": 2, "shards": 2}),
+        *({"vocab_sizes": ()}, {"vocab_sizes": (1, 5)}, {"shard": 2, "shards": 2}, {"history": -1}),
     ],
 )
 def test_senseless_arguments_are_refused(wrong: dict[str, object]) -> None:

@@ -9,42 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from click_files import Rows, assert_same, gather, made_up, write_csv, write_tsv
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
-from loka.data import CRITEO, Schema, Source, TableClicks, build_vocabulary, hashed_vocabulary, open_table
+from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_vocabulary, open_table
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 from pyarrow import parquet  # noqa: E402
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))
-Rows = list[tuple[object, ...]]
-
-
-def made_up(rows: int, seed: int = 0) -> Rows:
-    """Criteo-like rows: label, 13 counts or None, 26 hex strings or None."""
-    rng = np.random.default_rng(seed)
-
-    def row() -> tuple[object, ...]:
-        dense = [None if rng.random() < 0.2 else int(rng.integers(-3, 5000)) for _ in range(13)]
-        sparse = [None if rng.random() < 0.1 else f"{rng.integers(30):08x}" for _ in range(26)]
-        return (int(rng.integers(2)), *dense, *sparse)
-
-    return [row() for _ in range(rows)]
-
-
-def lines(rows: Rows, separator: str) -> list[str]:
-    return [separator.join("" if value is None else str(value) for value in row) for row in rows]
-
-
-def write_tsv(path: Path, rows: Rows) -> Path:
-    path.write_text("".join(line + "\n" for line in lines(rows, "\t")))
-    return path
-
-
-def write_csv(path: Path, rows: Rows, header: tuple[str, ...] = CRITEO.columns) -> Path:
-    path.write_text("\n".join([",".join(header), *lines(rows, ",")]))  # no newline at the end
-    return path
 
 
 def write_parquet(path: Path, rows: Rows, group: int = 50) -> Path:
@@ -52,16 +26,6 @@ def write_parquet(path: Path, rows: Rows, group: int = 50) -> Path:
     table = pa.table({name.lower(): list(values) for name, values in reversed(columns.items())})
     parquet.write_table(table.append_column("extra", pa.array(range(len(rows)))), path, row_group_size=group)
     return path
-
-
-def gather(source: Source, batch_size: int = 64, start: int = 0) -> list[torch.Tensor]:
-    batches = list(source.batches(batch_size, start=start))
-    return [torch.cat([getattr(b, part) for b in batches]) for part in ("dense", "sparse", "label")]
-
-
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def tiny(path: Path, text: str, **options: object) -> TableClicks:

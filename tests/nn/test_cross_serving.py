@@ -209,7 +209,7 @@ def test_real_sizes_agree_with_training(rows: int, features: int, rank: int | No
     with torch.no_grad():
         served = model(x)
     assert kernel_runs()[FAST.u, "output"] == LAYERS
-    assert kernel_runs().get((FAST.v, "output"), 0) == (LAYERS if rank and rows == 8192 else 0)
+    assert kernel_runs().get((FAST.v, "output"), 0) == (LAYERS if rank else 0)
     assert sqnr_db(served, trained) >= LEAST_DB
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -11,25 +11,45 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """`dense` [B, D] float32, `sparse` [B, F] int64 ids, `label` [B] float32 in {0, 1}."""
+    """`dense` [B, D] float32, `sparse` [B, F] int64 ids, `label` [B] float32 in {0, 1}.
+
+    Rows with a history also have `sequence` [B, L] int64 ids, oldest first, padded with 0 on the right, and
+    `lengths` [B] int64, how many of the L are there.
+    """
 
     dense: torch.Tensor
     sparse: torch.Tensor
     label: torch.Tensor
+    sequence: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.label.shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        return Batch(
-            dense=self.dense.to(device, non_blocking=True),
-            sparse=self.sparse.to(device, non_blocking=True),
-            label=self.label.to(device, non_blocking=True),
-        )
+        """A copy on `device`; from pinned memory it does not wait for the device."""
+        return Batch(**{name: t.to(device, non_blocking=True) for name, t in self.tensors().items()})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields by name, without those that are absent."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The sequence feature of a source: at most `length` ids, each in [0, vocab_size); 0 is padding."""
+
+    length: int
+    vocab_size: int
 
 
 class Source(Protocol):
-    """Rows in a fixed order. The same source, `batch_size` and `start` give the same batches."""
+    """Rows in a fixed order. The same source, `batch_size` and `start` give the same batches.
+
+    A source may have two more: `history`, a `History` or None (see `history_of`), and `at_epoch(epoch)`, the
+    same rows in that epoch's order (see `at_epoch`).
+    """
 
     @property
     def rows(self) -> int:
@@ -56,3 +76,15 @@ class Source(Protocol):
     def account(self) -> dict[str, int]:
         """What was skipped or replaced so far, by reason; nothing is dropped silently."""
         ...
+
+
+def history_of(source: Source) -> History | None:
+    """The sequence feature of the source's batches, None where they have none."""
+    found: History | None = getattr(source, "history", None)
+    return found
+
+
+def at_epoch(source: Source, epoch: int) -> Source:
+    """The source in the order of that epoch; the source itself when its order never changes."""
+    turn = getattr(source, "at_epoch", None)
+    return source if turn is None else turn(epoch)

@@ -6,8 +6,8 @@ batch size. Counts travel per row, so an account never depends on how far a read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -17,24 +17,37 @@ from loka.data.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """`dense` [n, D] float32, `sparse` [n, F] int64, `label` [n] float32, `counts` [n, reasons] int32."""
+    """`dense` [n, D] float32, `sparse` [n, F] int64, `label` [n] float32, `counts` [n, reasons] int32.
+
+    With a history also `sequence` [n, L] int64 and `lengths` [n] int64. Ids may be int32 on the way.
+    """
 
     dense: np.ndarray
     sparse: np.ndarray
     label: np.ndarray
     counts: np.ndarray
+    sequence: np.ndarray | None = None
+    lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.label.shape[0]
 
     def rows(self, first: int, last: int) -> Block:
         """Rows [first, last) as views."""
-        return Block(
-            dense=self.dense[first:last],
-            sparse=self.sparse[first:last],
-            label=self.label[first:last],
-            counts=self.counts[first:last],
-        )
+        return Block(**{name: array[first:last] for name, array in self.arrays().items()})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields by name, without those that are absent."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}
+
+
+def merged(blocks: Sequence[Block]) -> Block:
+    """The rows of all blocks, one after the other."""
+    if len(blocks) == 1:
+        return blocks[0]
+    parts = [block.arrays() for block in blocks]
+    return Block(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
 def into_batches(blocks: Iterable[Block], *, batch_size: int, totals: np.ndarray) -> Iterator[Batch]:
@@ -49,15 +62,15 @@ def into_batches(blocks: Iterable[Block], *, batch_size: int, totals: np.ndarray
         rows += len(block)
         if rows < batch_size:
             continue
-        merged = _merge(held)
+        whole = merged(held)
         cut = 0
         while rows - cut >= batch_size:
-            yield _hand_out(merged.rows(cut, cut + batch_size), totals)
+            yield _hand_out(whole.rows(cut, cut + batch_size), totals)
             cut += batch_size
-        held = [merged.rows(cut, rows)] if cut < rows else []
+        held = [whole.rows(cut, rows)] if cut < rows else []
         rows -= cut
     if rows:
-        yield _hand_out(_merge(held), totals)
+        yield _hand_out(merged(held), totals)
 
 
 def shard_range(rows: int, *, shard: int, shards: int) -> tuple[int, int]:
@@ -73,22 +86,9 @@ def check_batching(batch_size: int, start: int) -> None:
         raise ValueError(f"batch_size={batch_size}, start={start}: need batch_size >= 1 and start >= 0")
 
 
-def _merge(blocks: list[Block]) -> Block:
-    if len(blocks) == 1:
-        return blocks[0]
-    return Block(
-        dense=np.concatenate([block.dense for block in blocks]),
-        sparse=np.concatenate([block.sparse for block in blocks]),
-        label=np.concatenate([block.label for block in blocks]),
-        counts=np.concatenate([block.counts for block in blocks]),
-    )
-
-
 def _hand_out(block: Block, totals: np.ndarray) -> Batch:
     totals += block.counts.sum(axis=0, dtype=np.int64)
+    arrays = block.arrays()
+    del arrays["counts"]
     # Copies: a batch that outlives its neighbours must not keep, or share, their whole block.
-    return Batch(
-        dense=torch.from_numpy(block.dense.copy()),
-        sparse=torch.from_numpy(block.sparse.copy()),
-        label=torch.from_numpy(block.label.copy()),
-    )
+    return Batch(**{name: torch.from_numpy(array.copy()) for name, array in arrays.items()})

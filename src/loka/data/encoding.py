@@ -1,78 +1,80 @@
-"""From columns of a table to what a model takes: labels, dense numbers, category strings.
-
-    dense = sign(x) * log1p(|x|), missing or infinite -> 0
-
-Categories become strings whatever their storage, so the same rows get the same ids from parquet integers
-and from text. A value that has no such meaning is refused with its column and the value.
-"""
+"""Chunks of a table, encoded: what `TableClicks` hands out and what the conversion to shards stores."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from loka.core.exceptions import DataRefused
+from loka.data.batch import History
+from loka.data.block import Block
+from loka.data.columns import category_strings, dense_values, label_values, sequence_strings
+from loka.data.schema import Schema
+from loka.data.text import Chunk
+from loka.data.vocabulary import HashedVocabulary, Vocabulary
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-
-def label_values(column: pa.ChunkedArray, *, name: str) -> np.ndarray:
-    """Labels [n] float32; anything but 0 and 1 is refused."""
-    values = _numbers(column, name)
-    wrong = ~((values == 0.0) | (values == 1.0))
-    if wrong.any():
-        found = column[int(np.argmax(wrong))].as_py()
-        raise DataRefused(
-            f"label column {name} must hold 0 and 1 only",
-            why=[f"found {found!r}, and {int(wrong.sum())} such rows in this chunk"],
-            way_out="filter or map the labels, or name another label column in the schema",
-        )
-    return values.astype(np.float32)
-
-
-def dense_values(column: pa.ChunkedArray, *, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encoded values [n] float32, and which rows were missing (null or NaN) and infinite [n] bool."""
-    values = _numbers(column, name)
-    missing, infinite = np.isnan(values), np.isinf(values)
-    values[missing | infinite] = 0.0
-    return (np.sign(values) * np.log1p(np.abs(values))).astype(np.float32), missing, infinite
+REASONS = (
+    "missing dense values",
+    "infinite dense values",
+    "missing categories",
+    "unknown categories",
+    "malformed lines",
+)
+# Part of the identity of sources and shards: raise it whenever the same file gives other batches.
+ENCODING = 1
 
 
-def category_strings(column: pa.ChunkedArray, *, name: str) -> pa.ChunkedArray:
-    """Categories as strings; null, NaN and the empty string are null."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+def encoded(chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> Block:
+    """The rows of a chunk, with the counts of `REASONS`."""
+    rows = len(chunk)
+    dense = np.empty((rows, len(schema.dense)), np.float32)
+    sparse = np.empty((rows, len(schema.sparse)), np.int64)
+    counts = np.zeros((rows, len(REASONS)), np.int32)
+    for index, name in enumerate(schema.dense):
+        dense[:, index], missing, infinite = dense_values(chunk.table[name], name=name)
+        counts[:, 0] += missing
+        counts[:, 1] += infinite
+    for index, name in enumerate(schema.sparse):
+        strings = category_strings(chunk.table[name], name=name)
+        absent = strings.is_null().to_numpy()
+        ids = vocabulary.encode(name, strings)
+        sparse[:, index] = ids
+        counts[:, 2] += absent
+        counts[:, 3] += (ids == 0) & ~absent
+    counts[:, 4] = chunk.skipped
+    label = label_values(chunk.table[schema.label], name=schema.label)
+    block = Block(dense=dense, sparse=sparse, label=label, counts=counts)
+    return block if schema.sequence is None else _with_sequence(block, chunk, schema, vocabulary)
 
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if pa.types.is_floating(column.type):
-        column = pc.if_else(pc.is_nan(column), None, column)
+
+def encoded_of(path: Path, chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> Block:
+    """`encoded`, with the file's name in what it refuses."""
     try:
-        strings = column.cast(pa.string())
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataRefused(
-            f"column {name} of type {column.type} cannot be read as categories",
-            why=[str(error)],
-            way_out="name another column in the schema, or store this one as strings or integers",
-        ) from error
-    return pc.if_else(pc.equal(strings, ""), None, strings)
+        return encoded(chunk, schema, vocabulary)
+    except DataRefused as error:
+        raise DataRefused(f"{path}: {error.what}", why=error.why, way_out=error.way_out) from error
 
 
-def _numbers(column: pa.ChunkedArray, name: str) -> np.ndarray:
-    """A private copy of the column as float64 [n], null -> NaN."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+def history_in(schema: Schema, vocabulary: Vocabulary | HashedVocabulary) -> History | None:
+    """The sequence feature that rows of the schema have."""
+    if schema.sequence is None:
+        return None
+    return History(length=schema.sequence_length, vocab_size=vocabulary.size(schema.sequence))
 
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        column = pc.if_else(pc.equal(column, ""), None, column)
-    try:
-        numbers = column.cast(pa.float64(), safe=False)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataRefused(
-            f"column {name} of type {column.type} cannot be read as numbers",
-            why=[str(error)],
-            way_out="correct the value, or give the column its right role in the schema",
-        ) from error
-    return np.array(numbers.to_numpy(), np.float64)
+
+def _with_sequence(
+    block: Block, chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabulary
+) -> Block:
+    name, length = schema.sequences[0], schema.sequence_length
+    strings, row, place = sequence_strings(chunk.table[name], name=name, length=length)
+    ids = vocabulary.encode(name, strings)
+    absent = strings.is_null().to_numpy()
+    rows = len(block)
+    sequence = np.zeros((rows, length), np.int64)
+    sequence[row, place] = ids
+    block.counts[:, 2] += np.bincount(row[absent], minlength=rows).astype(np.int32)
+    block.counts[:, 3] += np.bincount(row[(ids == 0) & ~absent], minlength=rows).astype(np.int32)
+    return Block(
+        **block.arrays(), sequence=sequence, lengths=np.bincount(row, minlength=rows).astype(np.int64)
+    )

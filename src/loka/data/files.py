@@ -25,6 +25,11 @@ class TableFile:
     size: int
     mtime_ns: int
 
+    @property
+    def compressed(self) -> bool:
+        """Whether a text file has to be read from its beginning."""
+        return self.path.suffix.lower() in COMPRESSIONS
+
 
 def open_files(paths: Paths, *, format: str | None = None) -> tuple[TableFile, ...]:
     """The files in the order given, their format from the suffix unless `format` names it."""
@@ -53,7 +58,10 @@ def _open(path: Path, format: str | None) -> TableFile:
     except OSError as error:
         raise DataRefused(f"{path}: cannot be opened", why=[str(error)]) from error
     if not path.is_file():
-        raise DataRefused(f"{path}: not a file", way_out="pass the files of a folder one by one")
+        raise DataRefused(
+            f"{path}: not a file",
+            way_out="pass the files of a folder one by one, or open_shards for a prepared folder",
+        )
     if status.st_size == 0:
         raise DataRefused(f"{path}: the file is empty")
     return TableFile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ class Schema:
 
     `separator` and `header` are hints for text files; None means what the suffix says: .csv has commas and a
     header line, .tsv and .txt have tabs, no header, and the columns in the order label, dense, sparse.
+
+    `sequence` names a list column of categories, oldest first, of which the last `sequence_length` are used.
     """
 
     label: str
@@ -24,6 +26,8 @@ class Schema:
     sparse: tuple[str, ...]
     separator: str | None = None
     header: bool | None = None
+    sequence: str | None = None
+    sequence_length: int = 50
 
     def __post_init__(self) -> None:
         folded = [name.casefold() for name in self.columns]
@@ -35,11 +39,23 @@ class Schema:
             )
         if not self.dense and not self.sparse:
             raise DataRefused("the schema has no features", way_out="name dense or sparse columns")
+        if self.sequence_length < 1:
+            raise DataRefused(f"sequence_length is {self.sequence_length}", way_out="at least 1")
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Label, dense, sparse: the order of headerless files and of everything read."""
-        return (self.label, *self.dense, *self.sparse)
+        """Label, dense, sparse, sequence: the order of headerless files and of everything read."""
+        return (self.label, *self.dense, *self.sparse, *self.sequences)
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The sequence column, or nothing."""
+        return () if self.sequence is None else (self.sequence,)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; what it does not use is left out, so that its digest stays when a use is added."""
+        unused = {"sequence", "sequence_length"} if self.sequence is None else set()
+        return {name: value for name, value in asdict(self).items() if name not in unused}
 
     def locate(self, present: Sequence[str], *, where: str) -> tuple[int, ...]:
         """The index in `present` of each of `columns`; `where` names the file in errors."""
@@ -60,7 +76,8 @@ class Schema:
     def from_json(cls, path: str | Path) -> Schema:
         """Read a schema file in either of two spellings.
 
-        Ours: `{"label": "y", "dense": [...], "sparse": [...], "separator": ",", "header": true}`.
+        Ours: `{"label": "y", "dense": [...], "sparse": [...], "separator": ",", "header": true}`,
+        and for a list column `"sequence": "history", "sequence_length": 50`.
         BARS / FuxiCTR: `{"label_col": {"name": "y"}, "feature_cols": [{"name": "a" or ["a", "b"],
         "type": "numeric" or "categorical", "active": true}, ...]}`; inactive features are left out.
         """

@@ -14,8 +14,10 @@ from dataclasses import asdict
 
 import numpy as np
 
-from loka.data.batch import Batch
+from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
+from loka.data.history import ROWS as HISTORY_ROWS
+from loka.data.history import HistoryWorld, draw_history, history_logits, make_history
 from loka.data.teacher import (
     ROWS,
     World,
@@ -43,6 +45,8 @@ class SyntheticClicks:
     `seed` fixes the world, teacher included. Rows [first_row, first_row + rows) of that world are split into
     `shards` contiguous parts, of which this source is number `shard`; so a held-out set is a later row range
     of the same seed. `vocab_sizes` count id 0, which stands for a missing value; ids are sorted by frequency.
+    With `history` > 0 every row has a sequence of up to so many ids of the first column, on which its label
+    depends (`loka.data.history`); that is another world than the one without.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class SyntheticClicks:
         base_rate: float = 0.2,
         alpha: float = 1.05,
         first_row: int = 0,
+        history: int = 0,
     ) -> None:
         if rows < 1 or first_row < 0 or seed < 0 or dense_features < 0:
             raise ValueError(
                 f"rows={rows}, first_row={first_row}, seed={seed}, dense_features={dense_features}: "
                 "need rows >= 1 and the others >= 0"
             )
+        if history < 0:
+            raise ValueError(f"history={history}: the longest history, or 0 for none")
         if not 0.0 < base_rate < 1.0:
             raise ValueError(f"base_rate={base_rate}: a click rate lies strictly between 0 and 1")
         if not vocab_sizes or min(vocab_sizes) < 2:
@@ -76,6 +83,7 @@ class SyntheticClicks:
             base_rate=base_rate,
             alpha=alpha,
         )
+        self._history = history
         self._totals = np.zeros(len(REASONS), np.int64)
 
     @property
@@ -91,12 +99,19 @@ class SyntheticClicks:
         return self._config.vocab_sizes
 
     @property
+    def history(self) -> History | None:
+        if not self._history:
+            return None
+        return History(length=self._history, vocab_size=self._config.vocab_sizes[0])
+
+    @property
     def identity(self) -> str:
         config = {
             "source": "SyntheticClicks",
             "generation": GENERATION,
             "range": [self._first, self._last],
             **asdict(self._config),
+            **({"history": self._history} if self._history else {}),
         }
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
@@ -117,20 +132,27 @@ class SyntheticClicks:
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[Block, np.ndarray]]:
         world = make_world(self._config)
+        seen = make_history(self._config, self._history) if self._history else None
         position, end = self._first + first, self._first + last
         while position < end:
             index, inside = divmod(position, BLOCK_ROWS)
-            block, logits = _generate(world, self._config.seed, index)
+            block, logits = _generate(world, seen, self._config.seed, index)
             stop = min(BLOCK_ROWS, inside + end - position)
             yield block.rows(inside, stop), logits[inside:stop]
             position += stop - inside
 
 
-def _generate(world: World, seed: int, index: int) -> tuple[Block, np.ndarray]:
+def _generate(world: World, seen: HistoryWorld | None, seed: int, index: int) -> tuple[Block, np.ndarray]:
     """Block `index` of the world's rows, and the logits [BLOCK_ROWS] its labels were drawn from."""
     rng = stream(seed, ROWS, index)
     features = draw_features(world, rng, BLOCK_ROWS)
     logits = teacher_logits(world, features.dense, features.sparse)
+    extra = {}
+    if seen is not None:
+        sequence, lengths = draw_history(seen, stream(seed, HISTORY_ROWS, index), BLOCK_ROWS)
+        logits = logits + history_logits(seen, features.sparse[:, 0], sequence, lengths)
+        extra = {"sequence": sequence, "lengths": lengths}
     label = (rng.random(BLOCK_ROWS) < sigmoid(logits)).astype(np.float32)
     counts = np.stack([features.missing_dense, features.missing_sparse], axis=1).astype(np.int32)
-    return Block(dense=features.dense, sparse=features.sparse, label=label, counts=counts), logits
+    block = Block(dense=features.dense, sparse=features.sparse, label=label, counts=counts, **extra)
+    return block, logits

@@ -5,29 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch
+from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
-from loka.data.encoding import category_strings, dense_values, label_values
+from loka.data.encoding import ENCODING, REASONS, encoded, history_in
 from loka.data.files import Paths, open_files
 from loka.data.rows import count_rows, read_rows
 from loka.data.schema import CRITEO, Schema
 from loka.data.text import Chunk
 from loka.data.vocabulary import HashedVocabulary, Vocabulary, build_vocabulary
-
-REASONS = (
-    "missing dense values",
-    "infinite dense values",
-    "missing categories",
-    "unknown categories",
-    "malformed lines",
-)
-# Part of `identity`: raise it whenever the same file gives other batches.
-ENCODING = 1
 
 
 class TableClicks:
@@ -82,12 +71,16 @@ class TableClicks:
         return self._sizes
 
     @property
+    def history(self) -> History | None:
+        return history_in(self._schema, self._vocabulary)
+
+    @property
     def identity(self) -> str:
         config = {
             "source": "TableClicks",
             "encoding": ENCODING,
             "files": [[file.path.name, file.format, file.size, file.mtime_ns] for file in self._files],
-            "schema": asdict(self._schema),
+            "schema": self._schema.to_dict(),
             "vocabulary": self._vocabulary.digest,
             "range": [self._first, self._last],
         }
@@ -108,24 +101,7 @@ class TableClicks:
         return dict(zip(REASONS, map(int, self._totals), strict=True))
 
     def _encoded(self, chunk: Chunk) -> Block:
-        schema, rows = self._schema, len(chunk)
-        dense = np.empty((rows, len(schema.dense)), np.float32)
-        sparse = np.empty((rows, len(schema.sparse)), np.int64)
-        counts = np.zeros((rows, len(REASONS)), np.int32)
-        for index, name in enumerate(schema.dense):
-            dense[:, index], missing, infinite = dense_values(chunk.table[name], name=name)
-            counts[:, 0] += missing
-            counts[:, 1] += infinite
-        for index, name in enumerate(schema.sparse):
-            strings = category_strings(chunk.table[name], name=name)
-            absent = strings.is_null().to_numpy()
-            ids = self._vocabulary.encode(name, strings)
-            sparse[:, index] = ids
-            counts[:, 2] += absent
-            counts[:, 3] += (ids == 0) & ~absent
-        counts[:, 4] = chunk.skipped
-        label = label_values(chunk.table[schema.label], name=schema.label)
-        return Block(dense=dense, sparse=sparse, label=label, counts=counts)
+        return encoded(chunk, self._schema, self._vocabulary)
 
 
 def open_table(

@@ -80,7 +80,7 @@ def make_world(config: WorldConfig) -> World:
     vocab_sizes, dense_features = config.vocab_sizes, config.dense_features
     rng = stream(config.seed, FIXED)
     missing = np.array([MISSING[f % len(MISSING)] for f in range(len(vocab_sizes))])
-    cdfs = tuple(_id_cdf(size, config.alpha, share) for size, share in zip(vocab_sizes, missing, strict=True))
+    cdfs = tuple(id_cdf(size, config.alpha, share) for size, share in zip(vocab_sizes, missing, strict=True))
     # A table's say in the logit shrinks with its size: large tables are mostly names of rare things.
     # Interactions are uneven: spread over all pairs of columns, no finite training set could show them.
     spread = np.array([0.4] + [1.0] * (WIDTH - 1))
@@ -134,7 +134,21 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-logits))
 
 
-def _id_cdf(size: int, alpha: float, missing: float) -> np.ndarray:
+def base_rate_bias(logits: np.ndarray, base_rate: float) -> float:
+    """What to add to logits [n] so that the mean probability is `base_rate`, by bisection."""
+    spread = float(np.abs(logits).max())
+    centre = math.log(base_rate / (1.0 - base_rate))
+    low, high = centre - spread, centre + spread
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        if sigmoid(logits + middle).mean() < base_rate:
+            low = middle
+        else:
+            high = middle
+    return 0.5 * (low + high)
+
+
+def id_cdf(size: int, alpha: float, missing: float) -> np.ndarray:
     """Cumulative probabilities of ids 0..size-1: id 0 is a missing value, id i >= 1 has weight i^-alpha."""
     weights = np.arange(1, size) ** -alpha
     cdf = np.cumsum(np.concatenate([[missing], (1.0 - missing) * weights / weights.sum()]))
@@ -172,13 +186,4 @@ def _calibrated(world: World, *, seed: int, base_rate: float) -> World:
         component_gain=np.array(LOGIT_STD) / (components.std(axis=0) + 1e-12),
     )
     unbiased = teacher_logits(world, sample.dense, sample.sparse)
-    spread = float(np.abs(unbiased).max())
-    centre = math.log(base_rate / (1.0 - base_rate))
-    low, high = centre - spread, centre + spread
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        if sigmoid(unbiased + middle).mean() < base_rate:
-            low = middle
-        else:
-            high = middle
-    return replace(world, bias=0.5 * (low + high))
+    return replace(world, bias=base_rate_bias(unbiased, base_rate))

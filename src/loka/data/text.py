@@ -14,7 +14,7 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -31,10 +31,14 @@ LONGEST_LINE = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """`table` has the schema's columns under its names; `skipped` [n] counts the lines skipped per row."""
+    """`table` has the schema's columns under its names; `skipped` [n] counts the lines skipped per row.
+
+    `lost` counts the lines skipped in a part of a file that has no row to charge them to.
+    """
 
     table: pa.Table
     skipped: np.ndarray
+    lost: int = 0
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -54,20 +58,34 @@ class _Layout:
     places: tuple[int, ...]
 
 
-def text_chunks(file: TableFile, schema: Schema, *, label_only: bool = False) -> Iterator[Chunk]:
-    """The rows of a text file in order; `label_only` skips converting the features, to count rows fast."""
+def text_chunks(
+    file: TableFile, schema: Schema, *, label_only: bool = False, span: tuple[int, int] | None = None
+) -> Iterator[Chunk]:
+    """The rows of a text file in order; `label_only` skips converting the features, to count rows fast.
+
+    With `span` only the lines that begin in those bytes [first, last) of an uncompressed file, of which there
+    may be none.
+    """
     import pyarrow as pa
 
-    blocks = _whole_lines(file)
-    first = next(blocks, b"").removeprefix(b"\xef\xbb\xbf")
-    layout, first = _layout(file, schema, first)
+    if schema.sequence is not None:
+        raise DataRefused(
+            f"{file.path}: column {schema.sequence} cannot be read as a sequence",
+            why=["text files have no list columns"],
+            way_out="store the rows as parquet, or leave `sequence` out of the schema",
+        )
+    after = span[0] if span else 0
+    blocks = _whole_lines(file, span)
+    # A header line is the file's, whichever part of it is read.
+    head = next(_whole_lines(file, None) if after else blocks, b"").removeprefix(b"\xef\xbb\xbf")
+    layout, first = _layout(file, schema, head)
     held: Chunk | None = None
     carried = rows = 0
-    for block in _with_first(first, blocks):
+    for block in blocks if after else _with_first(first, blocks):
         try:
             chunk, trailing = _parse(block, layout, label_only=label_only)
         except pa.ArrowInvalid as error:
-            raise _refusal(error, layout, rows) from error
+            raise _refusal(error, layout, f"row {rows}" + f" after byte {after}" * bool(after)) from error
         if not len(chunk):
             carried += trailing
             continue
@@ -77,6 +95,10 @@ def text_chunks(file: TableFile, schema: Schema, *, label_only: bool = False) ->
         if held is not None:
             yield held
         held = chunk
+    if held is None and span is not None:
+        empty = pa.table({name: pa.array([], pa.string()) for name in schema.columns})
+        yield Chunk(table=empty, skipped=np.empty(0, np.int64), lost=carried)
+        return
     if held is None:
         raise DataRefused(
             f"{file.path}: no readable row",
@@ -177,39 +199,63 @@ def _with_first(first: bytes, blocks: Iterator[bytes]) -> Iterator[bytes]:
     yield from blocks
 
 
-def _whole_lines(file: TableFile) -> Iterator[bytes]:
-    """The decompressed file in blocks that end where a line ends."""
-    import pyarrow as pa
-
+def _whole_lines(file: TableFile, span: tuple[int, int] | None) -> Iterator[bytes]:
+    """The lines of the file, or those that begin in a span of it, in blocks that end where a line ends."""
     try:
-        with pa.input_stream(str(file.path), compression="detect") as stream:
-            rest = b""
-            while data := stream.read(BLOCK_BYTES):
-                cut = data.rfind(b"\n") + 1
-                if cut:
-                    yield rest + data[:cut]
-                    rest = data[cut:]
-                else:
-                    rest += data
-                if len(rest) > LONGEST_LINE:
-                    raise DataRefused(
-                        f"{file.path}: no line end within {LONGEST_LINE >> 20} MiB",
-                        way_out="check that this is a text table",
-                    )
-            if rest:
-                yield rest
+        rest = b""
+        for data in _decompressed(file) if span is None else _between(file, *span):
+            cut = data.rfind(b"\n") + 1
+            if cut:
+                yield rest + data[:cut]
+                rest = data[cut:]
+            else:
+                rest += data
+            if len(rest) > LONGEST_LINE:
+                raise DataRefused(
+                    f"{file.path}: no line end within {LONGEST_LINE >> 20} MiB",
+                    way_out="check that this is a text table",
+                )
+        if rest:
+            yield rest
     except OSError as error:
         raise DataRefused(f"{file.path}: cannot be read", why=[str(error)]) from error
 
 
-def _refusal(error: Exception, layout: _Layout, rows: int) -> DataRefused:
+def _decompressed(file: TableFile) -> Iterator[bytes]:
+    import pyarrow as pa
+
+    with pa.input_stream(str(file.path), compression="detect") as stream:
+        while data := stream.read(BLOCK_BYTES):
+            yield data
+
+
+def _between(file: TableFile, first: int, last: int) -> Iterator[bytes]:
+    """The bytes of the lines that begin in [first, last)."""
+    with file.path.open("rb") as stream:
+        end = _line_start(stream, last)
+        position = _line_start(stream, first)
+        stream.seek(position)
+        while position < end and (data := stream.read(min(BLOCK_BYTES, end - position))):
+            position += len(data)
+            yield data
+
+
+def _line_start(stream: BinaryIO, byte: int) -> int:
+    if not byte:
+        return 0
+    stream.seek(byte - 1)
+    stream.readline(LONGEST_LINE)
+    return stream.tell()
+
+
+def _refusal(error: Exception, layout: _Layout, where: str) -> DataRefused:
     """Name the column and the value that pyarrow could not convert."""
     found = re.search(r"In CSV column #(\d+): (?:Row #(\d+): )?(.*)", str(error), re.DOTALL)
     if found is None or int(found[1]) not in layout.places:
-        return DataRefused(f"{layout.file.path}: cannot be parsed after row {rows}", why=[str(error)])
+        return DataRefused(f"{layout.file.path}: cannot be parsed after {where}", why=[str(error)])
     name = layout.schema.columns[layout.places.index(int(found[1]))]
     return DataRefused(
         f"{layout.file.path}: column {name} (field {int(found[1]) + 1}) holds a value of the wrong kind",
-        why=[found[3].strip(), f"about line {int(found[2] or 0)} of the block that starts at row {rows}"],
+        why=[found[3].strip(), f"about line {int(found[2] or 0)} of the block that starts at {where}"],
         way_out="correct the line, or give the column its right role in the schema",
     )

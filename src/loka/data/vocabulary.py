@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from loka.core.exceptions import DataRefused
-from loka.data.encoding import category_strings
+from loka.core.files import read_record, write_record
+from loka.data.columns import category_strings, sequence_strings
 from loka.data.files import Paths, open_files
-from loka.data.rows import count_rows, read_rows
+from loka.data.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.schema import CRITEO, Schema
+from loka.data.workers import Track, as_done, in_order, processors, untracked
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 # Distinct values that wait to be merged into a column's counts: bounds memory at a few MB per column.
 PENDING = 1 << 18
+# Text that one thread counts at a time.
+PIECE_BYTES = 64 << 20
+_KIND, _VERSION = "vocabulary", 1
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,11 @@ class Vocabulary:
 
     def encode(self, column: str, values: pa.ChunkedArray) -> np.ndarray:
         """Ids [n] int64 of strings [n]; null and unknown -> 0."""
-        import pyarrow.compute as pc
+        return _by_distinct(values, self._tables[column].ids)
 
-        index = pc.index_in(values, value_set=self._value_sets[column], skip_nulls=True)
-        return pc.add(pc.fill_null(index, -1), 1).to_numpy().astype(np.int64)
+    def prepare(self) -> None:
+        """Make the tables that `encode` looks up; threads that encode at once would each make their own."""
+        _ = self._tables
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `vocabulary_from_dict` reads it back."""
@@ -55,10 +62,8 @@ class Vocabulary:
         return _digest(self.to_dict())
 
     @cached_property
-    def _value_sets(self) -> dict[str, pa.Array]:
-        import pyarrow as pa
-
-        return {column: pa.array(known, pa.string()) for column, known in self.categories.items()}
+    def _tables(self) -> dict[str, _Table]:
+        return {column: _Table(known) for column, known in self.categories.items()}
 
     def _known(self, column: str) -> tuple[str, ...]:
         if column not in self.categories:
@@ -82,10 +87,7 @@ class HashedVocabulary:
 
     def encode(self, column: str, values: pa.ChunkedArray) -> np.ndarray:
         """Ids [n] int64 of strings [n]; null -> 0."""
-        coded = values.combine_chunks().dictionary_encode()
-        ids = 1 + (_fnv1a(coded.dictionary) % np.uint64(self.buckets)).astype(np.int64)
-        index = coded.indices.fill_null(-1).to_numpy()
-        return np.append(ids, 0)[index]
+        return _by_distinct(values, self._ids)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `vocabulary_from_dict` reads it back."""
@@ -95,6 +97,9 @@ class HashedVocabulary:
     def digest(self) -> str:
         """sha256 of the content; equal digests encode equally."""
         return _digest(self.to_dict())
+
+    def _ids(self, strings: pa.Array) -> np.ndarray:
+        return 1 + (_fnv1a(strings) % np.uint64(self.buckets)).astype(np.int64)
 
 
 def hashed_vocabulary(buckets: int) -> HashedVocabulary:
@@ -113,19 +118,43 @@ def build_vocabulary(
     min_count: int = 2,
     max_size: int | None = None,
     format: str | None = None,
+    workers: int | None = None,
+    track: Track = untracked,
 ) -> Vocabulary:
     """The categories seen at least `min_count` times in rows [first_row, first_row + rows) of the files.
 
     Pass the training rows only. `max_size` keeps the most frequent of a column; equal counts go by name.
+    Pieces of the files are counted by `workers` threads, one per CPU if None. Memory grows with the number of
+    distinct categories, rare ones included; hash where they do not fit.
     """
     opened = open_files(files, format=format)
-    total = sum(count_rows(file, schema) for file in opened)
-    last = total if rows is None else min(first_row + rows, total)
-    counts = {column: _Counts() for column in schema.sparse}
-    for chunk in read_rows(opened, schema, first=first_row, last=last):
-        for column in schema.sparse:
-            counts[column].add(category_strings(chunk.table[column], name=column))
-    return Vocabulary({column: counts[column].known(min_count, max_size) for column in schema.sparse})
+    columns = (*schema.sparse, *schema.sequences)
+    counts = {column: _Counts() for column in columns}
+
+    def count(part: tuple[Piece, int, int | None]) -> dict[str, pa.Table]:
+        piece, first, last = part
+        found = {column: _Counts() for column in columns}
+        position = 0
+        for chunk in piece_chunks(piece, schema):
+            low, high = (
+                max(first - position, 0),
+                min(len(chunk), len(chunk) if last is None else last - position),
+            )
+            position += len(chunk)
+            if low < high:
+                for column in columns:
+                    found[column].add(_strings(chunk.rows(low, high).table[column], column, schema))
+            if last is not None and position >= last:
+                break
+        return {column: partial.merged() for column, partial in found.items()}
+
+    pieces = [piece for file in opened for piece in pieces_of(file, schema, target=PIECE_BYTES)]
+    workers = workers or processors()
+    parts = _parts(pieces, schema, first_row, rows, workers)
+    for tables in track(as_done(count, parts, workers=workers), "vocabulary", len(parts)):
+        for column, table in tables.items():
+            counts[column].merge(table)
+    return Vocabulary({column: counts[column].known(min_count, max_size) for column in columns})
 
 
 def vocabulary_from_dict(content: Mapping[str, Any]) -> Vocabulary | HashedVocabulary:
@@ -137,39 +166,134 @@ def vocabulary_from_dict(content: Mapping[str, Any]) -> Vocabulary | HashedVocab
     raise DataRefused("not a vocabulary", why=[f"kind is {content.get('kind')!r}, known: 'known', 'hashed'"])
 
 
+def write_vocabulary(path: Path, vocabulary: Vocabulary | HashedVocabulary, *, made_for: str = "") -> None:
+    """A record file; `made_for` names what it belongs to."""
+    content = {"made_for": made_for, "vocabulary": vocabulary.to_dict()}
+    write_record(path, kind=_KIND, version=_VERSION, content=content)
+
+
+def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | HashedVocabulary:
+    """What `write_vocabulary` wrote.
+
+    Raises:
+        FileRefused: missing, damaged, or not `made_for` that.
+    """
+
+    def parse(content: dict[str, Any]) -> Vocabulary | HashedVocabulary:
+        if made_for not in (None, content["made_for"]):
+            raise ValueError("it was made for something else")
+        return vocabulary_from_dict(content["vocabulary"])
+
+    return read_record(path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse)
+
+
+class _Table:
+    """Ids of known categories, found by hash and then compared.
+
+    pyarrow's `index_in` builds its table anew at every call, which for a million categories takes far longer
+    than looking up the few thousand distinct strings of a chunk.
+    """
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        import pyarrow as pa
+
+        self._known = pa.array(known, pa.string())
+        hashes = _fnv1a(self._known)
+        self._places = np.argsort(hashes)
+        self._hashes = hashes[self._places]
+
+    def ids(self, strings: pa.Array) -> np.ndarray:
+        """Ids [n] int64 of strings [n] without nulls; unknown -> 0."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        ids = np.zeros(len(strings), np.int64)
+        if not len(self._hashes):
+            return ids
+        hashes = _fnv1a(strings)
+        found = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        hit = np.flatnonzero(self._hashes[found] == hashes)
+        places = self._places[found[hit]]
+        same = pc.equal(self._known.take(pa.array(places)), strings.take(pa.array(hit))).to_numpy(False)
+        ids[hit[same]] = places[same] + 1
+        if not same.all():  # two strings of one hash
+            rest = hit[~same]
+            index = pc.index_in(strings.take(pa.array(rest)), value_set=self._known)
+            ids[rest] = pc.add(pc.fill_null(index, -1), 1).to_numpy()
+        return ids
+
+
+def _by_distinct(values: pa.ChunkedArray, ids: Callable[[pa.Array], np.ndarray]) -> np.ndarray:
+    """`ids` of strings [n], computed once for each distinct one; null -> 0."""
+    coded = values.combine_chunks().dictionary_encode()
+    index = coded.indices.fill_null(-1).to_numpy()
+    return np.append(ids(coded.dictionary), 0)[index]
+
+
 class _Counts:
     """How often each string occurred; new chunks wait until merging them is worth a pass."""
 
     def __init__(self) -> None:
         self._tables: list[pa.Table] = []
         self._waiting = 0
+        self._settled = 0  # distinct values merged so far
 
     def add(self, strings: pa.ChunkedArray) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         values, counts = pc.value_counts(pc.drop_null(strings)).flatten()
-        self._tables.append(pa.table({"value": values, "count": counts}))
-        self._waiting += len(values)
-        if self._waiting > PENDING:
-            self._tables, self._waiting = [self._merged()], 0
+        self.merge(pa.table({"value": values, "count": counts}))
+
+    def merge(self, table: pa.Table) -> None:
+        """Add the counts of another table."""
+        self._tables.append(table)
+        self._waiting += len(table)
+        if self._waiting > max(PENDING, self._settled):
+            self._tables = [self.merged()]
+            self._settled, self._waiting = len(self._tables[0]), 0
 
     def known(self, min_count: int, max_size: int | None) -> tuple[str, ...]:
         import pyarrow.compute as pc
 
-        if not self._tables:
-            return ()
-        merged = self._merged()
+        merged = self.merged()
         kept = merged.filter(pc.greater_equal(merged["count"], min_count))
         if max_size is not None:
             kept = kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
         return tuple(sorted(kept["value"].to_pylist()))
 
-    def _merged(self) -> pa.Table:
+    def merged(self) -> pa.Table:
+        """`value` and `count`, each value once."""
         import pyarrow as pa
 
+        if not self._tables:
+            return pa.table({"value": pa.array([], pa.string()), "count": pa.array([], pa.int64())})
         summed = pa.concat_tables(self._tables).group_by("value").aggregate([("count", "sum")])
         return pa.table({"value": summed["value"], "count": summed["count_sum"]})
+
+
+def _strings(column: pa.ChunkedArray, name: str, schema: Schema) -> pa.ChunkedArray:
+    if name in schema.sequences:
+        return sequence_strings(column, name=name, length=schema.sequence_length)[0]
+    return category_strings(column, name=name)
+
+
+def _parts(
+    pieces: list[Piece], schema: Schema, first_row: int, rows: int | None, workers: int
+) -> list[tuple[Piece, int, int | None]]:
+    """The pieces that hold the rows asked for, and which rows of each; None: to the end, uncounted."""
+    if not first_row and rows is None:
+        return [(piece, 0, None) for piece in pieces]
+    counted = in_order(lambda piece: count_piece(piece, schema), pieces, workers=workers, ahead=workers)
+    parts: list[tuple[Piece, int, int | None]] = []
+    position = 0
+    for piece, present in zip(pieces, counted, strict=True):
+        low = max(first_row - position, 0)
+        high = present if rows is None else min(first_row + rows - position, present)
+        if low < high:
+            parts.append((piece, low, high))
+        position += present
+    return parts
 
 
 def _fnv1a(strings: pa.Array) -> np.ndarray:

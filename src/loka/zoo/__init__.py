@@ -1,13 +1,34 @@
 """Recommendation models in plain PyTorch, from their papers: `build("wukong", ...)`.
 
-Every linear map is an `nn.Linear`; every model is `forward(dense [B, D], sparse [B, F]) -> logits [B]`.
+Every linear map is an `nn.Linear`; every model is `forward(dense [B, D], sparse [B, F]) -> logits [B]`,
+and with a `HistoryTable` `forward(dense, sparse, sequence [B, L], lengths [B])`.
 `dense_part(model)` is the same without the tables, called with looked-up rows [B, F, dim].
 """
 
 from loka.zoo.dcn import DCNv2
+from loka.zoo.dhen import DHEN
 from loka.zoo.dlrm import DLRM
-from loka.zoo.embedded import dense_part
-from loka.zoo.presets import build, presets
+from loka.zoo.embedded import dense_part, look_up
+from loka.zoo.history import HistoryTable
+from loka.zoo.hstu import HSTU
+from loka.zoo.interformer import InterFormer
+from loka.zoo.inventory import inventory
+from loka.zoo.presets import build, needs_sequences, presets, takes_history
 from loka.zoo.wukong import Wukong
 
-__all__ = ["DLRM", "DCNv2", "Wukong", "build", "dense_part", "presets"]
+__all__ = [
+    "DHEN",
+    "DLRM",
+    "HSTU",
+    "DCNv2",
+    "HistoryTable",
+    "InterFormer",
+    "Wukong",
+    "build",
+    "dense_part",
+    "inventory",
+    "look_up",
+    "needs_sequences",
+    "presets",
+    "takes_history",
+]

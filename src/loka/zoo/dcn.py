@@ -31,7 +31,7 @@ class CrossLayer(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """dense [B, D], sparse [B, F] -> logits [B].
+    """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
 
     `bottom` None gives every dense feature a vector of its own (BARS); widths give one token (MLPerf).
     """
@@ -65,7 +65,13 @@ class DCNv2(nn.Module):
         self.parallel = parallel
         self.logit = nn.Linear(deep[-1] + (features if parallel else 0), 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        sequence: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x0 = self.front(dense, sparse).flatten(1)
         x = x0
         for layer in self.cross:

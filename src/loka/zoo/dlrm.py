@@ -31,7 +31,10 @@ class PairwiseDots(nn.Module):
 
 
 class DLRM(nn.Module):
-    """dense [B, D], sparse [B, F] -> logits [B]. `bottom` leaves out its last width, the embedding's."""
+    """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
+
+    `bottom` leaves out its last width, the embedding's.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,12 @@ class DLRM(nn.Module):
         self.top = mlp(embedding_dim + self.dots.out_features, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        sequence: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         tokens = self.front(dense, sparse)
         return self.logit(self.top(torch.cat([tokens[:, 0], self.dots(tokens)], dim=1))).squeeze(1)

@@ -2,6 +2,8 @@
 
     dense [B, D], rows [B, F, dim] -> logits [B]        rows[b, f] = table_f[id_bf]
 
+With a history, its rows [B, L, dim] take the place of its ids in the same way.
+
 Tables live elsewhere in large systems (TorchRec, FBGEMM), have sparse gradients, and cannot be
 captured in a CUDA graph; the rest can. The rows' gradient is what goes back to the tables.
 """
@@ -10,9 +12,19 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import nn
 
 from loka.zoo.layers import Front
+
+
+class LookedUp(nn.Module):
+    """Stands where the tables were: rows [B, F, dim] or [B, L, dim] pass as they are."""
+
+    def forward(self, rows: torch.Tensor, column: int | None = None) -> torch.Tensor:
+        if not rows.is_floating_point():
+            raise ValueError("the dense part is called with rows, not ids; look_up(model, ...) gives them")
+        return rows
 
 
 def dense_part(model: nn.Module) -> nn.Module:
@@ -29,12 +41,32 @@ def dense_part(model: nn.Module) -> nn.Module:
 
     Raises ValueError for a model without the zoo's `front`.
     """
-    front = getattr(model, "front", None)
-    if not isinstance(front, Front):
-        raise ValueError(f"{type(model).__name__} has no `front` of the zoo, so its tables are not known")
+    front = _front(model)
     # What is in a memo is not copied: deepcopy takes these as they are.
     shared = [*model.children(), *front.children(), *model.parameters(), *model.buffers()]
     memo: dict[int, object] = {id(part): part for part in shared if part is not front}
-    memo[id(front.embeddings)] = nn.Identity()
+    memo[id(front.embeddings)] = LookedUp()
     part: nn.Module = copy.deepcopy(model, memo)
     return part
+
+
+def look_up(
+    model: nn.Module, sparse: torch.Tensor, sequence: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The rows of ids [B, F], and of a history's [B, L], as `dense_part(model)` takes them in their places.
+
+    Padding is looked up as well; the model leaves it out by its lengths. A history that the model does not
+    read is passed on as it is. Raises ValueError for a model without the zoo's `front`.
+    """
+    front = _front(model)
+    rows = front.embeddings(sparse)
+    if sequence is None:
+        return (rows,)
+    return rows, sequence if front.history is None else front.embeddings(sequence, front.history)
+
+
+def _front(model: nn.Module) -> Front:
+    front = getattr(model, "front", None)
+    if not isinstance(front, Front):
+        raise ValueError(f"{type(model).__name__} has no `front` of the zoo, so its tables are not known")
+    return front

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import UnknownName
+from loka.zoo.history import HistoryTable
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU}
 
@@ -37,10 +38,25 @@ def mlp(
     return nn.Sequential(*layers)
 
 
+class TokenLinear(nn.Module):
+    """W X: [B, n, d] -> [B, out_tokens, d], a Linear on X^T: each new token is a weighted sum of the tokens.
+
+    Wukong's LCB, InterFormer's LCE, the W_m of DHEN, and the residual where the count of tokens changes.
+    """
+
+    def __init__(self, tokens: int, out_tokens: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(tokens, out_tokens, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Embeddings(nn.Module):
     """One merged table [sum V, dim] for all sparse features: ids [B, F] -> [B, F, dim].
 
     One lookup instead of F. The gradient is sparse, so the optimizer touches the rows of the batch only.
+    With `column` all ids [B, L] are that feature's; columns after the F given ids belong to histories.
     """
 
     offsets: torch.Tensor
@@ -57,8 +73,9 @@ class Embeddings(nn.Module):
             for part in self.table.weight.split(list(vocab_sizes)):
                 nn.init.uniform_(part, -(len(part) ** -0.5), len(part) ** -0.5)
 
-    def forward(self, sparse: torch.Tensor) -> torch.Tensor:
-        return self.table(sparse + self.offsets)
+    def forward(self, ids: torch.Tensor, column: int | None = None) -> torch.Tensor:
+        offsets = self.offsets[: ids.shape[1]] if column is None else self.offsets[column]
+        return self.table(ids + offsets)
 
 
 class DenseVectors(nn.Module):
@@ -77,7 +94,7 @@ class Front(nn.Module):
     """Features to tokens: dense [B, D], sparse [B, F] -> [B, tokens, dim], dense tokens first.
 
     With `bottom` widths the dense features make one token, MLP(bottom + [dim]); with None each makes its own,
-    as in FuxiCTR. Without dense features there is no dense token.
+    as in FuxiCTR. Without dense features there is no dense token. `history` adds `events`.
     """
 
     def __init__(
@@ -89,18 +106,21 @@ class Front(nn.Module):
         bottom: Sequence[int] | None,
         activation: str = "relu",
         norm: bool = False,
+        history: HistoryTable | None = None,
     ) -> None:
         super().__init__()
-        self.embeddings = Embeddings(vocab_sizes, dim)
+        self.history = None if history is None else history.place(vocab_sizes)
+        own = [history.vocab_size] if history and history.vocab_size else []
+        self.embeddings = Embeddings([*vocab_sizes, *own], dim)
         self.dense: nn.Module | None = None
-        dense_tokens = 0
+        self.dense_tokens = 0
         if dense_features and bottom is None:
             self.dense = DenseVectors(dense_features, dim)
-            dense_tokens = dense_features
+            self.dense_tokens = dense_features
         elif dense_features and bottom is not None:
             self.dense = mlp(dense_features, [*bottom, dim], activation=activation, norm=norm)
-            dense_tokens = 1
-        self.tokens = dense_tokens + len(vocab_sizes)
+            self.dense_tokens = 1
+        self.tokens = self.dense_tokens + len(vocab_sizes)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         tokens = self.embeddings(sparse)
@@ -108,3 +128,22 @@ class Front(nn.Module):
             return tokens
         batch, _, dim = tokens.shape
         return torch.cat([self.dense(dense).view(batch, -1, dim), tokens], dim=1)
+
+    def events(
+        self, sequence: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Ids [B, L] and lengths [B] to tokens [B, L, dim], zero past the length, and which are there [B, L].
+
+        None for a model without a history. Raises ValueError when sequences are given to such a model, or
+        not given to one that has a history.
+        """
+        if self.history is None:
+            if sequence is not None:
+                raise ValueError("the model was built without history=HistoryTable(...), but got sequences")
+            return None
+        if sequence is None or lengths is None:
+            raise ValueError(
+                "the model was built with a history; call it with sequence [B, L] and lengths [B]"
+            )
+        seen = torch.arange(sequence.shape[1], device=sequence.device) < lengths.unsqueeze(1)
+        return self.embeddings(sequence, self.history) * seen.unsqueeze(-1), seen

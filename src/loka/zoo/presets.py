@@ -1,9 +1,9 @@
 """Models by name: small ones for two CPU cores, and the published sizes.
 
 Table sizes stay the caller's choice, because the published tables do not fit in one machine; so does the
-count of features, and with it the shape of the first GEMM after the front. The sizes assume 13 dense and
-26 sparse features, Wukong's own (0.5gf to 22gf) 769 sparse ones.
-Wukong's sizes are named after GFLOP a sample in training, forward and backward, as its paper counts.
+count of features, and with it the shape of the first GEMM after the front. `inventory.FEATURES` has the
+counts that the published sizes were made for. Wukong's sizes are named after GFLOP a sample in training,
+forward and backward, as its paper counts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ from torch import nn
 
 from loka.core.exceptions import UnknownName
 from loka.zoo.dcn import DCNv2
+from loka.zoo.dhen import DHEN
 from loka.zoo.dlrm import DLRM
+from loka.zoo.history import HistoryTable
+from loka.zoo.hstu import HSTU
+from loka.zoo.interformer import InterFormer
 from loka.zoo.wukong import Wukong
 
-MODELS: dict[str, type[nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "wukong": Wukong}
+MODELS: dict[str, type[nn.Module]] = {
+    "dlrm": DLRM,
+    "dcnv2": DCNv2,
+    "wukong": Wukong,
+    "interformer": InterFormer,
+    "dhen": DHEN,
+    "hstu": HSTU,
+}
+TAKE_HISTORIES = ("interformer", "dhen", "hstu")
 
 # SiLU and LayerNorm, so that the mods have something to replace.
 _SMALL: dict[str, Any] = {"embedding_dim": 16, "activation": "silu", "norm": True}
@@ -32,6 +44,8 @@ _WUKONG: dict[str, Any] = {
     "top": (1024, 512),
     "norm": True,
 }
+# What the small sequence models share with each other.
+_SMALL_TOKENS: dict[str, Any] = {**_SMALL, "bottom": (64,), "layers": 2, "heads": 2, "top": (128, 64)}
 
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("dlrm", "small"): {**_SMALL, "bottom": (64,), "top": (256, 128, 64)},
@@ -88,6 +102,50 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "rank": 96,
         "hidden": (8192, 8192, 8192),
     },
+    ("wukong", "108gf"): {
+        **_WUKONG,
+        "layers": 8,
+        "fm_tokens": 192,
+        "lc_tokens": 192,
+        "rank": 192,
+        "hidden": (16384, 16384, 16384),
+    },
+    # small with attentive Y, which the published sizes above do without.
+    ("wukong", "attentive"): {
+        **_SMALL,
+        "bottom": (64,),
+        "layers": 2,
+        "fm_tokens": 8,
+        "lc_tokens": 8,
+        "rank": 8,
+        "hidden": (128,),
+        "top": (128, 64),
+        "attention": (64,),
+    },
+    # The largest of the paper's recipe for Criteo: l 4, n 16, k 24, d 128. What the MLPs of its FMBs and its
+    # top are we do not know; TorchEasyRec's, as below.
+    ("wukong", "criteo"): {
+        "embedding_dim": 128,
+        "bottom": (512, 256),
+        "layers": 4,
+        "fm_tokens": 16,
+        "lc_tokens": 16,
+        "rank": 24,
+        "hidden": (512,),
+        "top": (512, 64),
+        "norm": True,
+    },
+    # TorchEasyRec, examples/wukong_criteo.config.
+    ("wukong", "torcheasyrec"): {
+        "embedding_dim": 16,
+        "bottom": (512, 256),
+        "layers": 2,
+        "fm_tokens": 16,
+        "lc_tokens": 16,
+        "rank": 24,
+        "hidden": (512,),
+        "top": (512, 64),
+    },
     # FuxiCTR, WuKong model_config.yaml: each of 39 fields is a token.
     ("wukong", "fuxictr"): {
         "embedding_dim": 64,
@@ -99,6 +157,113 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "hidden": (512,),
         "top": (512, 256),
     },
+    ("interformer", "small"): {
+        **_SMALL_TOKENS,
+        "out_tokens": 8,
+        "module_tokens": 8,
+        "dot_tokens": 16,
+        "rank": 32,
+        "hidden": (128,),
+    },
+    # The paper's appendix B.2: 4 CLS, 2 PMA and 2 recent tokens, head 1024, 512, 256, 128. Layers, d and the
+    # 24 + 8 tokens before the head are as in our suite of shapes ("InterFormer-like", sizes assumed there);
+    # the rest of the interaction arch is ours.
+    ("interformer", "paper"): {
+        "embedding_dim": 160,
+        "bottom": (512, 256),
+        "layers": 3,
+        "out_tokens": 24,
+        "module_tokens": 16,
+        "dot_tokens": 32,
+        "rank": 512,
+        "hidden": (2048,),
+        "heads": 4,
+        "top": (1024, 512, 256, 128),
+        "norm": True,
+    },
+    ("dhen", "small"): {
+        **_SMALL_TOKENS,
+        "module_tokens": 4,
+        "dot_tokens": 16,
+        "rank": 32,
+        "hidden": 32,
+        "pooled": 2,
+    },
+    # Stand-in for LoKA's External Large FM, of which two GEMMs are published, the smallest and the largest of
+    # its 27 shapes (batch 2048): 256 -> 768, here in the dense MLP, and 123200 = 770 * 160 -> 1024, here the
+    # first cross layer over 770 tokens. All else is ours.
+    ("dhen", "elfm"): {
+        "embedding_dim": 160,
+        "bottom": (256, 768),
+        "layers": 4,
+        "module_tokens": 32,
+        "dot_tokens": 64,
+        "rank": 1024,
+        "heads": 4,
+        "hidden": 640,
+        "pooled": 8,
+        "top": (2048, 1024, 512),
+        "norm": True,
+    },
+    ("hstu", "small"): {
+        **_SMALL,
+        "bottom": (64,),
+        "width": 32,
+        "layers": 2,
+        "heads": 2,
+        "value_dim": 16,
+        "key_dim": 16,
+        "top": (64,),
+        "reach": 256,
+    },
+    # The paper's HSTU-large for MovieLens-1M, from its authors' configuration; the head is ours.
+    ("hstu", "large"): {
+        "embedding_dim": 50,
+        "bottom": (64,),
+        "width": 50,
+        "layers": 8,
+        "heads": 2,
+        "value_dim": 25,
+        "key_dim": 25,
+        "top": (64,),
+        "reach": 200,
+    },
+    # meta-recsys/generative-recommenders, dlrm_v3/configs.py; the head is ours.
+    ("hstu", "dlrmv3"): {
+        "embedding_dim": 512,
+        "bottom": (256,),
+        "width": 512,
+        "layers": 5,
+        "heads": 4,
+        "value_dim": 128,
+        "key_dim": 128,
+        "top": (512,),
+        "reach": 2048,
+        "concat": True,
+    },
+    # NVIDIA/recsys-examples: kuairand_1k_ranking.gin and benchmark_ranking.gin.
+    ("hstu", "kuairand"): {
+        "embedding_dim": 512,
+        "bottom": (256,),
+        "width": 512,
+        "layers": 3,
+        "heads": 4,
+        "value_dim": 128,
+        "key_dim": 128,
+        "top": (512,),
+        "reach": 4096,
+    },
+    ("hstu", "nvidia"): {
+        "embedding_dim": 128,
+        "bottom": (256,),
+        "width": 1024,
+        "layers": 8,
+        "heads": 4,
+        "value_dim": 256,
+        "key_dim": 256,
+        "top": (512,),
+        "reach": 4096,
+    },
 }
 
 
@@ -107,14 +272,51 @@ def presets() -> tuple[tuple[str, str], ...]:
     return tuple(_PRESETS)
 
 
-def build(name: str, *, dense_features: int, vocab_sizes: Sequence[int], size: str = "small") -> nn.Module:
+def takes_history(name: str) -> bool:
+    """Whether `build(name, ..., history=...)` gives a model that reads sequences."""
+    return name in TAKE_HISTORIES
+
+
+def needs_sequences(name: str) -> bool:
+    """Whether the model is made for histories, and so degraded without `history` (docs/zoo.md says how)."""
+    return name in ("interformer", "hstu")
+
+
+def build(
+    name: str,
+    *,
+    dense_features: int,
+    vocab_sizes: Sequence[int],
+    size: str = "small",
+    history: HistoryTable | None = None,
+) -> nn.Module:
     """A freshly initialized model, `forward(dense [B, D], sparse [B, F]) -> logits [B]`.
 
     Published sizes are large: build them under `torch.device("meta")` to look at their shapes.
+
+    Args:
+        name: of a model; `presets` has all names with their sizes.
+        dense_features: D.
+        vocab_sizes: of the F sparse features.
+        size: of the model.
+        history: what the rows' sequences hold. The model is then called with
+            (dense, sparse, sequence [B, L] int64, lengths [B] int64).
+
+    Raises:
+        UnknownName: there is no such name or size, or no history for this model; with those there are.
     """
     if (name, size) not in _PRESETS:
         known = [f"{model}: {', '.join(s for m, s in _PRESETS if m == model)}" for model in MODELS]
         raise UnknownName(
             f"model {name!r} of size {size!r}", why=known, way_out="choose a name and one of its sizes"
         )
-    return MODELS[name](dense_features=dense_features, vocab_sizes=vocab_sizes, **_PRESETS[name, size])
+    arguments = _PRESETS[name, size]
+    if history is not None:
+        if not takes_history(name):
+            raise UnknownName(
+                f"{name} with a history",
+                why=[f"{name} reads no sequences"],
+                way_out=f"one of {', '.join(TAKE_HISTORIES)}",
+            )
+        arguments = {**arguments, "history": history}
+    return MODELS[name](dense_features=dense_features, vocab_sizes=vocab_sizes, **arguments)

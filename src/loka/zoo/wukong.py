@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from loka.zoo.layers import Front, mlp
+from loka.zoo.layers import Front, TokenLinear, mlp
 
 
 class FactorizationBlock(nn.Module):
@@ -61,17 +61,6 @@ class FactorizationBlock(nn.Module):
         return self.mlp(self.norm(pairs.flatten(1))).unflatten(1, self.shape)
 
 
-class TokenLinear(nn.Module):
-    """W X: [B, n, d] -> [B, out_tokens, d]; the LCB, and the residual where the count of tokens changes."""
-
-    def __init__(self, tokens: int, out_tokens: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(tokens, out_tokens, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.transpose(1, 2)).transpose(1, 2)
-
-
 class WukongLayer(nn.Module):
     """[B, n, d] -> [B, fm_tokens + lc_tokens, d]."""
 
@@ -109,7 +98,7 @@ class WukongLayer(nn.Module):
 
 
 class Wukong(nn.Module):
-    """dense [B, D], sparse [B, F] -> logits [B].
+    """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
 
     `bottom` widths make one dense token, as in the paper; None makes one per dense feature (FuxiCTR).
     """
@@ -160,6 +149,12 @@ class Wukong(nn.Module):
         self.top = mlp(out_tokens * embedding_dim, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        sequence: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         x = self.layers(self.front(dense, sparse))
         return self.logit(self.top(x.flatten(1))).squeeze(1)

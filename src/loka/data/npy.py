@@ -1,0 +1,236 @@
+"""Criteo as npy triplets, as TorchRec and MLPerf write them: memory-mapped, nothing is loaded ahead.
+
+    day_0_dense.npy    [N, D] float32, already transformed (TorchRec stores log(x + 3))
+    day_0_sparse.npy   [N, F] int32; also day_0_sparse_contig_freq.npy, its name before MLPerf's renaming
+    day_0_labels.npy   [N, 1] or [N]
+
+Values are taken as they are: these files know no missing values. Ids are either contiguous already or raw
+32-bit hashes, which are taken modulo the sizes of the tables, as TorchRec does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from loka.core.exceptions import DataRefused
+from loka.data.batch import History
+from loka.data.block import Block
+from loka.data.order import Shuffle
+from loka.data.reader import Reader
+from loka.data.workers import in_order, processors
+
+GROUP_ROWS = 8192
+_SCAN_ROWS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Triplet:
+    """The three files of the same rows."""
+
+    dense: Path
+    sparse: Path
+    labels: Path
+
+
+def open_npy(
+    files: str | Path | Sequence[Triplet],
+    *,
+    vocab_sizes: Sequence[int] | None = None,
+    shuffle: Shuffle | None = None,
+    first_row: int = 0,
+    rows: int | None = None,
+    workers: int | None = None,
+    pin: bool = False,
+) -> Reader:
+    """A `Source` over npy triplets: those of a folder, days in the order of their numbers, or the given ones.
+
+    Ids are taken modulo `vocab_sizes`; without them one pass finds the largest id of each column, and
+    negative ids are refused.
+    """
+    triplets = npy_triplets(Path(files)) if isinstance(files, str | Path) else list(files)
+    store = NpyStore(triplets, vocab_sizes=vocab_sizes)
+    return Reader(store, shuffle=shuffle, first_row=first_row, rows=rows, workers=workers, pin=pin)
+
+
+def npy_triplets(folder: Path) -> list[Triplet]:
+    """The triplets of a folder by their `*_dense.npy`; numbers in names count as numbers.
+
+    Raises:
+        DataRefused: there are none, or one lacks its sparse ids or labels.
+    """
+    found = sorted(folder.glob("*_dense.npy"), key=lambda path: _natural(path.name))
+    if not found:
+        raise DataRefused(
+            f"{folder}: no file called *_dense.npy", way_out="pass the triplets by name: Triplet(dense, ...)"
+        )
+    triplets = []
+    for dense in found:
+        stem = dense.name.removesuffix("_dense.npy")
+        sparse = [folder / f"{stem}_{name}.npy" for name in ("sparse", "sparse_contig_freq")]
+        labels = [folder / f"{stem}_{name}.npy" for name in ("labels", "label")]
+        triplets.append(Triplet(dense, _existing(sparse), _existing(labels)))
+    return triplets
+
+
+class NpyStore:
+    """The rows of npy triplets, for a `Reader`.
+
+    Raises:
+        DataRefused: a file is missing or truncated, or the shapes of a triplet do not fit.
+    """
+
+    def __init__(self, triplets: Sequence[Triplet], *, vocab_sizes: Sequence[int] | None = None) -> None:
+        if not triplets:
+            raise DataRefused("no files given", way_out="pass a folder, or a sequence of Triplet")
+        self._triplets = list(triplets)
+        self._arrays = [_mapped(triplet) for triplet in self._triplets]
+        widths = {(dense.shape[1], sparse.shape[1]) for dense, sparse, _ in self._arrays}
+        if len(widths) > 1:
+            raise DataRefused(
+                "the triplets have other numbers of features",
+                why=[
+                    f"{triplet.dense.name}: {dense.shape[1]} dense, {sparse.shape[1]} sparse"
+                    for triplet, (dense, sparse, _) in zip(self._triplets, self._arrays, strict=True)
+                ],
+            )
+        ((self._dense, sparse_features),) = widths
+        if vocab_sizes is not None and len(vocab_sizes) != sparse_features:
+            raise DataRefused(
+                f"{len(vocab_sizes)} vocab_sizes for {sparse_features} sparse columns",
+                way_out="one size for each column",
+            )
+        self._modulo = vocab_sizes is not None
+        self._sizes = tuple(int(n) for n in vocab_sizes) if vocab_sizes is not None else self._scanned()
+        groups = [-(-len(dense) // GROUP_ROWS) for dense, _, _ in self._arrays]
+        self._first_group = np.concatenate([[0], np.cumsum(groups)])
+
+    @cached_property
+    def group_rows(self) -> np.ndarray:
+        rows = [len(dense) for dense, _, _ in self._arrays]
+        parts = [np.minimum(GROUP_ROWS, count - np.arange(0, count, GROUP_ROWS)) for count in rows]
+        return np.concatenate(parts).astype(np.int64)
+
+    @property
+    def dense_features(self) -> int:
+        return int(self._dense)
+
+    @property
+    def vocab_sizes(self) -> tuple[int, ...]:
+        return self._sizes
+
+    @property
+    def history(self) -> History | None:
+        return None
+
+    @property
+    def identity(self) -> str:
+        paths = [path for t in self._triplets for path in (t.dense, t.sparse, t.labels)]
+        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        content = {"store": "NpyStore", "files": files, "sizes": self._sizes, "modulo": self._modulo}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def account(self) -> dict[str, int]:
+        """Nothing: values are taken as they are, or refused."""
+        return {}
+
+    def load(self, group: int, first: int, last: int) -> Block:
+        index = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        start = (group - int(self._first_group[index])) * GROUP_ROWS
+        dense, sparse, label = (array[start + first : start + last] for array in self._arrays[index])
+        triplet = self._triplets[index]
+        label = label.reshape(-1)
+        wrong = np.flatnonzero((label != 0) & (label != 1))
+        if len(wrong):
+            raise DataRefused(
+                f"{triplet.labels}: labels must be 0 and 1",
+                why=[f"row {start + first + wrong[0]} holds {label[wrong[0]]}"],
+            )
+        unfit = np.flatnonzero(~np.isfinite(dense).all(axis=1))
+        if len(unfit):
+            raise DataRefused(
+                f"{triplet.dense}: dense values must be finite",
+                why=[f"row {start + first + unfit[0]} holds {dense[unfit[0]].tolist()}"],
+                way_out="replace them where the files are made, or convert the raw TSV (loka data convert)",
+            )
+        ids = np.mod(sparse, np.array(self._sizes)) if self._modulo else np.asarray(sparse)
+        return Block(
+            dense=dense.astype(np.float32),
+            sparse=ids,
+            label=label.astype(np.float32),
+            counts=np.empty((last - first, 0), np.int32),
+        )
+
+    def _scanned(self) -> tuple[int, ...]:
+        """The largest id of each column, plus one."""
+        parts = [
+            (index, start)
+            for index, (_, sparse, _) in enumerate(self._arrays)
+            for start in range(0, len(sparse), _SCAN_ROWS)
+        ]
+        workers = processors()
+        found = in_order(partial(_range_of, self._arrays), parts, workers=workers, ahead=2 * workers)
+        high = np.zeros(self._arrays[0][1].shape[1], np.int64)
+        for (index, _), (least, most) in zip(parts, found, strict=True):
+            if least < 0:
+                raise DataRefused(
+                    f"{self._triplets[index].sparse}: ids are negative, such as {least}",
+                    why=["raw hashes are not yet ids of tables"],
+                    way_out="pass vocab_sizes: ids are then taken modulo the size of each table",
+                )
+            high = np.maximum(high, most)
+        return tuple(int(most) + 1 for most in high)
+
+
+def _range_of(arrays: Sequence[tuple[np.ndarray, ...]], part: tuple[int, int]) -> tuple[int, np.ndarray]:
+    ids = arrays[part[0]][1][part[1] : part[1] + _SCAN_ROWS]
+    return int(ids.min()), ids.max(axis=0)
+
+
+def _mapped(triplet: Triplet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    dense, sparse, labels = (_map(path) for path in (triplet.dense, triplet.sparse, triplet.labels))
+    rows = len(dense)
+    if dense.ndim != 2 or sparse.ndim != 2 or labels.size != rows or len(sparse) != rows or not rows:
+        raise DataRefused(
+            f"{triplet.dense}: the shapes of a triplet do not fit",
+            why=[
+                f"{path.name}: {array.shape}"
+                for path, array in zip(
+                    (triplet.dense, triplet.sparse, triplet.labels), (dense, sparse, labels), strict=True
+                )
+            ],
+            way_out="dense [N, D], sparse [N, F] and labels [N] or [N, 1] of the same rows",
+        )
+    if not np.issubdtype(sparse.dtype, np.integer):
+        raise DataRefused(f"{triplet.sparse}: ids must be integers", why=[f"they are {sparse.dtype}"])
+    return dense, sparse, labels
+
+
+def _map(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataRefused(
+            f"{path}: not a readable npy file", why=[str(error)], way_out="copy it again, or leave it out"
+        ) from error
+
+
+def _existing(candidates: list[Path]) -> Path:
+    for path in candidates:
+        if path.exists():
+            return path
+    names = " or ".join(path.name for path in candidates)
+    packed = sorted(candidates[0].parent.glob(f"{candidates[0].stem}*.npz"))
+    why = [f"{packed[0].name} holds several ids per column; models here take one"] if packed else []
+    raise DataRefused(f"{candidates[0].parent}: there is no {names}", why=why)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,427 @@
+"""Conversion: the same rows as the table, whoever works on it, however often it is killed."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click_files import assert_same, gather, lines, made_up, write_csv, write_tsv
+
+from loka.core.exceptions import DataRefused, FileRefused
+from loka.data import (
+    Frequency,
+    Schema,
+    Shuffle,
+    TableClicks,
+    build_vocabulary,
+    convert,
+    hashed_vocabulary,
+    open_rows,
+    open_shards,
+    open_table,
+    read_vocabulary,
+    split_shards,
+)
+from loka.data.conversion import ConversionStopped
+from loka.data.encoding import REASONS
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
+from pyarrow import parquet  # noqa: E402
+
+ALL = 300
+ROWS = made_up(ALL, seed=3)
+HASHED = hashed_vocabulary(99)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 10 pieces of 300 rows, in groups of 16 rows."""
+    monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
+    monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)
+    monkeypatch.setattr("loka.data.vocabulary.PIECE_BYTES", 10_000)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def criteo_parquet(path: Path) -> Path:
+    from loka.data import CRITEO
+
+    columns = dict(zip(CRITEO.columns, map(list, zip(*ROWS, strict=True)), strict=True))
+    parquet.write_table(pa.table(columns), path, row_group_size=20)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "parquet", "gz"])
+def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path: Path, kind: str) -> None:
+    if kind == "parquet":
+        path = criteo_parquet(tmp_path / "t.parquet")
+    elif kind == "csv":
+        path = write_csv(tmp_path / "t.csv", ROWS)
+    else:
+        path = write_tsv(tmp_path / "t.tsv", ROWS)
+    if kind == "gz":
+        packed = tmp_path / "t.tsv.gz"
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        path = packed
+    manifest = convert(path, tmp_path / "out", vocabulary=HASHED, workers=2)
+    assert manifest.pieces == 1 if kind == "gz" else manifest.pieces > 3
+    table = TableClicks(path, vocabulary=HASHED)
+    prepared = open_shards(tmp_path / "out")
+    assert prepared.rows == ALL
+    assert (prepared.dense_features, prepared.vocab_sizes) == (table.dense_features, table.vocab_sizes)
+    assert_same(gather(prepared), gather(table))
+    assert manifest.counts == table.account()
+    assert list(prepared.account().values())[: len(REASONS)] == list(manifest.counts.values())
+
+
+def test_pieces_end_where_lines_end_wherever_they_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = Schema(label="y", dense=("d",), sparse=("c",), header=True)
+    text = "c\td\ty\n" + "".join(f"{'x' * (n % 5)}\t{n}\t{n % 2}\r\n" for n in range(12)) + "last\t12\t1"
+    path = tmp_path / "t.tsv"
+    path.write_bytes(text.encode())
+    whole = gather(TableClicks(path, schema=schema, vocabulary=HASHED))
+    monkeypatch.setattr("loka.data.text.BLOCK_BYTES", 8)
+    for size in (1, 2, 3, 7, 11, 200):
+        monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", size)
+        folder = tmp_path / f"{size}"
+        manifest = convert(path, folder, schema=schema, vocabulary=HASHED, workers=1)
+        assert manifest.pieces == -(-len(text) // size)
+        assert_same(gather(open_shards(folder)), whole)
+
+
+def test_threads_change_nothing(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS)
+    folders = [tmp_path / f"{workers}" for workers in (1, 4)]
+    for folder, workers in zip(folders, (1, 4), strict=True):
+        convert(path, folder, vocabulary=Frequency(min_count=3), workers=workers)
+    assert contents(folders[0]) == contents(folders[1])
+
+
+@pytest.mark.parametrize("holdout", [0.0, 0.2])
+def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path: Path, holdout: float) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS)
+    convert(path, tmp_path / "out", vocabulary=Frequency(min_count=2, max_size=12, holdout=holdout))
+    train = ALL - round(ALL * holdout)
+    expected = build_vocabulary(path, rows=train, min_count=2, max_size=12)
+    assert read_vocabulary(tmp_path / "out" / "vocabulary.json") == expected
+    assert max(map(len, expected.categories.values())) == 12
+
+
+def test_the_split_is_that_of_the_table(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS)
+    convert(path, tmp_path / "out", vocabulary=Frequency(holdout=0.2))
+    for prepared, table in zip(split_shards(tmp_path / "out"), open_table(path), strict=True):
+        assert_same(gather(prepared), gather(table))
+    for prepared, table in zip(open_rows(tmp_path / "out"), open_rows(path), strict=True):
+        assert_same(gather(prepared), gather(table))
+    with pytest.raises(DataRefused, match="a table is read in its own order"):
+        open_rows(path, shuffle=Shuffle(seed=0))
+    shuffled, kept = split_shards(tmp_path / "out", shuffle=Shuffle(seed=0))
+    assert_same(gather(kept), gather(open_table(path)[1]))
+    with pytest.raises(AssertionError):
+        assert_same(gather(shuffled), gather(open_table(path)[0]))
+    assert sorted(gather(shuffled)[0][:, 0].tolist()) == sorted(gather(open_table(path)[0])[0][:, 0].tolist())
+
+
+def test_malformed_lines_are_counted_wherever_they_lie(tmp_path: Path) -> None:
+    good = lines(ROWS, "\t")
+    rng = np.random.default_rng(0)
+    bad = {
+        int(place): kind for place, kind in zip(rng.choice(ALL, 40, replace=False), "ab" * 20, strict=True)
+    }
+    text = [
+        ("short\t1\n" if bad[n] == "a" else "\n") if n in bad else line + "\n" for n, line in enumerate(good)
+    ]
+    text[100:170] = ["junk" * 80 + "\n"] * 70  # pieces without a single row
+    path = tmp_path / "t.tsv"
+    path.write_text("".join(text))
+    manifest = convert(path, tmp_path / "out", vocabulary=HASHED)
+    skipped = 70 + sum(not 100 <= place < 170 for place in bad)
+    assert manifest.counts["malformed lines"] == skipped
+    assert manifest.rows == ALL - skipped
+    assert any(shard.rows == 0 for shard in manifest.shards.values())
+    assert_same(gather(open_shards(tmp_path / "out")), gather(TableClicks(path, vocabulary=HASHED)))
+
+
+def test_a_file_without_rows_and_a_wrong_value_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv"
+    path.write_text("junk\n" * 20)
+    with pytest.raises(DataRefused, match=r"t\.tsv: no readable row\n.*20 malformed lines"):
+        convert(path, tmp_path / "out", vocabulary=HASHED)
+    with pytest.raises(DataRefused, match="out has no rows"):
+        open_shards(tmp_path / "out")
+    rows = [*ROWS[:200], (3, *ROWS[200][1:]), *ROWS[201:]]
+    with pytest.raises(DataRefused, match=r"u\.tsv: label column label must hold 0 and 1"):
+        convert(write_tsv(tmp_path / "u.tsv", rows), tmp_path / "out2", vocabulary=HASHED, workers=2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loka-data")]
+    assert not list((tmp_path / "out2").glob(".unfinished*"))
+    rows[200] = (1, "many", *ROWS[200][2:])
+    with pytest.raises(DataRefused, match=r"column I1 .*\n.*'many'\n.*after byte"):
+        convert(write_tsv(tmp_path / "u.tsv", rows), tmp_path / "out3", vocabulary=HASHED, workers=2)
+
+
+KILLED = """
+import os, signal, sys
+import loka.data.conversion as c
+from loka.data import Frequency, convert
+from loka.data.shard_writer import ShardWriter
+c.LEAST_SHARD, c.GROUP_ROWS = 8_000, 16
+finished = [0]
+finish, flush = ShardWriter.finish, ShardWriter._flush
+def counted(self):
+    finished[0] += 1
+    return finish(self)
+def killed(self, rows):
+    flush(self, rows)
+    if finished[0] == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+ShardWriter.finish, ShardWriter._flush = counted, killed
+convert(sys.argv[1], sys.argv[2], vocabulary=Frequency(min_count=2), workers=1)
+"""
+
+
+def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(path), str(folder), "4"]
+    died = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert list(folder.glob(".unfinished-*"))
+    with pytest.raises(DataRefused, match=r"not complete\n  3 of .* pieces"):
+        open_shards(folder)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
+    steps: list[tuple[str, int]] = []
+
+    def track(items: object, description: str, total: int) -> object:
+        steps.append((description, total))
+        return items
+
+    manifest = convert(path, folder, vocabulary=Frequency(min_count=2), workers=2, track=track)
+    assert steps == [("convert", manifest.pieces - 3)]  # and no second look for a vocabulary
+    for name, changed in before.items():
+        assert (folder / name).stat().st_mtime_ns == changed
+    convert(path, tmp_path / "whole", vocabulary=Frequency(min_count=2))
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_damaged_shards_are_named_and_redone(tmp_path: Path) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    whole = contents(folder)
+    shard = folder / "shard-00002.parquet"
+    data = whole[shard.name]
+
+    shard.write_bytes(data[: len(data) // 2])
+    with pytest.raises(
+        DataRefused, match=r"shard-00002\.parquet.*truncated(.|\n)*Way out: run the conversion"
+    ):
+        open_shards(folder)
+    convert(path, folder, vocabulary=HASHED)
+    assert contents(folder) == whole
+
+    shard.unlink()
+    with pytest.raises(DataRefused, match=r"shard-00002\.parquet: the shard is missing"):
+        open_shards(folder)
+    convert(path, folder, vocabulary=HASHED)
+    assert contents(folder) == whole
+
+    flipped = bytearray(data)
+    flipped[len(data) // 3] ^= 0x40  # in a page: the size is right, the checksum is not
+    shard.write_bytes(flipped)
+    with pytest.raises(DataRefused, match=r"shard-00002\.parquet: row group \d+ cannot be read(.|\n)*delete"):
+        gather(open_shards(folder))
+
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(FileRefused, match=r"manifest\.json"):
+        open_shards(folder)
+    with pytest.raises(FileRefused, match=r"delete .* and convert again"):
+        convert(path, folder, vocabulary=HASHED)
+
+
+def test_a_folder_converted_again_is_read_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    for rows in (ROWS, ROWS[::-1]):
+        path = write_tsv(tmp_path / "t.tsv", rows)
+        convert(path, folder, vocabulary=HASHED)
+        assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
+        shutil.rmtree(folder)
+
+
+def test_a_damaged_input_is_named(tmp_path: Path) -> None:
+    path = criteo_parquet(tmp_path / "t.parquet")
+    data = bytearray(path.read_bytes())
+    data[4 : len(data) // 3] = bytes(len(data) // 3 - 4)
+    path.write_bytes(data)
+    with pytest.raises(DataRefused, match=r"t\.parquet: the parquet file is damaged"):
+        convert(path, tmp_path / "out", vocabulary=HASHED)
+
+
+def test_ids_beyond_32_bits_are_refused(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS[:5])
+    with pytest.raises(DataRefused, match=r"C1 has 2147483649 ids(.|\n)*fewer buckets"):
+        convert(path, tmp_path / "out", vocabulary=hashed_vocabulary(2**31))
+
+
+def test_another_conversion_is_not_mixed_in(tmp_path: Path) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    with pytest.raises(
+        DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"
+    ):
+        convert(path, folder, vocabulary=hashed_vocabulary(98))
+    other = write_tsv(tmp_path / "u.tsv", ROWS[:10])
+    with pytest.raises(DataRefused, match=r"files: .*t\.tsv.*u\.tsv"):
+        convert(other, folder, vocabulary=HASHED)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "rows.parquet").write_bytes(b"")
+    with pytest.raises(DataRefused, match="holds parquet files and no manifest"):
+        convert(path, foreign, vocabulary=HASHED)
+
+
+def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS)
+
+    def track(items: object, description: str, total: int) -> object:
+        with pytest.raises(DataRefused, match="another process is converting"):
+            convert(path, tmp_path / "out", vocabulary=HASHED)
+        return items
+
+    convert(path, tmp_path / "out", vocabulary=HASHED, track=track)
+
+
+def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    with monkeypatch.context() as context:
+        calls = iter([True] * 5)
+
+        def full(name: Path) -> None:
+            if not next(calls, False):
+                raise OSError(28, "No space left on device")
+
+        context.setattr("loka.data.shard_writer.sync_folder", full)
+        with pytest.raises(ConversionStopped, match=r"No space left(.|\n)*goes on where this one stopped"):
+            convert(path, folder, vocabulary=HASHED, workers=1)
+    kept = {path: path.stat().st_mtime_ns for path in sorted(folder.glob("shard-*"))[:5]}
+    convert(path, folder, vocabulary=HASHED)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
+
+
+def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path: Path) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+
+    def track(items: object, description: str, total: int) -> object:
+        for count, item in enumerate(items):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, folder, vocabulary=HASHED, workers=2, track=track)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loka-data")]
+    assert not list(folder.glob(".unfinished-*"))
+    convert(path, folder, vocabulary=HASHED)
+    assert open_shards(folder).rows == ALL
+
+
+def test_any_parquet_reader_sees_the_rows(tmp_path: Path) -> None:
+    path = write_tsv(tmp_path / "t.tsv", ROWS)
+    convert(path, tmp_path / "out", vocabulary=HASHED)
+    table = parquet.read_table(sorted((tmp_path / "out").glob("*.parquet")))
+    dense, sparse, label = gather(open_shards(tmp_path / "out"))
+    assert table["dense"].to_pylist() == dense.tolist()
+    assert table["sparse"].to_pylist() == sparse.tolist()
+    assert table["label"].to_pylist() == label.tolist()
+    assert not any(column.null_count for column in table.columns)
+
+
+MEMORY = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from loka.data import Shuffle, open_shards
+from loka.data.block import Block
+from loka.data.shard_writer import ShardWriter
+from loka.data.shards import Manifest, Shard, write_manifest
+rows = 65_536
+rng = np.random.default_rng(0)
+block = Block(
+    dense=rng.random((rows, 13), np.float32),
+    sparse=rng.integers(0, 2**31, (rows, 26)).astype(np.int32),
+    label=np.zeros(rows, np.float32),
+    counts=np.empty((rows, 0), np.int32),
+)
+peaks = []
+for shards in (6, 18):
+    folder = Path(sys.argv[1]) / f"{shards}"
+    folder.mkdir()
+    writer = ShardWriter(folder, "one.parquet", group_rows=8192)
+    writer.add(block)
+    one = Shard(file="one.parquet", rows=rows, bytes=writer.finish(), counts={})
+    names = {"dense": ("d",) * 13, "sparse": ("s",) * 26, "vocab_sizes": (2**31,) * 26, "history": None}
+    files = {number: one for number in range(shards)}
+    manifest = Manifest(settings={}, digest="", pieces=shards, group_rows=8192, shards=files, **names)
+    write_manifest(folder, manifest)
+    reader = open_shards(folder, shuffle=Shuffle(seed=0, window_rows=16_384), workers=2)
+    assert sum(map(len, reader.batches(4096))) == shards * rows
+    # Not getrusage: its maximum is inherited from the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    peaks.append(int(status.split("VmHWM:")[1].split()[0]) * 1024)
+print(json.dumps(peaks))
+"""
+
+
+def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    small, large = json.loads(done.stdout)
+    # 12 shards more are 126 MB as stored and 210 MB as batches; allocators breathe by a few windows of 7 MB.
+    assert large - small < 40e6
+
+
+def test_sequences_keep_the_latest_padded_on_the_right(tmp_path: Path) -> None:
+    schema = Schema(label="y", dense=(), sparse=("c",), sequence="seen", sequence_length=3)
+    seen = [["a"], [], None, ["a", "b", "c", "d", "e"], ["b", None, "zz"], ["e", "d"]]
+    columns = {"y": [0, 1] * 3, "c": ["u"] * 6, "seen": pa.array(seen, pa.list_(pa.string()))}
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table(columns), path, row_group_size=4)
+    vocabulary = build_vocabulary(path, schema=schema, min_count=1, rows=4)
+    assert vocabulary.categories["seen"] == ("a", "c", "d", "e")  # b is cut off in row 3
+    table = TableClicks(path, schema=schema, vocabulary=vocabulary)
+    convert(path, tmp_path / "out", schema=schema, vocabulary=vocabulary)
+    for source in (table, open_shards(tmp_path / "out")):
+        (batch,) = source.batches(10)
+        assert batch.sequence is not None
+        assert batch.lengths is not None
+        assert batch.sequence.dtype == batch.lengths.dtype == torch.int64
+        assert batch.lengths.tolist() == [1, 0, 0, 3, 3, 2]
+        expected = [[1, 0, 0], [0, 0, 0], [0, 0, 0], [2, 3, 4], [0, 0, 0], [4, 3, 0]]
+        assert batch.sequence.tolist() == expected
+        assert (source.history.length, source.history.vocab_size) == (3, 5)
+    account = table.account()
+    assert (account["missing categories"], account["unknown categories"]) == (1, 2)
+
+
+def test_sequences_need_a_list_column(tmp_path: Path) -> None:
+    schema = Schema(label="y", dense=(), sparse=("c",), sequence="c2")
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"y": [0], "c": ["u"], "c2": ["v"]}), path)
+    with pytest.raises(DataRefused, match="column c2 of type string cannot be read as a sequence"):
+        gather(TableClicks(path, schema=schema, vocabulary=HASHED))
+    text = tmp_path / "t.csv"
+    text.write_text("y,c,c2\n0,u,v\n")
+    with pytest.raises(DataRefused, match="text files have no list columns"):
+        TableClicks(text, schema=schema, vocabulary=HASHED)

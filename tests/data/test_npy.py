@@ -1,0 +1,135 @@
+"""Npy triplets: the rows of the files, days in order, raw hashes by modulo, nothing taken on trust."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click_files import gather
+
+from loka.core.exceptions import DataRefused
+from loka.data import Shuffle, Triplet, npy_triplets, open_npy, open_rows
+
+
+def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False) -> None:
+    """As TorchRec's preprocessing names, types and shapes them."""
+    rng = np.random.default_rng(day)
+    np.save(folder / f"day_{day}_dense.npy", rng.random((rows, 13)).astype(np.float32) + day)
+    np.save(folder / f"day_{day}_sparse.npy", rng.integers(low, high, (rows, 26)).astype(np.int32))
+    labels = rng.integers(0, 2, (rows, 1)).astype(np.int32)
+    np.save(folder / f"day_{day}_labels.npy", labels.reshape(-1) if flat else labels)
+
+
+@pytest.fixture
+def days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("loka.data.npy.GROUP_ROWS", 16)
+    monkeypatch.setattr("loka.data.npy._SCAN_ROWS", 20)
+    write_day(tmp_path, 10, 40)
+    write_day(tmp_path, 2, 55, flat=True)
+    return tmp_path
+
+
+def stacked(folder: Path, name: str) -> np.ndarray:
+    return np.concatenate(
+        [np.load(folder / f"day_{day}_{name}.npy").reshape(n, -1) for day, n in ((2, 55), (10, 40))]
+    )
+
+
+def test_rows_come_as_they_are_day_2_before_day_10(days: Path) -> None:
+    source = open_npy(days)
+    dense, sparse, label = gather(source)
+    assert source.rows == 95
+    np.testing.assert_array_equal(dense, stacked(days, "dense"))
+    np.testing.assert_array_equal(sparse, stacked(days, "sparse"))
+    np.testing.assert_array_equal(label[:, None], stacked(days, "labels"))
+    assert (dense.dtype, sparse.dtype, label.dtype) == (torch.float32, torch.int64, torch.float32)
+    assert source.vocab_sizes == tuple(stacked(days, "sparse").max(axis=0) + 1)
+    assert source.dense_features == 13
+
+
+def test_shuffling_and_ranks_are_those_of_every_reader(days: Path) -> None:
+    whole = gather(open_npy(days))[0][:, 0].tolist()
+    parts = [
+        gather(open_npy(days, shuffle=Shuffle(seed=1, rank=rank, world=2, window_rows=40)))[0][:, 0].tolist()
+        for rank in range(2)
+    ]
+    assert [len(part) for part in parts] == [47, 47]
+    assert len(set(parts[0] + parts[1])) == 94
+    assert set(parts[0] + parts[1]) <= set(whole)
+    assert parts[0] != whole[:47]
+
+
+def test_raw_hashes_are_taken_modulo_the_tables(days: Path) -> None:
+    write_day(days, 2, 55, low=-(2**31), high=2**31 - 1)
+    with pytest.raises(
+        DataRefused, match=r"day_2_sparse\.npy: ids are negative, such as -(.|\n)*vocab_sizes"
+    ):
+        open_npy(days)
+    sizes = [7 + column for column in range(26)]
+    source = open_npy(days, vocab_sizes=sizes)
+    sparse = gather(source)[1].numpy()
+    assert source.vocab_sizes == tuple(sizes)
+    raw = stacked(days, "sparse").astype(object)  # Python's integers: a remainder that cannot overflow
+    np.testing.assert_array_equal(sparse, (raw % np.array(sizes, object)).astype(np.int64))
+    assert source.identity != open_npy(days, vocab_sizes=[9] * 26).identity
+
+
+def test_names_before_the_renaming_are_found_too(days: Path) -> None:
+    (days / "day_2_sparse.npy").rename(days / "day_2_sparse_contig_freq.npy")
+    (days / "day_2_labels.npy").rename(days / "day_2_label.npy")
+    assert [t.sparse.name for t in npy_triplets(days)] == [
+        "day_2_sparse_contig_freq.npy",
+        "day_10_sparse.npy",
+    ]
+    chosen = [Triplet(days / "day_10_dense.npy", days / "day_10_sparse.npy", days / "day_10_labels.npy")]
+    assert open_npy(chosen).rows == 40
+
+
+def test_what_does_not_fit_is_refused_by_name(days: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataRefused, match=r"no file called \*_dense"):
+        open_npy(empty)
+    with pytest.raises(DataRefused, match="25 vocab_sizes for 26"):
+        open_npy(days, vocab_sizes=[5] * 25)
+    labels = np.load(days / "day_10_labels.npy")
+    labels[21] = 2
+    np.save(days / "day_10_labels.npy", labels)
+    with pytest.raises(DataRefused, match=r"day_10_labels\.npy: labels must be 0 and 1\n  row 21 holds 2"):
+        gather(open_npy(days))
+    dense = np.load(days / "day_2_dense.npy")
+    dense[3, 4] = np.nan
+    np.save(days / "day_2_dense.npy", dense)
+    with pytest.raises(
+        DataRefused, match=r"day_2_dense\.npy: dense values must be finite\n  row 3 holds .*nan"
+    ):
+        gather(open_npy(days))
+    np.save(days / "day_10_labels.npy", labels[:-1])
+    with pytest.raises(DataRefused, match=r"shapes of a triplet(.|\n)*day_10_labels\.npy: \(39, 1\)"):
+        open_npy(days)
+    path = days / "day_10_dense.npy"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataRefused, match=r"day_10_dense\.npy: not a readable npy file"):
+        open_npy(days)
+    (days / "day_2_sparse.npy").unlink()
+    (days / "day_2_sparse_multi_hot.npz").write_bytes(b"")
+    with pytest.raises(
+        DataRefused, match=r"no day_2_sparse\.npy or .*\n  day_2_sparse_multi_hot\.npz holds several"
+    ):
+        open_npy(days)
+
+
+def test_a_path_says_what_it_holds(days: Path, tmp_path: Path) -> None:
+    train, held_out = open_rows(days, holdout=0.2)
+    assert (train.rows, held_out.rows) == (76, 19)
+    np.testing.assert_array_equal(gather(held_out)[0], stacked(days, "dense")[76:])
+    np.testing.assert_array_equal(gather(train)[0], stacked(days, "dense")[:76])
+    shuffled = open_rows(days, holdout=0.2, shuffle=Shuffle(seed=0))
+    assert gather(shuffled[0])[0][:, 0].tolist() != stacked(days, "dense")[:76, 0].tolist()
+    np.testing.assert_array_equal(gather(shuffled[1])[0], stacked(days, "dense")[76:])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataRefused, match=r"neither prepared clicks(.|\n)*loka data convert"):
+        open_rows(empty)
+    with pytest.raises(ValueError, match="holdout=1"):
+        open_rows(days, holdout=1.0)
