@@ -69,7 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="parquet rows in the Criteo layout; synthetic without")
-    parser.add_argument("--models", nargs="+", default=["dcnv2", "dlrm", "wukong"])
+    parser.add_argument(
+        "--models", nargs="+", default=["dcnv2", "dlrm", "wukong"], help="of the zoo, such as dlrm:mlperf too"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--train-rows", type=int, default=100_000, help="of the synthetic world")
     parser.add_argument("--eval-rows", type=int, default=16_384, help="at most, of a file")
@@ -110,7 +112,9 @@ def run(name: str, seed: int, data: Path | None, settings: Settings) -> dict[str
     """Everything of one model and seed; with a seed go the world, the weights and the sampled rows."""
     learnt, fresh = _sources(data, seed, settings)
     torch.manual_seed(seed)
-    model = build(name, dense_features=learnt.dense_features, vocab_sizes=learnt.vocab_sizes)
+    kind, _, size = name.partition(":")
+    columns = {"dense_features": learnt.dense_features, "vocab_sizes": learnt.vocab_sizes}
+    model = build(kind, size=size or "small", **columns)
     train(model, learnt, config=TrainConfig(batch_size=settings.train_batch, precision="fp32", seed=seed))
     first = next(iter(fresh.batches(settings.probe_rows)))
     clicks = torch.cat([batch.label for batch in learnt.batches(settings.eval_batch)]).double().mean().item()
