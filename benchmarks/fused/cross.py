@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from loka.core.chain import NOTHING
+from loka.core.compiling import compile_in_place
 from loka.core.cross_record import CrossLink, CrossStack
 from loka.core.device import fingerprint
 from loka.core.files import write_record
@@ -156,8 +157,7 @@ def _build(arm: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     model, stack, _ = build_stack(CrossStack(layers=tuple(links), joint=True), device, torch.bfloat16)
     if arm == BF16:
-        model.compile(dynamic=False)
-        return model
+        return compile_in_place(model)
     form_chains(model, [], [(stack, "e4m3_row", {})])
     if arm == PARTS:
         for running in running_crosses(model).values():

@@ -29,6 +29,7 @@ from torch import nn
 
 import loka
 from loka.core.chain import Chain
+from loka.core.compiling import compile_in_place
 from loka.core.device import fingerprint
 from loka.core.files import write_record
 from loka.core.recipe import Gemm
@@ -119,8 +120,7 @@ def _build(arm: str, widths: tuple[int, ...]) -> nn.Module:
 
         config = Float8LinearConfig.from_recipe_name(arm.removeprefix("torchao "))
         convert_to_float8_training(model, config=config)
-    model.compile(dynamic=False)
-    return model
+    return compile_in_place(model)
 
 
 def _split(chain: Chain, recipe: str) -> dict[str, str]:

@@ -14,11 +14,14 @@ rows that lie on the device, the model's parts compiled (`--how compile`) and th
 3. A run with every="auto" for the rest of `--seconds`, against its own plain steps.
 
 From 1 and 2 follows the share in runs of any length: the schedule is computed with the measured times.
+Between 2 and 3 the operations of one sampled step are counted: on a GPU each that is no view is a launch.
+What is measured is printed and written at once, so a killed run keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import time
@@ -30,9 +33,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka
 from loka.core.device import fingerprint
+from loka.core.files import write_atomic
 from loka.core.table import format_table
 from loka.probe.cadence import Auto
 from loka.train.graphed import graphed
@@ -42,6 +47,7 @@ from loka.zoo import build
 OVERHEAD = 0.01
 NEVER = 1 << 40
 FEWEST = 7  # pairs of segments
+LEAST = 0.2  # of the time that every="auto" gets, whatever was left of it
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
 
 
@@ -80,31 +86,36 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="for all of it, once compiled")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    training = prepare(arguments)
     begin = time.perf_counter()
-    for _ in range(8):  # compiles, and records the graph
-        training.plain()
-    training.wait()
-    print(f"first steps: {time.perf_counter() - begin:.1f} s", flush=True)
-    end = time.perf_counter() + arguments.seconds
+
+    def note(what: str, value: object, line: str) -> None:
+        """Prints and keeps what was measured, and when."""
+        found[what] = value
+        print(f"[{time.perf_counter() - begin:.0f} s] {line}", flush=True)
+        if arguments.out:
+            write_atomic(arguments.out, json.dumps(found, indent=1).encode() + b"\n")
+
+    training = prepare(arguments)
     found: dict[str, Any] = {
         "machine": fingerprint(training.device).to_json(),
         "threads": torch.get_num_threads(),
         "settings": {name: str(value) for name, value in vars(arguments).items() if name != "out"},
     }
-    found["attached"] = attached(
-        training, arguments.rounds, arguments.segment, until=end - 0.7 * arguments.seconds
-    )
-    print(attached_line(found["attached"]), flush=True)
-    found["sampled"] = sampled(training, arguments.samples)
-    print(sampled_lines(found["sampled"]), flush=True)
-    times = found["sampled"]
-    found["schedule"] = {steps: schedule(times["plain_s"], times["cost_s"], steps) for steps in LENGTHS}
-    print(schedule_table(found["schedule"]), flush=True)
-    found["auto"] = auto(training, until=end)
-    print(auto_line(found["auto"]), flush=True)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    for _ in range(8):  # compiles, and records the graph
+        training.plain()
+    training.wait()
+    note("first_steps_s", time.perf_counter() - begin, "the first steps were taken: compiled, and recorded")
+    end = time.perf_counter() + arguments.seconds
+    plain = attached(training, arguments.rounds, arguments.segment, until=end - 0.7 * arguments.seconds)
+    note("attached", plain, attached_line(plain))
+    times = sampled(training, arguments.samples)
+    note("sampled", times, sampled_lines(times))
+    shares = {steps: schedule(times["plain_s"], times["cost_s"], steps) for steps in LENGTHS}
+    note("schedule", shares, schedule_table(shares))
+    counts = operations(training)
+    note("operations", counts, operations_line(counts))
+    held = auto(training, until=max(end, time.perf_counter() + LEAST * arguments.seconds))
+    note("auto", held, auto_line(held))
 
 
 def prepare(arguments: argparse.Namespace) -> Training:
@@ -272,6 +283,35 @@ def auto(training: Training, *, until: float) -> dict[str, Any]:
     }
 
 
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def operations(training: Training) -> dict[str, int]:
+    """Of an eager step, and of a sampled one that is not its probe's first."""
+    found = {}
+    probe = loka.Probe(training.model, every=1)
+    with torch.compiler.set_stance("force_eager"):
+        for name, watching in (("eager", contextlib.nullcontext()), ("sampled", probe)):
+            with watching:
+                for counted in (False, True):
+                    if name == "sampled":
+                        probe.next_step()
+                    with Operations() as seen:
+                        training.eager()
+                    if counted:
+                        found[name] = seen.count
+    return found
+
+
 class Peak:
     """The most memory between its begin and end, above what was there: of the GPU, or of the process."""
 
@@ -320,9 +360,15 @@ def sampled_lines(found: dict[str, Any]) -> str:
     )
 
 
+def operations_line(found: dict[str, int]) -> str:
+    return f"operations of an eager step: {found['eager']:,}; of a sampled one: {found['sampled']:,}"
+
+
 def schedule_table(found: dict[int, dict[str, float]]) -> str:
     rows = [(f"{n:,}", str(int(s["samples"])), f"{100 * s['share']:.2f} %") for n, s in found.items()]
-    return format_table(("steps of a run", "samples", "share"), rows)
+    return 'every="auto" would give, with these times:\n' + format_table(
+        ("steps of a run", "samples", "share"), rows
+    )
 
 
 def auto_line(found: dict[str, Any]) -> str:

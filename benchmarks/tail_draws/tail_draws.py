@@ -2,8 +2,10 @@
 
     python benchmarks/tail_draws/tail_draws.py --out benchmarks/tail_draws/results.json
 
+One model at a time (--models) fits too: what the file holds of others stays.
+
 Trains the zoo's small models on synthetic clicks, learns statistics from the 24 batches after those, and
-compares `sqnr_db` of every GEMM over 96 later batches with that of as many draws: Gaussian, and with
+compares `sqnr_db` of every GEMM over later batches with that of as many draws: Gaussian, and with
 tails. A batch's error in grad_weight varies by 3 dB from one to the next (what adds up in a batch
 hangs on the mean of p - y over it), so each mean has a standard error and is given with it.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from trained import Operands, operands_of, some, trained
 
 from loka.core.device import fingerprint
 from loka.core.error import sqnr_db
-from loka.core.files import write_record
+from loka.core.files import read_record, write_record
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import dequantize, quantize
 from loka.core.stats import Distribution
@@ -29,6 +31,7 @@ from loka.core.table import format_table
 from loka.probe import gaussian, tails
 from loka.probe.draw import Sampler, samplers
 from loka.probe.operands import sides
+from loka.probe.sample_coherence import Samples, merge_samples, samples_of, with_samples
 
 CASTS = {
     "e4m3 tensor": Cast(Format.E4M3, Granularity.TENSOR),
@@ -39,6 +42,7 @@ CASTS = {
 MODELS = ("dlrm", "dcnv2", "wukong")
 LEARNT, FEW = 24, 12  # batches learnt from; those that suffice for GEMMs whose error varies little
 WITHIN_DB = 1.0
+KIND = "loka-bench-tail-draws"
 
 Errors = dict[tuple[str, str], list[float]]
 
@@ -61,15 +65,24 @@ def main() -> None:
     summary = _summary(sites)
     print(format_table(("gemm", "sites x casts", "gaussian within 1 dB", "with tails"), summary))
     if arguments.out:
+        sites = _others(arguments.out, arguments.models) + sites
         machine = fingerprint("cpu").to_json()
         content = {"machine": machine, "arguments": {**vars(arguments), "out": ""}, "sites": sites}
-        write_record(arguments.out, kind="loka-bench-tail-draws", version=1, content=content)
+        write_record(arguments.out, kind=KIND, version=1, content=content)
+
+
+def _others(path: Path, models: Sequence[str]) -> list[dict[str, object]]:
+    """The sites of models that an earlier run into the same file had and this one has not."""
+    if not path.exists():
+        return []
+    content = read_record(path, kind=KIND, version=1, way_out="choose another --out", parse=dict)
+    return [site for site in content["sites"] if site["model"] not in models]
 
 
 def _model(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     model, later = trained(name, rows=arguments.rows, batch_size=256, seed=arguments.seed)
     size = arguments.batch_size
-    learnt = _learn(operands_of(model, some(later, size, start=0, count=LEARNT)))
+    learnt = _learn(operands_of(model, some(later, size, start=0, count=LEARNT)), size)
     real: dict[str, Errors] = {}
     shapes: dict[str, int] = {}
     weights: dict[str, torch.Tensor] = {}
@@ -90,11 +103,12 @@ def _model(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     return sites
 
 
-def _learn(batches: Iterator[Operands]) -> dict[str, dict[str, Distribution]]:
-    """What a probe keeps of each layer's input and grad_output, with the sketches of tails."""
+def _learn(batches: Iterator[Operands], size: int) -> dict[str, dict[str, Distribution]]:
+    """What a probe keeps of each layer's input and grad_output in batches of `size`, with its sketches."""
     moments: dict[tuple[str, str], gaussian.Gaussian] = {}
     sketches: dict[tuple[str, str], tails.Tails] = {}
     crosses: dict[str, tails.Cross] = {}
+    samples: dict[str, Samples] = {}
     for operands in batches:
         for path, layer in operands.items():
             for name in ("input", "grad_output"):
@@ -104,11 +118,17 @@ def _learn(batches: Iterator[Operands]) -> dict[str, dict[str, Distribution]]:
                 sketches[key] = tails.merge_tails(sketches[key], sketch) if key in sketches else sketch
             cross = tails.cross_of(layer["input"], layer["grad_output"])
             crosses[path] = tails.merge_cross(crosses[path], cross) if path in crosses else cross
+            if layer["input"].shape[0] > size:
+                found = samples_of(*(layer[n].unflatten(0, (size, -1)) for n in ("input", "grad_output")))
+                samples[path] = merge_samples(samples[path], found) if path in samples else found
     learnt: dict[str, dict[str, Distribution]] = {}
     for (path, name), kept in moments.items():
         cross = crosses[path] if name == "grad_output" else None
         plain = gaussian.to_distribution(kept)
-        learnt.setdefault(path, {})[name] = tails.with_tails(plain, sketches[path, name], cross)
+        kept_too = samples.get(path) if name == "grad_output" else None
+        learnt.setdefault(path, {})[name] = with_samples(
+            tails.with_tails(plain, sketches[path, name], cross), kept_too
+        )
     return learnt
 
 

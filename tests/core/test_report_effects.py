@@ -1,10 +1,11 @@
-"""Why effects on NE are not known, in the report and its file."""
+"""Why effects on NE are not known, or old, in the report and its file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from loka.core.device import fingerprint
+from loka.core.effect import OLD
 from loka.core.report import Report
 from loka.core.signature import ModelSignature
 
@@ -21,10 +22,13 @@ def made(**others: object) -> Report:
 
 
 def test_reasons_are_told_once_and_kept(tmp_path: Path) -> None:
-    report = made(no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch"})
+    report = made(
+        no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch", "d": OLD + "no logits"}
+    )
     assert report.unknown_effects() == [
         "effect on NE not known: a, b: no logits",
         "effect on NE not known: c: a norm over the batch",
+        "effect on NE known from earlier steps, not renewed by the latest: d: no logits",
     ]
     assert "note: effect on NE not known: a, b: no logits" in str(report)
     report.save(tmp_path / "report.json")

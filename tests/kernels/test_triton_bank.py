@@ -22,12 +22,6 @@ fused = pytest.importorskip("loka.kernels.triton.bank")
 FMAX = 448.0
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def buffers(slots: int, units: int = 0, *, margin: Sequence[int] = (), largest: float = FMAX) -> book.Scales:
     bits = torch.full((slots,), largest).view(torch.int32)
     margins = torch.tensor(list(margin) or [0] * slots, dtype=torch.int32)

@@ -18,6 +18,7 @@ from loka.core.recipe import Format
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.cross")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SIZES = [  # even tiles, then rows and features that leave a rest, then MLPerf's width
     (64, 128),
@@ -27,25 +28,6 @@ SIZES = [  # even tiles, then rows and features that leave a rest, then MLPerf's
     pytest.param(1024, 3456, marks=pytest.mark.gpu),
     pytest.param(1000, 3456, marks=pytest.mark.gpu),
 ]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0x7F)
-        return tensor
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
 def check_fp8(got: torch.Tensor, expected: torch.Tensor) -> None:

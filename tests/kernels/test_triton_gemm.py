@@ -25,6 +25,7 @@ from loka.nn.block_norm import BlockNorm
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.gemm")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 SCALE_OUT = 2.0**-4  # a block of 256 bounds values by 16, which becomes 256
@@ -40,25 +41,6 @@ SHAPES = [  # M, K, N, block: tails of rows, of K, of columns, several tiles a p
     (129, 96, 256, 0),
     (33, 272, 80, 0),
 ]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
 def epilogue(block: int, activation: Activation = Activation.HARD_SWISH, eps: float = 1e-6) -> Epilogue:

@@ -24,6 +24,7 @@ from loka.kernels.gemm_cross import gemm_cast, gemm_cross, unsupported
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.gemm_cross")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 
@@ -46,25 +47,6 @@ SHAPES = [  # M, features, K: tails of all sides, rows that a descriptor cannot 
     pytest.param((2047, 3456, 1024), marks=pytest.mark.gpu),
 ]
 SCALE_OUT = 2.0**-6  # 7 is the largest number: something saturates
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
 class Layer:

@@ -24,6 +24,7 @@ from loka.core.recipe import Format
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.producer")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 HARD_SWISH = Activation.HARD_SWISH
 NORMS = [
@@ -37,25 +38,6 @@ ROWS = on_gpu_or_cpu(37, 21)  # on a CPU one program of backward by rows; test_o
 
 def named(value: object) -> str:
     return value.norm if isinstance(value, Epilogue) else str(value)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0x7F)
-        return tensor
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
 @dataclass

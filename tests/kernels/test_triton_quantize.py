@@ -17,12 +17,7 @@ from loka.kernels import quantizer
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.quantize")
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 CASTS = [Cast(f, g, p) for f in Format for g in Granularity for p in (False, True)]
@@ -84,19 +79,6 @@ def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> t
     hp[:, 3 % columns] = 0
     hp = hp.to(dtype)
     return hp.t().contiguous().t() if transposed else hp
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0x7F)
-        return tensor
-
-    monkeypatch.setattr(fused.torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from loka.kernels.run import kernel_runs, reset_kernel_runs, run_gemm
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 split = pytest.importorskip("loka.kernels.triton.split_gemm")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 E5M2 = Cast(Format.E5M2, Granularity.TENSOR)
@@ -49,25 +50,6 @@ SHAPES = on_gpu_or_cpu(  # M, N, K: tails of rows, columns, a step; one tile and
     [(16, 16, 16), (48, 80, 208), (80, 112, 400), (208, 80, 208), (33, 79, 352), (16, 48, 656)],
 )
 FEW_TILES = on_gpu_or_cpu((144, 112, 720), (80, 112, 368))  # several of rows and of columns, with tails
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the kernel forgets to write holds NaN, not luck."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
-        tensor = empty(*args, **kwargs)
-        tensor.view(torch.uint8).fill_(0xFF)
-        return tensor
-
-    monkeypatch.setattr(split.torch, "empty", poisoned)
 
 
 def operands(

@@ -71,6 +71,39 @@ def test_gradients_in_e5m2_are_measured_as_worse(stats: loka.Stats) -> None:
         assert 2.5 < gap < 6, "one mantissa bit on one of two operands: 10 log10(5 / 2) = 4 dB"
 
 
+def test_each_gemm_has_the_errors_that_tell_of_it(stats: loka.Stats, tmp_path: Path) -> None:
+    report = loka.measure(stats, device="cpu", settings=QUICK)
+    ways, rows = {"angle", "shrink", "bias", "variance"}, {"row_db", "row_p99_db"}
+    wanted = {Gemm.OUTPUT: rows, Gemm.GRAD_INPUT: rows | ways, Gemm.GRAD_WEIGHT: ways}
+    for site in report.sites.values():
+        for name, measured in site.measurements.items():
+            errors = measured.errors
+            if measured.unsupported is None:
+                assert errors.keys() - {"ne"} == {"sqnr_db", "mere"} | wanted[site.problem.gemm]
+                assert all(e.low <= e.value <= e.high for e in errors.values()), (site.name, name)
+    # Of all error energy, what is along the gradient, what across it stays, and what averages out.
+    errors = report.sites["3/grad_input"].measurements["emulated:tensorwise_e5m2"].errors
+    energy = errors["shrink"].value ** 2 + errors["bias"].value + errors["variance"].value
+    assert energy == pytest.approx(10 ** (-errors["sqnr_db"].value / 10), rel=0.02)
+    assert energy == pytest.approx(errors["angle"].value ** 2, rel=0.02)
+    assert "shrink_%" in str(report)
+    report.save(tmp_path / "report.json")
+    assert loka.Report.load(tmp_path / "report.json") == report
+
+
+def test_drawing_goes_on_until_shrinkage_is_known(stats: loka.Stats) -> None:
+    """The narrowest gradients, of the layer with one output, need more than the four draws that SQNR asks."""
+    layer = {"candidates": ["emulated:tensorwise_e5m2"], "device": "cpu"}
+    rough = Settings(interval_db=9.0, interval_share=1.0)
+    fine = Settings(interval_db=9.0, interval_share=0.01, max_draws=64)
+    widths = []
+    for settings in (rough, fine):
+        report = loka.measure(stats, settings=settings, **layer)
+        found = report.sites["5/grad_weight"].measurements["emulated:tensorwise_e5m2"].errors["shrink"]
+        widths.append(found.high - found.low)
+    assert widths[1] <= 2 * 0.01 < widths[0], widths
+
+
 def test_the_learnt_operands_give_the_error_of_the_real_ones() -> None:
     """Gaussian data: drawn from the statistics or taken from the batch, SQNR agrees."""
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from loka.core.recipe import RECIPES, Cast, Format, Granularity, Recipe, recipe_
 from loka.core.reference import dequantize, quantize
 from loka.nn.fp8_linear import convert_linear
 from loka.probe.effects import depth_ne, joint_ne, predicted_ne
+from loka.probe.sample_rows import batch_of
 from loka.probe.sensitivity import CASTS, step_seed
 
 BATCH, PICKED = 300, 256
@@ -590,12 +591,43 @@ class Total(nn.Module):
         return self.fc(rows).sum() / len(users)
 
 
-@pytest.mark.parametrize("shape", [(7, 7, 24), (35, 24)], ids=["as many rows as samples", "flattened"])
-def test_a_shape_that_does_not_tell_whose_rows_they_are(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((7, 7, 24), "input of (7, 7) rows does not tell"), ((35, 24), "arguments do not tell the size")],
+    ids=["as many rows as samples", "flattened"],
+)
+def test_a_shape_that_does_not_tell_whose_rows_they_are(shape: tuple[int, ...], reason: str) -> None:
     model = Total()
     with loka.Probe(model, every=1, base_rate=0.5) as probe:
         model(sample(0, *shape), torch.zeros(7)).backward()
-    assert "does not tell" in probe.stats().layers["fc"].no_effect
+    assert reason in probe.stats().layers["fc"].no_effect
+
+
+def test_the_size_of_a_batch_is_the_side_that_most_arguments_have() -> None:
+    """Wherever the others stand: values and offsets of a sparse feature, a flag, nothing at all."""
+    dense, labels, values, offsets = (torch.zeros(*shape) for shape in ((6, 3), (6,), (40,), (7,)))
+    assert batch_of(((dense,), {})) == 6
+    assert batch_of(((dense, labels, values, offsets), {})) == 6
+    assert batch_of(((values,), {"ids": [labels, offsets], "dense": {"x": dense}})) == 6
+    assert batch_of(((torch.zeros(()), dense), {})) == 6
+    assert batch_of(((dense, offsets), {})) == 0
+    assert batch_of(((3, "x"), {})) == 0
+
+
+def test_a_head_that_starts_at_zero_is_known_once_it_moved() -> None:
+    model = model_of((13, 8, 1))
+    nn.init.zeros_(model[-1].weight), nn.init.zeros_(model[-1].bias)
+    with loka.Probe(model, every=1) as probe:
+        model(sample())
+        layer = probe.stats().layers["0"]
+        assert not layer.effects
+        assert "starts at zero" in layer.no_effect
+        assert "a later sampled step tells" in layer.no_effect
+        nn.init.ones_(model[-1].weight)
+        model(sample())
+    layer = probe.stats().layers["0"]
+    assert layer.effects["rowwise_e4m3"].total > 0
+    assert not layer.no_effect
 
 
 def test_a_known_base_rate_is_what_ne_is_relative_to() -> None:

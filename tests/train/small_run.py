@@ -6,17 +6,13 @@ the state dict that scales the next forward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from loka.data.batch import Batch
-from loka.train import TrainConfig, train
 
 IDS = 50
 
@@ -67,20 +63,3 @@ class SmallModel(nn.Module):
 def small_model(seed: int = 0) -> SmallModel:
     torch.manual_seed(seed)
     return SmallModel()
-
-
-def train_and_report(steps_done: Connection, checkpoints: Path, steps: int, pause: float) -> None:
-    """For a process of its own: sends each completed step, then the NE and where it resumed.
-
-    It sleeps `pause` seconds after each step, so that there is a time to kill it.
-    """
-    torch.set_num_threads(1)
-
-    def on_step(step: int) -> None:
-        steps_done.send(step)
-        time.sleep(pause)
-
-    config = TrainConfig(batch_size=16, precision="fp32", checkpoint_every=3)
-    source = RandomRows(16 * steps)
-    result = train(small_model(), source, config=config, checkpoints=checkpoints, on_step=on_step)
-    steps_done.send((result.train_ne, result.resumed_from))

@@ -2,12 +2,11 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loka.core.exceptions import NonFinite
-from loka.train import RunningNE, quality
+from loka.train import quality
 from loka.train.metrics import Ranking
 
 # Few distinct values, so that most examples hold ties across the classes.
@@ -81,27 +80,3 @@ def test_refused_inputs():
         quality([0.0, 1.0], [0, 0.5])
     with pytest.raises(ValueError, match=r"\(2,\) and labels \(3,\)"):
         quality([0.0, 1.0], [0, 1, 1])
-
-
-def test_running_ne_equals_the_whole_and_survives_a_restart():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1000, generator=generator)
-    labels = (torch.rand(1000, generator=generator) < 0.3).float()
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    running = RunningNE()
-    for part in range(0, 1000, 64):
-        if part == 640:
-            state, running = running.state_dict(), RunningNE()
-            running.load_state_dict(state)
-        running.add(losses[part : part + 64], labels[part : part + 64])
-    assert running.rows == 1000
-    # Losses are float32 here and float64 in `quality`: one rounding, 6e-8, per loss.
-    assert running.ne() == pytest.approx(quality(logits, labels).ne, rel=1e-6)
-
-
-def test_running_state_is_a_copy():
-    running = RunningNE()
-    running.add(torch.ones(2), torch.tensor([0.0, 1.0]))
-    state = running.state_dict()
-    running.add(torch.ones(2), torch.tensor([0.0, 1.0]))
-    assert state["sums"].tolist() == [2.0, 1.0]

@@ -19,7 +19,7 @@ from loka.core.files import read_record
 from loka.core.timing import Race, Timing
 from loka.data import SyntheticClicks
 from loka.train import step_time
-from loka.train.step_time import Arm, StepTime, compiled, time_steps
+from loka.train.step_time import Arm, StepTime, compiled, time_steps, uncompiled
 from loka.zoo import build
 
 CPU = torch.device("cpu")
@@ -211,19 +211,37 @@ def test_off_a_gpu_it_says_so() -> None:
         time_steps(Arm(name="bf16", build=wukong), {}, batch, device=CPU)
 
 
-def test_blocks_are_compiled_and_tables_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(self))
+def asked(model: nn.Module) -> set[int]:
+    return {id(module) for module in model.modules() if module._compiled_call_impl is not None}
+
+
+def test_blocks_are_compiled_and_tables_are_not() -> None:
     model = compiled(wukong())
-    assert {id(module) for module in asked} == {id(m) for m in (*model.layers, model.top)}
-    asked.clear()
+    assert asked(model) == {id(m) for m in (*model.layers, model.top)}
     layer = nn.TransformerEncoderLayer(16, 2, 32)
     encoder = compiled(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
-    assert {id(module) for module in asked} == {id(module) for module in encoder.layers}
-    asked.clear()
+    assert asked(encoder) == {id(module) for module in encoder.layers}
     deep = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 1))
-    compiled(nn.ModuleDict({"tables": nn.Sequential(nn.Sequential(nn.Embedding(8, 4))), "deep": deep}))
-    assert [id(module) for module in asked] == [id(deep[1])], "of a container with tables, the rest"
+    parts = nn.ModuleDict({"tables": nn.Sequential(nn.Sequential(nn.Embedding(8, 4))), "deep": deep})
+    assert asked(compiled(parts)) == {id(deep[1])}, "of a container with tables, the rest"
+    assert not asked(uncompiled(parts))
+
+
+def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
+    graphs, real = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend))
+    model = nn.ModuleDict({"top": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))})
+    x = torch.randn(3, 4)
+    expected = model["top"](x)
+    torch.testing.assert_close(compiled(model)["top"](x), expected)
+    (graph,) = graphs
+    assert len(graph) == 3, "one graph of all its layers"
 
 
 def test_bench_step_from_the_command_line(losses: list[dict[str, float]], tmp_path: Path) -> None:

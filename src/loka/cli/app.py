@@ -11,6 +11,7 @@ import typer
 
 from loka import mods
 from loka.cli.bench import bench
+from loka.cli.data import data_app
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
 from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between
@@ -26,19 +27,20 @@ from loka.cli.options import (
     Seed,
     TimeLimit,
 )
+from loka.cli.report import report as write_report
+from loka.cli.train import WithMods, show_log, train
+from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.core.report import Report
 from loka.core.stats import Stats
-from loka.dispatch import convert
 from loka.dispatch import diff as diff_plans
 from loka.dispatch import plan as plan_report
-from loka.nn import check_finite, health_of
 from loka.probe import Probe, merge_stats
 from loka.probe import measure as measure_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig, TrainLog, evaluate, quality
+from loka.train import TrainConfig
 from loka.train import train as train_model
 
 app = typer.Typer(
@@ -48,8 +50,7 @@ app = typer.Typer(
     help="FP8 where it is safe and fast, for recommendation models.",
 )
 app.add_typer(bench, name="bench")
-
-WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
+app.add_typer(data_app, name="data")
 
 
 @app.command()
@@ -116,7 +117,7 @@ def probe(
     built.to(device)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
     with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
-        result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=_log)
+        result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
     stats = probing.stats()
     print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
     for path, reason in stats.skipped.items():
@@ -250,70 +251,9 @@ def drift(
     raise typer.Exit(status)
 
 
-@app.command()
-def train(
-    model: ModelName = "wukong",
-    data: DataFile = None,
-    plan: Annotated[Path | None, typer.Option(help="Train by this plan; bf16 without it.")] = None,
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="Folder to save to; a run found there is continued.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
-    rows: Rows = 50_000,
-    batch_size: BatchSize = 256,
-    seed: Seed = 0,
-    device: Device = None,
-    with_mods: WithMods = True,
-) -> None:
-    """Train in bf16 or by a plan, and judge on held-out rows."""
-    device = choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed)
-    torch.manual_seed(seed)
-    built = model_builder(model)(opened.train)
-    if with_mods:
-        mods.apply(built, MODS)
-    built.to(device)
-    chosen = Plan.load(plan) if plan else None
-    if chosen:
-        convert(built, chosen)
-        print(chosen.summary())
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device, checkpoint_every=checkpoint_every)
-    decided = {name: d.candidate for name, d in chosen.decisions.items()} if chosen else {}
-    bars = ProgressBars("train")
-    result = train_model(
-        built,
-        opened.train,
-        config=config,
-        identity_extra={"plan": decided},
-        checkpoints=checkpoints,
-        track=bars,
-        on_log=_log,
-        check=check_finite,
-    )
-    for message in result.skipped_checkpoints:
-        print(message)
-    if result.resumed_from is not None:
-        print(f"continued from step {result.resumed_from}")
-    logits, labels = evaluate(
-        built, opened.test, batch_size=batch_size, device=device, precision="bf16", track=bars
-    )
-    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    judged = quality(logits, labels)
-    print(
-        f"held out: ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
-        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
-    )
-    for site, counts in health_of(built).items():
-        print(f"ran {counts['runs']} x {site}")
-    for line in opened.account():
-        print(line)
-
-
-def _log(line: TrainLog) -> None:
-    print(
-        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
-        f"{line.rows_per_second:.0f} rows/s"
-    )
+app.command()(train)
+app.command()(validate)
+app.command("report")(write_report)
 
 
 def _forced(pairs: list[str]) -> dict[str, str]:

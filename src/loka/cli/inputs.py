@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import SyntheticClicks, open_table
+from loka.data import SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
-from loka.zoo import build, presets
+from loka.zoo import HistoryTable, build, presets, takes_history
 
 Build = Callable[[Source], nn.Module]
 
@@ -38,12 +39,12 @@ class Data:
 
 
 def open_data(path: Path | None, *, rows: int, seed: int, holdout: float = 0.2) -> Data:
-    """A file, or the synthetic world when there is none.
+    """A file, a folder of prepared clicks or of npy files, or the synthetic world when there is none.
 
-    `rows` is the size of the synthetic world, held-out part included; a file is taken whole.
+    `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole.
     """
     if path is not None:
-        table, tail = open_table(path, holdout=holdout)
+        table, tail = open_rows(path, holdout=holdout)
         return Data(train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out")
     first = max(int(rows * (1 - holdout)), 1)
     world = SyntheticClicks(rows=first, seed=seed)
@@ -68,9 +69,7 @@ def model_builder(name: str) -> Build:
         if (head, size) not in presets():
             sizes = ", ".join(s for model, s in presets() if model == head)
             raise UnknownName(f"{head} has no size {size!r}", way_out=f"one of {sizes}")
-        return lambda source: build(
-            head, dense_features=source.dense_features, vocab_sizes=source.vocab_sizes, size=size
-        )
+        return functools.partial(_of_zoo, head, size)
     names = ", ".join(f"{model}:{size}" for model, size in presets())
     if not tail:
         raise UnknownName(
@@ -99,6 +98,18 @@ def model_builder(name: str) -> Build:
         return model
 
     return built
+
+
+def _of_zoo(name: str, size: str, source: Source) -> nn.Module:
+    """With a table for the source's histories, where it has some and the model reads them."""
+    held = history_of(source) if takes_history(name) else None
+    return build(
+        name,
+        size=size,
+        dense_features=source.dense_features,
+        vocab_sizes=source.vocab_sizes,
+        history=None if held is None else HistoryTable(vocab_size=held.vocab_size),
+    )
 
 
 def steps_between(every: str) -> int | Literal["auto"]:

@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="wukong, dcnv2, dlrm, NAME:SIZE, or package.module:factory.")
+    str,
+    typer.Option(
+        "--model", help="wukong, dcnv2, dlrm, interformer, dhen, hstu, NAME:SIZE, or package.module:factory."
+    ),
 ]
 DataFile = Annotated[
-    Path | None, typer.Option("--data", help="Criteo TSV, parquet or CSV; synthetic rows without it.")
+    Path | None,
+    typer.Option("--data", help="Criteo TSV, parquet, CSV, or a folder that `loka data convert` wrote."),
 ]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]

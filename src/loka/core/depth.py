@@ -13,10 +13,10 @@ number q. Beside the sum of weights each bin keeps the first two moments about i
     sum w (x - x^)^2 = (c - q)^2 S0 + 2 (c - q) S1 + S2
 
 which is exact, where a mean of rho^2 in log-spaced bins is 0.04 dB off on average at 32 an octave, and
-more where values crowd at a representable one. A margin that is no whole number of octaves moves the
-thresholds into the bins; there rho^2 is averaged by quantizing 32 points of each. Power-of-two scales
-count from the amax that they round up to, another fraction of an octave in every group, so they have
-histograms of their own: twice the memory (45 KB each), and both exact.
+more where values crowd at a representable one (core/depth_tables.py fills them). A margin that is no
+whole number of octaves moves the thresholds into the bins; there rho^2 is averaged by quantizing 32
+points of each. Power-of-two scales count from the amax that they round up to, another fraction of an
+octave in every group, so they have histograms of their own: twice the memory (45 KB each), and both exact.
 """
 
 from __future__ import annotations
@@ -27,24 +27,14 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.depth_tables import NONFINITE, ZEROS, Operand, centres, depth_tables, units
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import quantize, scale_of
 
-BINS_PER_OCTAVE = 16
-# Octaves of v = |x| / scale as e4m3 sees it (FMAX = 1.75 2^8): three above for delayed scales, and
-# down to 4 octaves below what e5m2 flushes to zero. The first and last bins are open.
-_LOWEST, _HIGHEST = -28, 11
-_REGULAR = (_HIGHEST - _LOWEST + 1) * BINS_PER_OCTAVE
-TOP, ZEROS, NONFINITE = _REGULAR, _REGULAR + 1, _REGULAR + 2
-ROWS = _REGULAR + 3
-
-COUNT, ENERGY, RELATIVE, WEIGHTED = "count", "energy", "relative", "weighted"
+ENERGY, RELATIVE, WEIGHTED = "energy", "relative", "weighted"
 _FIRST_COLUMN = {ENERGY: 1, RELATIVE: 4, WEIGHTED: 7}
 _POINTS = 32  # at which a bin is quantized where a threshold lies inside it
 _LEAST_MARGIN = -4.0
-_ROUNDING = 4 * 448 * 2.0**-24
-_FAR = 2.0**100  # beyond it an element saturates a delayed scale as fully as it can
-_CPU_PART = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -134,55 +124,13 @@ def depth_histogram(
             larger has a negative depth and saturates.
     """
     values = hp.detach().float()
-    if amax is None:
-        amax = group_amax(values, granularity)
+    own = group_amax(values, granularity) if amax is None else amax.to(values)
     # e4m3 stands for both: FMAX of e5m2 is 2^7 as large, which moves every element by 7 octaves. Where
     # an amax is below 7e-34 this flatters e5m2: its scale ends earlier, at float32's smallest normal.
-    scale = scale_of(amax.to(values), Cast(Format.E4M3, granularity, power_of_two)).expand_as(values)
-    if weight is not None:
-        weight = weight.detach().to(values.device).expand_as(values)
-    columns = _FIRST_COLUMN[WEIGHTED] + (0 if weight is None else 3)
-    table = torch.zeros(columns, ROWS, dtype=torch.float64, device=values.device)
-    # On a CPU in parts that stay in its cache: a quarter of the time.
-    rows = values.shape[0]
-    part = max(_CPU_PART // max(values.shape[1], 1), 1) if values.device.type == "cpu" else max(rows, 1)
-    for begin in range(0, rows, part):
-        taken = slice(begin, begin + part)
-        _collect(table, values[taken], scale[taken], None if weight is None else weight[taken])
-    table[1:, ZEROS:] = 0
-    return DepthHistogram(table.t().contiguous())
-
-
-def _collect(
-    table: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor | None
-) -> None:
-    magnitude = values.abs()
-    v = (magnitude / scale).clamp_(max=_FAR)
-    exponent = torch.frexp(v)[1].sub_(1).clamp_(_LOWEST, _HIGHEST).masked_fill_(v == 0, _LOWEST)
-    unit = _powers(values.device)[exponent.long() - _LOWEST]
-    m = v.double().div_(unit)
-    cell = m.sub(1).mul_(BINS_PER_OCTAVE).clamp_(0, BINS_PER_OCTAVE - 1).to(torch.int32)
-    row = exponent.sub_(_LOWEST).mul_(BINS_PER_OCTAVE).add_(cell).long()
-    # The amax is at FMAX but for the rounding of its scale, which four steps of float32 cover.
-    row.masked_fill_((v - Format.E4M3.max).abs() <= _ROUNDING, TOP)
-    row.masked_fill_(magnitude == 0, ZEROS)
-    row.masked_fill_(~torch.isfinite(scale + magnitude), NONFINITE)
-    t = m - _centres(values.device).index_select(0, row.clamp(max=TOP).reshape(-1)).view_as(m)
-    index = row.reshape(-1)
-
-    def add(first: int, factor: torch.Tensor, offset: torch.Tensor) -> None:
-        for column in range(first, first + 3):
-            table[column].scatter_add_(0, index, factor.reshape(-1))
-            factor = factor * offset
-
-    table[0].scatter_add_(0, index, torch.ones_like(index, dtype=torch.float64))
-    size = unit.mul_(scale).square_()
-    add(_FIRST_COLUMN[ENERGY], size, t)
-    if weight is not None:
-        add(_FIRST_COLUMN[WEIGHTED], size * weight, t)
-    # Below the deepest bin everything is flushed: its relative error is 1 however small it is.
-    floored = m.clamp_min(1)
-    add(_FIRST_COLUMN[RELATIVE], floored.square().reciprocal_(), floored.sub_(m).add_(t))
+    scale = scale_of(own, Cast(Format.E4M3, granularity, power_of_two))
+    scale = scale.where(scale.isfinite(), torch.nan).expand_as(values)
+    operand = Operand(values=values, scales=[scale], weight=weight)
+    return DepthHistogram(depth_tables([operand], beyond=amax is not None)[0][0])
 
 
 def error_sum(
@@ -201,7 +149,7 @@ def error_sum(
     margin = _checked(margin)
     if margin != round(margin):
         return _spread_error(moments, format, margin)
-    gap = _centres(moments.device) - _rounded(format, margin, moments.device)
+    gap = centres(moments.device) - _rounded(format, margin, moments.device)
     exact = gap * gap * moments[:, 0] + 2 * gap * moments[:, 1] + moments[:, 2]
     return exact.clamp_min(0).sum()
 
@@ -216,8 +164,8 @@ def _spread_error(moments: torch.Tensor, format: Format, margin: float) -> torch
     even = torch.linspace(
         -1 + 1 / _POINTS, 1 - 1 / _POINTS, _POINTS, dtype=torch.float64, device=total.device
     )
-    points = (_centres(total.device) + mean).unsqueeze(1) + width.unsqueeze(1) * even
-    factor = (_units(total.device) * (format.max / Format.E4M3.max * 2.0**-margin)).unsqueeze(1)
+    points = (centres(total.device) + mean).unsqueeze(1) + width.unsqueeze(1) * even
+    factor = (units(total.device) * (format.max / Format.E4M3.max * 2.0**-margin)).unsqueeze(1)
     gaps = points - _quantized(points * factor, format) / factor
     return (total * gaps.square().mean(dim=1)).sum()
 
@@ -225,8 +173,8 @@ def _spread_error(moments: torch.Tensor, format: Format, margin: float) -> torch
 def signal_sum(histogram: DepthHistogram, *, weighting: str = ENERGY) -> torch.Tensor:
     """sum w x^2, float64 []; for RELATIVE the number of nonzero elements. Raises as `error_sum`."""
     moments = _moments(histogram, weighting)
-    centres = _centres(moments.device)
-    return (centres * centres * moments[:, 0] + 2 * centres * moments[:, 1] + moments[:, 2]).sum()
+    c = centres(moments.device)
+    return (c * c * moments[:, 0] + 2 * c * moments[:, 1] + moments[:, 2]).sum()
 
 
 def depth_error(histogram: DepthHistogram, format: Format, *, margin: float = 0.0) -> DepthError:
@@ -237,7 +185,7 @@ def depth_error(histogram: DepthHistogram, format: Format, *, margin: float = 0.
     rounded = _rounded(format, _checked(margin), histogram.table.device)
     counts = histogram.table[:, 0]
     largest = torch.tensor(1.75 * 2.0 ** (8 + margin), dtype=torch.float64, device=counts.device)
-    v = _centres(counts.device) * _units(counts.device)
+    v = centres(counts.device) * units(counts.device)
     inside = counts[:ZEROS]
     sums = [error_sum(histogram, format, margin=margin), signal_sum(histogram)]
     sums += [error_sum(histogram, format, margin=margin, weighting=RELATIVE), inside.sum()]
@@ -286,29 +234,9 @@ def _moments(histogram: DepthHistogram, weighting: str) -> torch.Tensor:
     return histogram.table[:ZEROS, first : first + 3]
 
 
-@functools.lru_cache(maxsize=8)
-def _powers(device: torch.device) -> torch.Tensor:
-    exponents = torch.arange(_LOWEST, _HIGHEST + 1, dtype=torch.float64, device="cpu")
-    return torch.exp2(exponents).to(device)
-
-
-@functools.lru_cache(maxsize=8)
-def _units(device: torch.device) -> torch.Tensor:
-    """2^e of each row of a table's bins, [ZEROS]; the amax lies at 1.75 2^8."""
-    units = _powers(device).repeat_interleave(BINS_PER_OCTAVE)
-    return torch.cat([units, units.new_tensor([2.0**8])])
-
-
-@functools.lru_cache(maxsize=8)
-def _centres(device: torch.device) -> torch.Tensor:
-    cells = 1 + (torch.arange(BINS_PER_OCTAVE, dtype=torch.float64, device="cpu") + 0.5) / BINS_PER_OCTAVE
-    centres = cells.repeat(_HIGHEST - _LOWEST + 1)
-    return torch.cat([centres, centres.new_tensor([1.75])]).to(device)
-
-
 @functools.lru_cache(maxsize=256)
 def _rounded(format: Format, margin: float, device: torch.device) -> torch.Tensor:
     """Where each bin's centre goes, in units of 2^e."""
     cpu = torch.device("cpu")
-    units = _units(cpu) * (format.max / Format.E4M3.max * 2.0**-margin)
-    return (_quantized(_centres(cpu) * units, format) / units).to(device)
+    factor = units(cpu) * (format.max / Format.E4M3.max * 2.0**-margin)
+    return (_quantized(centres(cpu) * factor, format) / factor).to(device)

@@ -32,6 +32,7 @@ from typing import Any
 from loka.core.error import Estimate, student_t_95
 
 _WIDEST = 700.0  # exp() of more is no float
+OLD = "not by the latest sampled steps: "  # begins the reason why effects are known, but not renewed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,17 @@
 """Bytes between the ranks of a process group, over gloo and nccl. Nothing is pickled.
 
-All of these are collectives or pairs: the ranks named in them call them together, in the same order.
+All of these are collectives or pairs: the ranks named in them call them together, in the same order. But
+for `follow`, which goes through the store that the ranks met at: the first rank never waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+
+from loka.core.exceptions import LokaError
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> int:
@@ -47,6 +52,31 @@ def broadcast(data: bytes, group: dist.ProcessGroup | None) -> bytes:
     sent = _bytes(data, device) if mine else torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(sent, src=first, group=group)
     return sent.cpu().numpy().tobytes()
+
+
+def follow(key: str, decide: Callable[[], str]) -> str:
+    """What rank 0 of the world decides under `key`, on every rank that asks; alone, what this one decides.
+
+    Rank 0 leaves it at the store and goes on; the others wait for it there, no longer than the timeout
+    that the process group was made with. Ranks that do not ask are not waited for, and no device is.
+
+    Raises LokaError where rank 0 did not decide in time.
+    """
+    if ranks_of() == 1:
+        return decide()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        decided = decide()
+        store.set(key, decided)
+        return decided
+    try:
+        return bytes(store.get(key)).decode()
+    except RuntimeError as error:  # DistStoreError is one
+        raise LokaError(
+            f"rank 0 did not say {key} in time",
+            why=[str(error).splitlines()[0]],
+            way_out="let rank 0 do what this rank does, as often and in the same order",
+        ) from error
 
 
 def send(data: bytes, to: int, group: dist.ProcessGroup | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from loka.core.chain import Chain, chains_from_json
 from loka.core.cross_record import CrossStack, Whole, crosses_from_json
 from loka.core.device import Fingerprint
+from loka.core.effect import OLD
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.problem import DTYPES, Problem
@@ -31,8 +32,11 @@ def site_name(path: str, gemm: Gemm) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One candidate at one site. `errors` by measure name, "ne" of `output` GEMMs only, where the probe
-    could learn it; times only where a GPU was there.
+    """One candidate at one site. Times only where a GPU was there.
+
+    `errors` by measure name: "sqnr_db", "mere"; "row_db", "row_p99_db" where rows are examples; of gradients
+    "angle", "shrink", "bias", "variance" (core/gemm_error.py, core/direction.py); of `output` GEMMs "ne",
+    where the probe could learn it.
 
     `rounds` is how long it stayed in the race of the site: a name that left early was clearly
     slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
@@ -79,7 +83,7 @@ class Report:
             "fused:e4m3_row".
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
             against the form that copies it (nn/turned.py), by path.
-        no_effect: by layer, why its effect on the model's NE is not known.
+        no_effect: by layer, why its effect on the model's NE is not known, or is old.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -112,20 +116,10 @@ class Report:
         return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
 
     def __str__(self) -> str:
-        header: tuple[str, ...] = (
-            "site",
-            "MxNxK",
-            "candidate",
-            "sqnr_db",
-            "mere",
-            "ne",
-            "us",
-            "speed-up",
-            "unsupported",
-        )
-        rows = [row for site in self.sites.values() for row in _rows(site)]
-        if not any("ne" in m.errors for site in self.sites.values() for m in site.measurements.values()):
-            header, rows = (*header[:5], *header[6:]), [(*row[:5], *row[6:]) for row in rows]
+        found = {name for s in self.sites.values() for m in s.measurements.values() for name in m.errors}
+        shown = {title: told for title, told in _ERRORS.items() if title in _ALWAYS or told[0] in found}
+        header = ("site", "MxNxK", "candidate", *shown, "us", "speed-up", "unsupported")
+        rows = [row for site in self.sites.values() for row in _rows(site, list(shown.values()))]
         state = "" if self.complete else " (incomplete: measure again to go on)"
         lines = [f"Report of {self.model.name} on {self.machine}{state}", format_table(header, rows)]
         if not self.timed and self.machine.target == "cpu":
@@ -139,15 +133,34 @@ class Report:
         return "\n".join(lines)
 
     def unknown_effects(self) -> list[str]:
-        """A line for each reason why effects on NE are not known."""
+        """A line for each reason why effects on NE are not known, or known from earlier steps only."""
         layers: dict[str, list[str]] = {}
         for path, reason in self.no_effect.items():
             layers.setdefault(reason, []).append(path)
-        return [f"effect on NE not known: {', '.join(paths)}: {why}" for why, paths in layers.items()]
+        return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
 
 
-def _rows(site: SiteReport) -> list[tuple[str, ...]]:
-    """hp first, then the fastest; those that cannot run in one row."""
+def _unknown(paths: str, why: str) -> str:
+    if why.startswith(OLD):
+        why = why.removeprefix(OLD)
+        return f"effect on NE known from earlier steps, not renewed by the latest: {paths}: {why}"
+    return f"effect on NE not known: {paths}: {why}"
+
+
+# Columns of the table: the measure, and how it is written.
+_ERRORS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "sqnr_db": ("sqnr_db", "{:.1f}".format),
+    "row_db": ("row_db", "{:.1f}".format),
+    "mere": ("mere", "{:.3f}".format),
+    "shrink_%": ("shrink", lambda share: f"{100 * share:+.2f}"),
+    "bias_%": ("bias", lambda share: f"{100 * share:+.3f}"),
+    "ne": ("ne", "{:.1e}".format),
+}
+_ALWAYS = ("sqnr_db", "mere")
+
+
+def _rows(site: SiteReport, shown: Sequence[tuple[str, Callable[[float], str]]]) -> list[tuple[str, ...]]:
+    """hp first, then the fastest; those that cannot run in one row. `shown`: measures, how written."""
     problem = site.problem
     place = (site.name, f"{problem.m}x{problem.n}x{problem.k}")
 
@@ -158,11 +171,9 @@ def _rows(site: SiteReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for candidate, measured in sorted(site.measurements.items(), key=rank):
         if not measured.unsupported:
-            sqnr, speedup = measured.errors.get("sqnr_db"), measured.speedup
+            errors, speedup = measured.errors, measured.speedup
             numbers = (
-                f"{sqnr.value:.1f}" if sqnr else "-",
-                f"{measured.errors['mere'].value:.3f}" if "mere" in measured.errors else "-",
-                f"{measured.errors['ne'].value:.1e}" if "ne" in measured.errors else "-",
+                *(told(errors[name].value) if name in errors else "-" for name, told in shown),
                 f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
                 f"{speedup.value:.2f}x" if speedup else "-",
             )
@@ -170,7 +181,7 @@ def _rows(site: SiteReport) -> list[tuple[str, ...]]:
     reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
     if reasons:
         told = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
-        rows.append((*place, f"({reasons.total()} more)", "", "", "", "", "", told))
+        rows.append((*place, f"({reasons.total()} more)", *[""] * (len(shown) + 2), told))
     return rows
 
 

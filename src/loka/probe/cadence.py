@@ -14,13 +14,23 @@ more than overhead * LONGEST plain steps (200 at 1 %) does the share end up abov
 in which something else was done (an evaluation) tells nothing; where no sample can be timed, `_TRUSTED`
 of them are taken at the geometric gaps, and then one in `LONGEST` steps.
 
+Among several ranks a step that one of them samples holds up all others, so rank 0 decides for all, by its
+own clock (core/exchange.py `follow`). Every decision says at which step the next one falls: after a
+sample at the end of the gap, else where the balance will have been earned. Only there do the others ask,
+and rank 0 waits for nobody; a rank that gets no answer warns and goes by its own clock from then on.
+Without an initialised process group each process decides for itself.
+
 Clocks never wait for a device: on CUDA an event is recorded at each step's begin and read when it has
 passed, a step or more later. On the CPU it is the wall clock.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -29,11 +39,15 @@ from typing import Any
 
 import torch
 
+from loka.core.exceptions import LokaError
+from loka.core.exchange import follow
+
 _SHORTEST, _GROWTH, _CAP = 50, 0.25, 2000
 LONGEST = 20_000
 _WINDOW = 25  # unsampled steps whose median is `base`; a mean would take minutes of compiling for training
 _FEWEST = 5  # of them, before a cost is known
 _TRUSTED = 8  # samples whose cost is not known
+_numbers = itertools.count()  # of the "auto" cadences of this process, which ranks make in the same order
 
 
 class Costs:
@@ -56,6 +70,11 @@ class Costs:
     def settled(self) -> bool:
         return not self._pending
 
+    @property
+    def base(self) -> float:
+        """What a plain step takes; 0 while none was timed."""
+        return median(self._base) if self._base else 0.0
+
     def sampled(self, step: int) -> None:
         """Step number `step` is a sampled one."""
         if self._first is None:
@@ -74,15 +93,14 @@ class Costs:
             self._settle(step - 1, seconds)
         elif seconds is not None:
             self._base.append(seconds)
-        if self._base:
-            self.trained += median(self._base)
+        self.trained += self.base
 
     def _settle(self, step: int, after: float | None) -> None:
         """`after`: what the step after the sample took; it may pay for what the sample left behind."""
         took = self._pending.pop(step)
         if step == self._first or took is None or after is None or len(self._base) < _FEWEST:
             return  # charged with the next one
-        cost = took + after - 2 * median(self._base)
+        cost = took + after - 2 * self.base
         self.expected = max(cost if self.expected is None else (self.expected + cost) / 2, 0.0)
         self.spent += cost * self._uncharged
         self._uncharged = 0
@@ -134,21 +152,59 @@ class Auto(Cadence):
     def __init__(self, *, overhead: float, start: int = 0) -> None:
         super().__init__()
         self._share = overhead
-        self._due_at = start + (_SHORTEST if start else 0)
-        self._last = start
+        self._next = self._last = start  # when it is decided again; the last sample
+        self._resumed = start > 0
+        self._key = f"loka/every-auto/{next(_numbers)}"
+        self._decisions = 0
+        self._alone = False
 
     def _wanted(self, step: int) -> bool:
-        if step < self._due_at or not (self._affordable() or step - self._last >= LONGEST):
+        if step < self._next:
             return False
-        self._last = step
-        self._due_at = step + int(min(max(_SHORTEST, _GROWTH * step), _CAP))
-        return True
+        sampled, wait = self._agreed(step)
+        self._next = step + wait
+        if sampled:
+            self._last = step
+        return sampled
 
-    def _affordable(self) -> bool:
+    def _agreed(self, step: int) -> tuple[bool, int]:
+        """Whether the step is sampled, and in how many steps the next decision falls, on all ranks alike."""
+        self._decisions += 1
+        if not self._alone:
+            try:
+                key = f"{self._key}/{self._decisions}"
+                sampled, wait = json.loads(follow(key, lambda: json.dumps(self._decide(step))))
+                return sampled, wait
+            except LokaError as error:
+                self._alone = True
+                warnings.warn(
+                    'Probe(every="auto") goes by this rank\'s own clock from now on; its sampled steps hold '
+                    f"up the other ranks. {error}",
+                    stacklevel=2,
+                )
+        return self._decide(step)
+
+    def _decide(self, step: int) -> tuple[bool, int]:
+        if self._resumed and self._decisions == 1:
+            return False, _SHORTEST
+        left = self._last + LONGEST - step
+        lacking = self._lacking()
+        if lacking == 0 or left <= 0:
+            return True, int(min(max(_SHORTEST, _GROWTH * step), _CAP))
+        return False, min(lacking, left)
+
+    def _lacking(self) -> int:
+        """Steps until the next sample is earned, as far as that can be told; 0 once it is."""
         costs = self.costs
         if costs.expected is None:
-            return costs.taken < _TRUSTED
-        return costs.settled and self._share * costs.trained - costs.spent >= costs.expected
+            return 0 if costs.taken < _TRUSTED else 1 if not costs.settled else LONGEST
+        if not costs.settled:
+            return 1
+        missing = costs.expected - (self._share * costs.trained - costs.spent)
+        earned = self._share * costs.base  # in a step
+        if missing <= 0:
+            return 0
+        return math.ceil(missing / earned) if earned > 0 else 1
 
 
 def cadence_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:

@@ -15,6 +15,7 @@ from torch import nn
 
 from loka.core.chain import Activation, Chain, Epilogue, Norm
 from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.compiling import compile_in_place
 from loka.core.cross_record import Whole
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
@@ -72,8 +73,7 @@ def time_chain(
     first = layers[chain.links[0].path]
     found: dict[str, Measurement] = {}
     model, renamed, sites = build_chain(chain, device, DTYPES[first.weight_dtype])
-    base = copy.deepcopy(model)
-    base.compile(dynamic=False)
+    base = compile_in_place(copy.deepcopy(model))
     arms = {HP: base}
     for recipe in CHAIN_RECIPES.values():
         own = copy.deepcopy(model)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from loka.core.chain_recipe import CHAIN_RECIPES
+from loka.core.compiling import compile_in_place
 from loka.core.cross_record import CrossLink, CrossStack
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
@@ -76,8 +77,7 @@ def time_stack(
     """
     first = layers[stack.linears[0]]
     model, renamed, sites = build_stack(stack, device, DTYPES[first.weight_dtype])
-    base = copy.deepcopy(model)
-    base.compile(dynamic=False)
+    base = compile_in_place(copy.deepcopy(model))
     arms = {HP: base}
     found: dict[str, Measurement] = {}
     for recipe in CHAIN_RECIPES.values():

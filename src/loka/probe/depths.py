@@ -6,19 +6,23 @@ the operand's `Distribution` as tensors `depth_<granularity>`, with `_transposed
 and merge by addition, over steps, ranks and runs. Eight of 36 KB for each operand with today's recipes.
 
 Rows are a sample, scales are not: the amax of a tensor, of a column or of a block is that of the
-whole tensor, which costs one pass over it for each.
+whole tensor (probe/depth_scales.py). All histograms of an operand are filled together, and kinds of
+scale that are the same for its shape (of a row and of 1x128, where K is 128) are filled once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from loka.core.depth import DepthError, DepthHistogram, depth_error, depth_histogram, group_amax
+from loka.core.depth import DepthError, DepthHistogram, depth_error
+from loka.core.depth_tables import Operand, depth_tables
 from loka.core.recipe import RECIPES, SHARED, Cast, Gemm, Granularity, Recipe
 from loka.core.stats import Distribution, LinearStats
+from loka.probe.depth_scales import Sides, sample_scales, sides_of
 
 PREFIX = "depth_"
 _SQUARE = (Granularity.TENSOR, Granularity.BLOCK_128X128)  # a transpose has the same groups
@@ -53,13 +57,32 @@ def layout_of(cast: Cast, *, transposed: bool) -> Layout:
 
 def layouts(operand: str, recipes: Iterable[Recipe] | None = None) -> tuple[Layout, ...]:
     """What `recipes` (all known ones) ask of `operand`: input, weight or grad_output."""
+    return _layouts(operand, tuple(RECIPES.values() if recipes is None else recipes))
+
+
+@functools.lru_cache(maxsize=64)
+def _layouts(operand: str, recipes: tuple[Recipe, ...]) -> tuple[Layout, ...]:
     found: dict[Layout, None] = {}
-    for recipe in RECIPES.values() if recipes is None else recipes:
+    for recipe in recipes:
         for transposed, (gemm, side) in zip((False, True), SHARED[operand], strict=True):
             casts = recipe.casts(gemm)
             if casts is not None:
                 found[layout_of(casts[side], transposed=transposed)] = None
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Histograms that are wanted of the rows `picked` [m] of `hp` [T, K], or of all where None.
+
+    `weight`, broadcastable to the sample [m, K], goes into the histograms of `hp` as it lies: squared
+    gradients, or the squared norms [K] of the weight's columns (core/depth.py).
+    """
+
+    hp: torch.Tensor
+    wanted: Iterable[Layout]
+    picked: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
 
 def collect(
@@ -69,41 +92,47 @@ def collect(
     picked: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
 ) -> Depths:
-    """Histograms of the rows `picked` [m] of `hp` [T, K]; of all where None. Nothing waits for the device.
+    """The histograms of one operand; see `Request`."""
+    return collect_all([Request(hp=hp, wanted=wanted, picked=picked, weight=weight)])[0]
 
-    `weight`, broadcastable to the sample [m, K], goes into the histograms of `hp` as it lies: squared
-    gradients, or the squared norms [K] of the weight's columns (core/depth.py).
+
+def collect_all(requests: Sequence[Request], *, weighted_only: bool = False) -> list[Depths]:
+    """The histograms of several operands on one device, which share operations. Nothing waits for it.
+
+    With `weighted_only` tables have the three columns of the weights, and there are none of a transpose.
     """
+    found: list[Depths] = [{} for _ in requests]
+    for weighted in (False, True):
+        at: list[tuple[int, list[str], list[tuple[Sides, bool]]]] = []
+        operands: list[Operand] = []
+        for index, request in enumerate(requests):
+            has_weight = request.weight is not None
+            alike = [w for w in request.wanted if (has_weight and not w.transposed) == weighted]
+            if alike and (weighted or not weighted_only):
+                kinds = [_kind(layout, request.hp.shape) for layout in alike]
+                at.append((index, [layout.name for layout in alike], kinds))
+                operands.append(_operand(request, kinds, weighted=weighted))
+        if not operands:
+            continue
+        results = depth_tables(operands, weighted_only=weighted_only)
+        for (index, names, kinds), tables in zip(at, results, strict=True):
+            distinct = list(dict.fromkeys(kinds))
+            if len(distinct) < len(kinds):  # each table is memory of its own: they go to a file so
+                tables = torch.stack([tables[distinct.index(kind)] for kind in kinds])
+            found[index].update(zip(names, tables.unbind(), strict=True))
+    return found
+
+
+def _kind(layout: Layout, shape: Sequence[int]) -> tuple[Sides, bool]:
+    """What tells layouts apart for an operand of `shape`."""
+    return sides_of(layout.granularity, shape, transposed=layout.transposed), layout.power_of_two
+
+
+def _operand(request: Request, kinds: Iterable[tuple[Sides, bool]], *, weighted: bool) -> Operand:
+    hp, picked = request.hp, request.picked
     sample = hp if picked is None else hp[picked]
-    tables: Depths = {}
-    amaxes: dict[tuple[Granularity, bool], torch.Tensor] = {}
-    for layout in wanted:
-        key = (layout.granularity, layout.transposed)
-        if key not in amaxes:
-            amaxes[key] = _amax(hp, sample, picked, *key)
-        table = depth_histogram(
-            sample,
-            layout.granularity,
-            power_of_two=layout.power_of_two,
-            weight=None if layout.transposed else weight,
-            amax=amaxes[key],
-        ).table
-        tables[layout.name] = table
-    return tables
-
-
-def _amax(
-    hp: torch.Tensor,
-    sample: torch.Tensor,
-    picked: torch.Tensor | None,
-    granularity: Granularity,
-    transposed: bool,
-) -> torch.Tensor:
-    """The amax of the groups of the sample's elements, broadcastable to [m, K]."""
-    if not transposed and granularity.value[0] == 1:  # a row knows its own
-        return group_amax(sample, granularity)
-    amax = group_amax(hp.t(), granularity).t() if transposed else group_amax(hp, granularity)
-    return amax if picked is None or amax.shape[0] == 1 else amax[picked]
+    scales = sample_scales(hp, sample, picked, list(dict.fromkeys(kinds)))
+    return Operand(values=sample, scales=scales, weight=request.weight if weighted else None)
 
 
 def merge(so_far: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> Depths:
@@ -111,12 +140,14 @@ def merge(so_far: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) 
 
     Raises ValueError where one was collected with weights and the other without.
     """
-    merged = dict(so_far)
-    for name, table in more.items():
-        if name in merged:
-            table = (DepthHistogram(merged[name]) + DepthHistogram(table.to(merged[name]))).table
-        merged[name] = table
-    return merged
+    names = [name for name in more if name in so_far]
+    if not names:
+        return {**so_far, **more}
+    before = [so_far[name] for name in names]
+    fresh = [more[name].to(table) for name, table in zip(names, before, strict=True)]
+    if any(old.shape != new.shape for old, new in zip(before, fresh, strict=True)):
+        raise ValueError("a depth histogram with weights and one without do not add up")
+    return {**so_far, **more, **dict(zip(names, torch._foreach_add(before, fresh), strict=True))}
 
 
 def with_depths(distribution: Distribution, depths: Mapping[str, torch.Tensor]) -> Distribution:

@@ -1,7 +1,8 @@
 """Drawing operands from statistics: T = mu + Z L^T, W = M + L_U Z L_V^T, or plain normal numbers.
 
 Where the statistics hold sketches of tails (probe/tails.py), magnitudes of T are then moved to them; and
-where they hold how the rows of grad_output go with those of input, `samplers` draws both together.
+where they hold how the rows of grad_output go with those of input, `samplers` draws both together, and
+by sample where samples have several rows (probe/sample_draws.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 from loka.core.exceptions import UnknownName
 from loka.core.stats import Distribution
-from loka.probe import gaussian, matrix_normal, tails
+from loka.probe import gaussian, matrix_normal, sample_coherence, tails
+from loka.probe.sample_draws import Moments, by_sample, draw_samples
 
 NORMAL = "normal"
 _POOL_DRAWS, _POOL_ELEMENTS = 16, 1 << 24  # draws that a pool of rows with tails is made for; its size
@@ -93,14 +95,25 @@ def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler
         return {}
     x_covariance, g_covariance = x.scatter / (x.count - 1), g.scatter / (g.count - 1)
     m = tails.coupling(cross, (x.mean, g.mean), x_covariance)
-    x_root = _root(x_covariance)
-    rest_root = _root(g_covariance.double() - m @ x_covariance.double() @ m.t())
-    m = m.float()
+    rest = g_covariance.double() - m @ x_covariance.double() @ m.t()
+    samples = sample_coherence.samples_in(grad_output)
+    plan = None if samples is None else by_sample(samples, x, g, cross)
+    moments = Moments(
+        x_mean=x.mean,
+        g_mean=g.mean,
+        x_root=_root(x_covariance),
+        coupling=m.float(),
+        rest_root=_root(rest if plan is None else rest - plan.covariance),
+    )
     x_tails, g_tails = tails.tails_in(input), tails.tails_in(grad_output)
 
-    def draw_both(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        known = _normal((rows, x.features), generator) @ x_root.t()
-        drawn = g.mean + known @ m.t() + _normal((rows, g.features), generator) @ rest_root.t()
+    def draw_both(draws: int, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        if plan is not None:
+            sample = _samples(draws, rows, plan.rows).to(generator.device)
+            return draw_samples(plan, moments, (x_tails, g_tails), sample, generator)
+        known = _normal((draws * rows, x.features), generator) @ moments.x_root.t()
+        noise = _normal((draws * rows, g.features), generator) @ moments.rest_root.t()
+        drawn = g.mean + known @ moments.coupling.t() + noise
         drawn = tails.reshape(drawn, g_tails, generator) if g_tails else drawn
         known = x.mean + known
         return (tails.reshape(known, x_tails, generator) if x_tails else known), drawn
@@ -120,11 +133,20 @@ def _paired(input: Distribution, grad_output: Distribution) -> dict[str, Sampler
     return {"input": draw_input, "grad_output": draw_grad_output}
 
 
+def _samples(draws: int, rows: int, of_each: int) -> torch.Tensor:
+    """The sample [draws * rows] that each row belongs to; samples begin anew with each draw."""
+    within = torch.arange(rows) // of_each
+    return (torch.arange(draws).unsqueeze(1) * (within[-1] + 1) + within).flatten()
+
+
 class _Pool:
-    """Hands out rows of a larger draw, each once, and then makes the next one (probe/tails.py)."""
+    """Hands out rows of a larger draw, each once, and then makes the next one (probe/tails.py).
+
+    `draw` gets the number of draws and the rows of each.
+    """
 
     def __init__(
-        self, draw: Callable[[int, torch.Generator], tuple[torch.Tensor, ...]], features: int
+        self, draw: Callable[[int, int, torch.Generator], tuple[torch.Tensor, ...]], features: int
     ) -> None:
         self._draw = draw
         self._most = _POOL_ELEMENTS // max(features, 1)
@@ -133,7 +155,8 @@ class _Pool:
 
     def next(self, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         if not self._rest or len(self._rest[0]) < rows:
-            self._rest = self._draw(max(rows, min(_POOL_DRAWS * rows, self._most)), generator)
+            draws = max(1, min(_POOL_DRAWS, self._most // max(rows, 1)))
+            self._rest = self._draw(draws, rows, generator)
         self.last = tuple(part[:rows] for part in self._rest)
         self._rest = tuple(part[rows:] for part in self._rest)
         return self.last
@@ -143,8 +166,8 @@ def _tailed(draw: Sampler, kept: tails.Tails | None) -> Sampler:
     if kept is None:
         return draw
 
-    def reshaped(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        return (tails.reshape(draw(rows, generator), kept, generator),)
+    def reshaped(draws: int, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (tails.reshape(draw(draws * rows, generator), kept, generator),)
 
     pool = _Pool(reshaped, kept.columns.shape[0])
     return lambda rows, generator: pool.next(rows, generator)[0]

@@ -19,7 +19,8 @@ import torch
 from loka.core.depth import WEIGHTED, DepthHistogram, error_sum
 from loka.core.recipe import Cast, Casts
 from loka.core.stats import LinearStats
-from loka.probe.depths import Layout, collect, layout_of
+from loka.probe.depths import Layout, Request, collect_all, layout_of, merge
+from loka.probe.row_picks import sent
 
 PREFIX = "effect_"
 OPERANDS = ("input", "weight")
@@ -48,23 +49,30 @@ def effect_tables(
         for operand, cast in zip(OPERANDS, pair, strict=True):
             wanted[operand][layout_of(cast, transposed=False)] = None
     flat, factor = _some(rows.numel(), given.shape[1], generator)
-    at = rows.flatten() if flat is None else rows.flatten()[flat.to(rows.device)]
+    at = rows.flatten() if flat is None else rows.flatten()[sent(flat, rows.device)]
     sensitive = (grads[at].float() @ weight.float()).square() * factor
-    found = {"input": collect(given, wanted["input"], picked=at, weight=sensitive)}
+    requests = [Request(hp=given, wanted=wanted["input"], picked=at, weight=sensitive)]
     outputs, factor = _some(weight.shape[0], weight.shape[1], generator)
-    outputs = None if outputs is None else outputs.to(weight.device)
+    outputs = None if outputs is None else sent(outputs, weight.device)
     sensitive = _weight_sensitivity(given, grads, rows, outputs) * factor
-    found["weight"] = collect(weight, wanted["weight"], picked=outputs, weight=sensitive)
+    requests.append(Request(hp=weight, wanted=wanted["weight"], picked=outputs, weight=sensitive))
     return {
-        f"{operand}/{PREFIX}{name}": table[:, -3:].contiguous()
-        for operand, tables in found.items()
+        f"{operand}/{PREFIX}{name}": table
+        for operand, tables in zip(OPERANDS, collect_all(requests, weighted_only=True), strict=True)
         for name, table in tables.items()
     }
 
 
 def merge_tables(tables: Tables, others: Tables) -> Tables:
     """The sums; a table that is in one of the two stays."""
-    return {**others, **tables, **{n: t + others[n].to(t) for n, t in tables.items() if n in others}}
+    return merge(others, tables)
+
+
+def faded_tables(tables: Tables, factor: float) -> Tables:
+    """Of the same samples with `factor` times their weight."""
+    if not tables:
+        return {}
+    return dict(zip(tables, torch._foreach_mul(list(tables.values()), factor), strict=True))
 
 
 def tables_of(layer: LinearStats) -> Tables:

@@ -1,7 +1,8 @@
 """The error of every candidate at a layer's sites, on operands drawn from its statistics.
 
 All candidates see the same draws and are compared with the float32 product of the same
-operands. Draws go on until the 95 % interval of every `sqnr_db` is narrow enough.
+operands (core/gemm_error.py, and for gradients core/direction.py). Draws go on until the 95 % interval
+of every `sqnr_db`, and of every `shrink` and `bias` of a gradient, is narrow enough.
 
 At `output` the error "ne" stands beside them: what the candidate's recipe is predicted to add to the
 model's NE. It is not drawn but learnt while probing (probe/effects.py), where it could be.
@@ -10,12 +11,15 @@ model's NE. It is not drawn but learnt while probing (probe/effects.py), where i
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from loka.core.error import Estimate, estimate_mean, mere, sqnr_db
+from loka.core.direction import Fold, Turn, shrink_bias_variance
+from loka.core.error import Estimate, estimate_mean
+from loka.core.gemm_error import Truth, errors_of
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP
@@ -27,7 +31,20 @@ from loka.probe.effects import predicted_ne
 from loka.probe.operands import draw_operands, layer_samplers, sides
 from loka.probe.settings import Settings
 
-_Samples = dict[tuple[Gemm, str, str], list[float]]
+
+@dataclass
+class _Drawn:
+    """What the draws showed of one candidate at one GEMM: a number of each by measure, and its turns."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+
+    def estimates(self) -> dict[str, Estimate]:
+        found = {measure: estimate_mean(values) for measure, values in self.samples.items()}
+        return found | (shrink_bias_variance(self.turns) if self.turns else {})
+
+
+_All = dict[tuple[Gemm, str], _Drawn]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,34 +69,37 @@ def draw_errors(
     """
     samplers = layer_samplers(layer, device, keep_tails=settings.keep_tails)
     generator = torch.Generator(device).manual_seed(settings.seed)
-    samples: _Samples = {}
+    drawn: _All = {}
+    folds: dict[Gemm, Fold] = {}
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
     rows = min(layer.rows, settings.rows)
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
         for gemm, names in runnable.items():
             a, b = sides(gemm, operands)
-            reference = a.float() @ b.float().t()
+            truth = _truth(gemm, a.float() @ b.float().t(), folds)
             for name in names:
                 if name in failures[gemm]:
                     continue
                 try:
                     out = run_gemm(name, a, b, gemm=gemm, dtype=DTYPES[problems[gemm].dtype])
-                    found = {"sqnr_db": sqnr_db(out, reference), "mere": mere(out, reference)}
+                    found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
                     if name == HP or (device.type == "cuda" and not still_usable()):
                         raise
                     failures[gemm][name] = first_line(error)
+                    drawn.pop((gemm, name), None)
                     continue
+                kept = drawn.setdefault((gemm, name), _Drawn())
                 for measure, value in found.items():
-                    samples.setdefault((gemm, name, measure), []).append(value)
-        samples = {key: values for key, values in samples.items() if key[1] not in failures[key[0]]}
-        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(samples, settings)):
+                    kept.samples.setdefault(measure, []).append(value)
+                kept.turns += [turn] if turn else []
+        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(drawn, settings)):
             break
     errors: dict[Gemm, dict[str, dict[str, Estimate]]] = {gemm: {} for gemm in runnable}
-    for (gemm, name, measure), values in samples.items():
-        errors[gemm].setdefault(name, {})[measure] = estimate_mean(values)
+    for (gemm, name), kept in drawn.items():
+        errors[gemm][name] = kept.estimates()
     for name, measures in errors.get(Gemm.OUTPUT, {}).items():
         effect = None if name == HP else predicted_ne(layer, candidate_named(name).recipe)
         if effect is not None:
@@ -87,7 +107,20 @@ def draw_errors(
     return LayerErrors(errors=errors, failures=failures)
 
 
-def _narrow(samples: _Samples, settings: Settings) -> bool:
-    estimates = (estimate_mean(v) for key, v in samples.items() if key[2] == "sqnr_db" and key[1] != HP)
-    # An infinite or NaN value will not get narrower by drawing more.
-    return not any(e.high - e.low > 2 * settings.interval_db for e in estimates)
+def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:
+    """Rows are examples but in grad_weight; all draws of a gradient are folded alike."""
+    if gemm is not Gemm.OUTPUT and gemm not in folds:
+        rows, columns = product.shape
+        folds[gemm] = Fold(rows, columns, mean_row=gemm is Gemm.GRAD_INPUT, device=product.device)
+    return Truth(product, by_row=gemm is not Gemm.GRAD_WEIGHT, fold=folds.get(gemm))
+
+
+def _narrow(drawn: _All, settings: Settings) -> bool:
+    """An infinite or NaN value will not get narrower by drawing more."""
+    low = [kept for (_, name), kept in drawn.items() if name != HP]
+    decibels = (estimate_mean(kept.samples["sqnr_db"]) for kept in low)
+    if any(e.high - e.low > 2 * settings.interval_db for e in decibels):
+        return False
+    turned = (shrink_bias_variance(kept.turns) for kept in low if kept.turns)
+    shares = (found[name] for found in turned for name in ("shrink", "bias"))
+    return not any(e.high - e.low > 2 * settings.interval_share for e in shares if math.isfinite(e.value))

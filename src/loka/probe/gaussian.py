@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from loka.core.stats import Distribution
+from loka.probe.leading import leading
 
 KIND = "gaussian"
 AMAX_HISTORY = 16
@@ -60,7 +61,7 @@ def gaussian_of(rows: torch.Tensor, *, full_covariance: int, rank: int) -> Gauss
     if features <= full_covariance:
         scatter = centred.t() @ centred
     else:
-        factor = _compress(centred, rank)
+        factor = compress(centred, rank)
     amax = values.abs().amax().reshape(1) if values.numel() else values.new_zeros(0)
     return Gaussian(
         count=good,
@@ -95,7 +96,7 @@ def merge(a: Gaussian, b: Gaussian, *, rank: int) -> Gaussian:
     else:
         assert a.factor is not None
         assert b.factor is not None
-        factor = _compress(torch.cat([a.factor, b.factor, (cross**0.5 * shift).unsqueeze(0)]), rank)
+        factor = compress(torch.cat([a.factor, b.factor, (cross**0.5 * shift).unsqueeze(0)]), rank)
     return Gaussian(
         count=count,
         mean=a.mean + weight_b * shift,
@@ -109,14 +110,16 @@ def merge(a: Gaussian, b: Gaussian, *, rank: int) -> Gaussian:
     )
 
 
-def _compress(rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """F [<= rank, K] whose F^T F is the best rank-`rank` approximation of rows^T rows."""
+def compress(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """F [<= rank, K] whose F^T F is a rank-`rank` approximation of rows^T rows, nearly the best one.
+
+    See probe/leading.py.
+    """
     if rows.shape[0] <= rank:
         return rows
-    gram = rows.double() @ rows.double().t()
-    _, vectors = torch.linalg.eigh(gram)  # ascending
+    values = rows.double()
     # rows^T rows = V S^2 V^T and U^T rows = S V^T: projecting keeps the largest directions.
-    return (vectors[:, -rank:].t() @ rows.double()).float()
+    return (leading(values @ values.t(), rank).t() @ values).float()
 
 
 def to_distribution(gaussian: Gaussian) -> Distribution:

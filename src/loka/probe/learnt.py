@@ -14,6 +14,14 @@ from loka.core.stats import OPERANDS, Distribution, LinearStats, Stats
 from loka.probe import gaussian, matrix_normal
 from loka.probe.depths import Depths, depths_of, with_depths
 from loka.probe.effect_depths import Tables
+from loka.probe.sample_coherence import (
+    Picked,
+    Samples,
+    merge_samples,
+    samples_in,
+    samples_of,
+    with_samples,
+)
 from loka.probe.tails import (
     Cross,
     Tails,
@@ -32,7 +40,8 @@ class Learnt:
     """What was learnt of one layer so far; the streams of its three operands.
 
     `depths` are the operands' depth histograms (probe/depths.py), by operand; `tails` and `cross` what
-    draws keep beside the moments (probe/tails.py). `turned`: as in `LinearStats`, None before the first call.
+    draws keep beside the moments (probe/tails.py), and `samples` where these have several rows
+    (probe/sample_coherence.py). `turned`: as in `LinearStats`, None before the first call.
     """
 
     order: int
@@ -49,6 +58,7 @@ class Learnt:
     depths: dict[str, Depths] = field(default_factory=dict)
     tails: dict[str, Tails] = field(default_factory=dict)
     cross: Cross | None = None
+    samples: Samples | None = None
 
 
 def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None) -> None:
@@ -59,6 +69,13 @@ def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Ten
     if known is not None:
         cross = cross_of(known, rows)
         learnt.cross = cross if learnt.cross is None else merge_cross(learnt.cross, cross)
+
+
+def add_samples(learnt: Learnt, picked: Picked | None, grads: torch.Tensor) -> None:
+    """Of the samples that were `picked` in a call, by its gradient [rows, N]."""
+    if picked is not None:
+        found = samples_of(picked.values, grads[picked.rows], all_rows=picked.all_rows)
+        learnt.samples = found if learnt.samples is None else merge_samples(learnt.samples, found)
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
             learnt = site.learnt
             kept = (getattr(learnt, operand), learnt.depths.get(operand), learnt.tails.get(operand))
             total[operand] += sum(map(_bytes, kept))
-        total["grad_output"] += _bytes(site.learnt.cross)
+        total["grad_output"] += _bytes(site.learnt.cross) + _bytes(site.learnt.samples)
         total["effects"] += _bytes(site.tables)
     return total
 
@@ -133,7 +150,8 @@ def to_record(learnt: Learnt) -> LinearStats:
         operands["weight"] = matrix_normal.to_distribution(learnt.weight)
     if learnt.grad_output is not None:
         found = gaussian.to_distribution(learnt.grad_output)
-        operands["grad_output"] = _with_tails(learnt, "grad_output", found, learnt.cross)
+        found = _with_tails(learnt, "grad_output", found, learnt.cross)
+        operands["grad_output"] = with_samples(found, learnt.samples)
     return LinearStats(
         rows=learnt.rows,
         calls=learnt.calls,
@@ -189,4 +207,5 @@ def from_record(layer: LinearStats, device: torch.device) -> Learnt:
         depths={name: depths_of(found) for name, found in operands.items()},
         tails={name: tails for name, found in operands.items() if (tails := tails_in(found)) is not None},
         cross=cross_in(operands["grad_output"]) if "grad_output" in operands else None,
+        samples=samples_in(operands["grad_output"]) if "grad_output" in operands else None,
     )

@@ -69,6 +69,11 @@ def _are_probabilities(output: torch.Tensor) -> bool:
     values = values[values.isfinite()]
     within = len(output) > 1 and values.numel() and values.min() >= 0 and values.max() <= 1
     if within and "Sigmoid" not in origins:
+        if not values.any():
+            raise NoEffect(
+                "all outputs are 0, as those of a head that starts at zero: nothing reaches it yet; a later "
+                "sampled step tells, once it has moved"
+            )
         raise NoEffect(
             "all outputs lie between 0 and 1, as probabilities do: pass logits= to Probe (lambda o: o if "
             "they are logits)"

@@ -6,7 +6,7 @@ sums, moments, histograms and effects add up, in float64, and round once. What c
 * `rows`, the size of a GEMM as it ran, is the largest one: ranks do not multiply together.
 * `factor` has a fixed rank. Each truncation drops the smallest directions, so both the merged and the
   single process's F^T F lie below the scatter matrix, each by at most its own tr(scatter) - |F|^2 in
-  any direction; the diagonal `square` is exact.
+  any direction; the diagonal `square` is exact. Likewise `sample_factor` (probe/sample_coherence.py).
 * A weight is one tensor, not a sample: its matrix normal (averages over time) is that of the part with
   the most snapshots, the last of equals. Data-parallel ranks hold the same one.
 * `amax` keeps the last batches' maxima: the maximum over the parts, the latest beside the latest.
@@ -32,13 +32,13 @@ from loka.core.exceptions import PlanMismatch
 from loka.core.signature import ModelSignature
 from loka.core.stats import Distribution, LinearStats, Stats
 from loka.core.stats_bytes import from_bytes, to_bytes
-from loka.probe import depths, effect_depths, gaussian, matrix_normal
+from loka.probe import depths, effect_depths, gaussian, matrix_normal, sample_coherence
 
 _OWN = {
-    gaussian.KIND: {"mean", "square", "scatter", "factor", "amax"},
+    gaussian.KIND: {"mean", "square", "scatter", "factor", "amax", sample_coherence.FACTOR},
     matrix_normal.KIND: {"mean", "rows", "columns"},
 }
-_RAGGED = {"amax", "factor"}  # their first side grows with what was seen
+_RAGGED = {"amax", "factor", sample_coherence.FACTOR}  # their first side grows with what was seen
 _SUMS = ("tail_", depths.PREFIX, effect_depths.PREFIX)  # how names begin of what adds up
 
 
@@ -214,7 +214,8 @@ def _merge_operands(a: Distribution, b: Distribution, rank: int) -> Distribution
         for name in {**a.numbers, **b.numbers}
         if name.startswith(_SUMS)
     }
-    return replace(base, tensors={**base.tensors, **_sums(a, b)}, numbers={**base.numbers, **counts})
+    tensors = {**base.tensors, **_sums(a, b), **sample_coherence.merged_factors(a.tensors, b.tensors)}
+    return replace(base, tensors=tensors, numbers={**base.numbers, **counts})
 
 
 def _sums(a: Distribution, b: Distribution) -> dict[str, torch.Tensor]:

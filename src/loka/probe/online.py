@@ -31,9 +31,12 @@ from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
 from loka.probe.cadence import cadence_of, clock_of
-from loka.probe.depths import collect, layouts, merge
-from loka.probe.learnt import Learnt, Site, add_tails, bytes_of, from_record, refuse, with_sites
+from loka.probe.depths import Request, collect_all, layouts, merge
+from loka.probe.learnt import Learnt, Site, add_samples, add_tails, bytes_of, from_record, refuse, with_sites
 from loka.probe.logits import Logits
+from loka.probe.row_picks import row_picks
+from loka.probe.sample_coherence import Picked, pick
+from loka.probe.sample_rows import batch_of
 from loka.probe.saving import Copied, Saver, own_folder, to_host
 from loka.probe.sensitivity import Call, Sensitivity, step_seed
 from loka.probe.stance import capturing, eager
@@ -52,7 +55,7 @@ class Probe:
         model: any module, compiled or wrapped in DistributedDataParallel too. Each call of it
             with gradients enabled counts as a step; evaluation passes do not.
         every: a step in `every` is sampled, the first one included; with "auto" as many as `overhead`
-            allows, at growing gaps (probe/cadence.py).
+            allows, at growing gaps, on all ranks the steps that rank 0 decides (probe/cadence.py).
         overhead: share of training time that sampled steps may cost, with every="auto".
         rows: rows of an operand used per sampled call; a larger batch is subsampled.
         depth_rows: the same for its depth histograms (probe/depths.py).
@@ -123,7 +126,7 @@ class Probe:
         self._generator, self._depth_generator = torch.Generator(), torch.Generator()
         self._linears, self._skipped = find_linears(model, filter=filter)
         self._signature = signature(model)
-        self._steps = self._sampled = 0
+        self._steps = self._sampled = self._batch = 0
         self._learnt: dict[str, Learnt] = {}
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
@@ -269,6 +272,7 @@ class Probe:
         for generator in (self._generator, self._depth_generator):
             generator.manual_seed(step_seed(self._seed, self._sampled))
         self._sensitivity.begin((args, kwargs), step=self._sampled)
+        self._batch = batch_of((args, kwargs))
         inner = unwrap(self._model)
         if inner is not self._model:
             self._step_hooks.append(inner.register_forward_hook(self._inside))
@@ -328,10 +332,10 @@ class Probe:
                 part = rows if picked is None else rows[picked]
                 learnt.input = self._add(learnt.input, part)
                 add_tails(learnt, "input", part)
-                self._add_depths(learnt, "input", rows)
-                narrow = max(linear.weight.shape) <= self._full_covariance
-                known = part.to(torch.float32, copy=True) if narrow and output.requires_grad else None
-                self._add_depths(learnt, "weight", linear.weight)
+                keep = max(linear.weight.shape) <= self._full_covariance and output.requires_grad
+                known = part.to(torch.float32, copy=True) if keep else None
+                some = pick(given, self._batch, linear, self._rows, self._generator) if keep else None
+                self._add_depths(learnt, {"input": rows, "weight": linear.weight})
                 if learnt.weight is None:
                     learnt.weight = matrix_normal.first_snapshot(
                         linear.weight, full_covariance=self._full_covariance
@@ -343,7 +347,7 @@ class Probe:
                     self._over_tokens.append((learnt, output))
                 call = self._sensitivity.see(path, linear, given, output)
                 if output.requires_grad and not output.is_nested:
-                    output.register_hook(lambda grad: self._observe_grad(learnt, call, picked, known, grad))
+                    output.register_hook(lambda g: self._observe_grad(learnt, call, picked, known, some, g))
 
         return observe
 
@@ -353,9 +357,10 @@ class Probe:
         call: Call | None,
         picked: torch.Tensor | None,
         known: torch.Tensor | None,
+        some: Picked | None,
         grad: torch.Tensor,
     ) -> None:
-        """`picked` are the rows that were taken of the input, `known` their values where they are few."""
+        """`picked` are the rows taken of the input, `known` their values if few; `some` are whole samples."""
         if Sensitivity.working:
             return
         if call is not None:
@@ -365,24 +370,23 @@ class Probe:
             part = rows if picked is None else rows[picked]
             learnt.grad_output = self._add(learnt.grad_output, part)
             add_tails(learnt, "grad_output", part, known)
-            self._add_depths(learnt, "grad_output", rows)
+            add_samples(learnt, some, rows)
+            self._add_depths(learnt, {"grad_output": rows})
 
     def _picks(self, rows: torch.Tensor) -> torch.Tensor | None:
-        if rows.shape[0] <= self._rows:
-            return None
-        return torch.randint(rows.shape[0], (self._rows,), generator=self._generator).to(rows.device)
+        return row_picks(rows.shape[0], self._rows, self._generator, rows.device)
 
     def _add(self, so_far: gaussian.Gaussian | None, rows: torch.Tensor) -> gaussian.Gaussian:
         batch = gaussian.gaussian_of(rows, full_covariance=self._full_covariance, rank=self._rank)
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 
-    def _add_depths(self, learnt: Learnt, operand: str, rows: torch.Tensor) -> None:
-        picked = None
-        if rows.shape[0] > self._depth_rows:
-            at = torch.randint(rows.shape[0], (self._depth_rows,), generator=self._depth_generator)
-            picked = at.to(rows.device)
-        tables = collect(rows, layouts(operand), picked=picked)
-        learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
+    def _add_depths(self, learnt: Learnt, operands: dict[str, torch.Tensor]) -> None:
+        requests = []
+        for operand, rows in operands.items():
+            picked = row_picks(rows.shape[0], self._depth_rows, self._depth_generator, rows.device)
+            requests.append(Request(hp=rows, wanted=layouts(operand), picked=picked))
+        for operand, tables in zip(operands, collect_all(requests), strict=True):
+            learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
 
     def _restore(self, stats: Stats) -> None:
         refuse(stats, self._signature, full_covariance=self._full_covariance)

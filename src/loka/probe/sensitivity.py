@@ -28,15 +28,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from loka.core.effect import Effect, merged
+from loka.core.effect import OLD, Effect, merged
 from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
-from loka.core.reference import dequantize, quantize, scale_of
 from loka.core.stats import LinearStats
 from loka.nn.dataflow import unseen
-from loka.nn.watched import tensors_in
-from loka.probe.effect_depths import Tables, effect_tables, merge_tables, tables_of
+from loka.probe.changes import changes_of, effects_of
+from loka.probe.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
 from loka.probe.logits import Logits, NoEffect, finite, logits_of, refuse
-from loka.probe.sample_rows import rows_of
+from loka.probe.sample_rows import batch_of, rows_of
 
 _POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
 _E5M2 = Cast(Format.E5M2, Granularity.ROW)
@@ -46,9 +45,7 @@ CASTS: dict[str, Casts] = {
     "tensorwise_e4m3_pow2": (_POW2, _POW2),
     "rowwise_e5m2": (_E5M2, _E5M2),
 }
-_CHUNK = 1 << 22  # elements of an operand that are worked on at a time
 _UNREACHED = "its output does not reach these logits"
-_OLD = "not by the latest sampled steps: "  # effects that are fading away
 
 
 @dataclass(eq=False)
@@ -114,8 +111,7 @@ class Sensitivity:
         self._flush()
         self._generator.manual_seed(step_seed(self._seed, step))
         self._calls = []
-        first = next(tensors_in(arguments), None)
-        self._step = Step(first.shape[0] if first is not None and first.ndim else 0)
+        self._step = Step(batch_of(arguments))
 
     def see(self, path: str, linear: nn.Linear, given: torch.Tensor, output: torch.Tensor) -> Call | None:
         """A linear layer was called. Keeps what the step keeps anyway, and no copy.
@@ -165,7 +161,7 @@ class Sensitivity:
         for call, grad in zip(calls, grads, strict=True):
             if grad is not None:
                 self._add(found, call, grad, picks, z.shape[0])
-        self._note(found, p.tolist(), signed)
+        self._note(found, p, signed)
 
     def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
         """Training's gradient at an output, where the model's output shows no logits."""
@@ -180,7 +176,7 @@ class Sensitivity:
         if layer.effects:
             self._known[path] = _Known(dict(layer.effects), tables_of(layer))
         if layer.no_effect:
-            self._reasons[path] = layer.no_effect.removeprefix(_OLD)
+            self._reasons[path] = layer.no_effect.removeprefix(OLD)
 
     def of(self, path: str) -> tuple[dict[str, Effect], Tables, str]:
         """The effects of a site by recipe name, its histograms, and why there are none, or old ones."""
@@ -188,13 +184,14 @@ class Sensitivity:
         known, reason = self._known.get(path), self._reasons.get(path, "")
         if known is None:
             return {}, {}, reason
-        return known.effects, known.tables, _OLD + reason if reason else ""
+        return known.effects, known.tables, OLD + reason if reason else ""
 
     def _fall_back(self, reason: str) -> torch.Tensor:
         if self._base_rate is None:
             raise NoEffect(reason)
         if not self._step.batch:
-            raise NoEffect(f"{reason}; and no argument of the model tells the size of the batch")
+            told = "the first sides of the model's arguments do not tell the size of the batch"
+            raise NoEffect(f"{reason}; and {told}")
         return self._pick(self._step.batch)
 
     def _pick(self, batch: int) -> torch.Tensor:
@@ -249,7 +246,7 @@ class Sensitivity:
         for step in waiting:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
-                self._note(pending, [[self._base_rate]] * len(step.picks), None)
+                self._note(pending, torch.full((len(step.picks), 1), self._base_rate), None)
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():
@@ -263,19 +260,15 @@ class Sensitivity:
     def _note(
         self,
         found: Mapping[str, tuple[torch.Tensor, Tables]],
-        predicted: list[list[float]],
+        predicted: torch.Tensor,
         signed: torch.Tensor | None,
     ) -> None:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:
-            predicted = [[self._base_rate] * len(row) for row in predicted]
-        curvatures = None if signed is None else signed.double().square().tolist()
-        for path, (changes, tables) in found.items():
-            effects = {}
-            for name, s in zip(CASTS, changes.double().unbind(dim=1), strict=True):
-                pulls = None if signed is None else (signed * s.unsqueeze(1)).tolist()
-                effects[name] = Effect.of((s.square() / 2).tolist(), predicted, pulls, curvatures)
-            fresh = _Known(effects, tables)
+            predicted = torch.full_like(predicted, self._base_rate, dtype=torch.float64)
+        known = effects_of([changes for changes, _ in found.values()], predicted, signed)
+        for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
+            fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables)
             if fresh.count:
                 self._known[path] = _after(self._known.get(path), fresh, self._samples)
                 self._reasons.pop(path, None)
@@ -301,7 +294,7 @@ class _Known:
 
     def faded(self, factor: float) -> _Known:
         effects = {name: effect.faded(factor) for name, effect in self.effects.items()}
-        return _Known(effects, {name: table * factor for name, table in self.tables.items()})
+        return _Known(effects, faded_tables(self.tables, factor))
 
 
 def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
@@ -355,37 +348,12 @@ def _changes(
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
     weight = call.linear.weight.detach()
-    changes = torch.zeros(len(picks), len(CASTS), device=weight.device)
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad.reshape(-1, grad.shape[-1])
         rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
-        full = weight.float()
-        for at, casts in enumerate(CASTS.values()):
-            low = dequantize(quantize(weight, casts[1]))
-            for begin, end, part, low_part in _parts(given, rows, casts[0]):
-                g = grads[rows[begin:end].flatten()].float()
-                moved = (g @ low * (low_part - part) + g @ (low - full) * part).sum(dim=1)
-                changes[begin:end, at] = moved.view(end - begin, -1).sum(dim=1)
+        changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()))
         tables = effect_tables(given, weight, grads, rows, CASTS.values(), generator)
     return changes, tables
-
-
-def _parts(
-    given: torch.Tensor, rows: torch.Tensor, cast: Cast
-) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """For a few samples at a time: which, and their rows [.., K] of `given` as they are and quantized."""
-    step = max(1, _CHUNK // max(rows.shape[1] * given.shape[1], 1))
-    scale = whole = None
-    if cast.granularity is Granularity.TENSOR:
-        scale = scale_of(given.abs().amax().reshape(1), cast)
-    elif cast.granularity is Granularity.BLOCK_128X128:  # a block holds rows of other samples
-        whole = dequantize(quantize(given, cast))
-    for begin in range(0, rows.shape[0], step):
-        end = min(begin + step, rows.shape[0])
-        at = rows[begin:end].flatten()
-        part = given[at].float()
-        low = whole[at] if whole is not None else dequantize(quantize(part, cast, scale=scale))
-        yield begin, end, part, low

@@ -16,6 +16,7 @@ class Settings:
         rows: input rows drawn for the error (and contracted over in grad_weight).
         min_draws, max_draws: bounds on the number of draws of a layer's operands.
         interval_db: half-width of the `sqnr_db` interval at which drawing stops.
+        interval_share: the same for `shrink` and `bias` of gradients (core/direction.py).
         max_rounds: at which the race of a site ends with what it knows (core/timing.py).
         search_rounds: the same for the race between the algorithms of one kernel.
         sharing_rounds: the same for what sharing a quantization saves.
@@ -29,6 +30,7 @@ class Settings:
     min_draws: int = 4
     max_draws: int = 16
     interval_db: float = 0.25
+    interval_share: float = 0.0025
     max_rounds: int = MAX_ROUNDS
     search_rounds: int = 21
     sharing_rounds: int = 15
@@ -43,6 +45,6 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least {value}")
         if self.max_draws < self.min_draws:
             raise ValueError(f"max_draws is {self.max_draws}, less than min_draws, which is {self.min_draws}")
-        for name in ("interval_db", "tie"):
+        for name in ("interval_db", "interval_share", "tie"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be finite and not negative")

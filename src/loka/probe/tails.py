@@ -19,6 +19,7 @@ real batch's grad_weight (3 dB of its error).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,10 +65,16 @@ def tails_of(hp: torch.Tensor) -> Tails:
     once = good.float()
     columns = values.new_zeros(values.shape[1], 2 * _SIDE + 1)
     columns.scatter_add_(1, cell.t(), once.expand_as(values).t())
-    energy = torch.log2(values.double().square().sum(dim=1)).sub_(_ROWS_LOWEST).mul_(_ROWS_PER_OCTAVE)
+    energy = octaves(values).sub_(_ROWS_LOWEST).mul_(_ROWS_PER_OCTAVE)
     size = (_ROWS_HIGHEST - _ROWS_LOWEST) * _ROWS_PER_OCTAVE
     rows = values.new_zeros(size).scatter_add_(0, energy.clamp_(0, size - 1).long(), once.squeeze(1))
     return Tails(columns=columns, rows=rows)
+
+
+def octaves(rows: torch.Tensor) -> torch.Tensor:
+    """log2 of the energies of `rows` [m, K], float64; a row of zeros has the lowest that is kept."""
+    energy = rows.double().square().sum(dim=1)
+    return torch.log2(energy).clamp_(_ROWS_LOWEST, _ROWS_HIGHEST)
 
 
 def merge_tails(a: Tails, b: Tails) -> Tails:
@@ -115,8 +122,16 @@ def cross_in(distribution: Distribution) -> Cross | None:
     return Cross(count=count, sum=distribution.tensors[CROSS])
 
 
-def reshape(drawn: torch.Tensor, tails: Tails, generator: torch.Generator) -> torch.Tensor:
-    """`drawn` [m, K] with its magnitudes moved to the sketches', ranks kept. `generator` is on its device."""
+def reshape(
+    drawn: torch.Tensor,
+    tails: Tails,
+    generator: torch.Generator,
+    order: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """`drawn` [m, K] with its magnitudes moved to the sketches', ranks kept. `generator` is on its device.
+
+    `order` takes the rows' energies [m] to what they are ranked by; by default it is the energies.
+    """
     if drawn.numel() == 0 or not bool(tails.rows.any()):
         return drawn
     # Columns first: rows scaled before them would send a small row's elements to the zeros together.
@@ -125,7 +140,7 @@ def reshape(drawn: torch.Tensor, tails: Tails, generator: torch.Generator) -> to
     for _ in range(_TURNS):
         energy = values.double().square().sum(dim=1)
         wanted = torch.empty_like(energy)
-        wanted[energy.argsort()] = targets
+        wanted[(energy if order is None else order(energy)).argsort()] = targets
         values = values * (wanted / energy.clamp_min(1e-300)).sqrt().float().unsqueeze(1)
         values = _column_values(tails.columns, values, generator)
     return values

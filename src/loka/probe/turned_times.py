@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from loka.core.compiling import compile_in_place
 from loka.core.problem import DTYPES
 from loka.core.report import HP, Measurement
 from loka.core.signature import LinearShape
@@ -58,7 +59,7 @@ def time_turned(
     turned = copy.deepcopy(plain)
     turn_linear(turned.linear, path="linear")
     for arm in (plain, turned):
-        arm.compile(dynamic=False)
+        compile_in_place(arm)
     sides = shape.in_features * layer.turned, shape.out_features * layer.turned
     whole = replace(layer, rows=max(layer.rows // layer.turned, 1))
     return race(

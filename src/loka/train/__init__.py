@@ -4,19 +4,26 @@ from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, load_newest, n
 from loka.train.config import TrainConfig
 from loka.train.graphed import GraphedStep, graphed
 from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
-from loka.train.metrics import Quality, RunningNE, quality
+from loka.train.metrics import Quality, quality
 from loka.train.optim import RowwiseAdagrad, build_optimizers, warmup_factor
 from loka.train.paired import AcrossPairs, PairedDifference, across_pairs, paired_difference, verdict
+from loka.train.run import Companion, Run
+from loka.train.running import Reading, RunningQuality
+from loka.train.segments import Segments
 
 __all__ = [
     "AcrossPairs",
     "Checkpoint",
     "CheckpointNotSaved",
+    "Companion",
     "GraphedStep",
     "PairedDifference",
     "Quality",
+    "Reading",
     "RowwiseAdagrad",
-    "RunningNE",
+    "Run",
+    "RunningQuality",
+    "Segments",
     "TrainConfig",
     "TrainLog",
     "TrainResult",

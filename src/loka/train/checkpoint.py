@@ -24,7 +24,7 @@ import torch
 from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError
 from loka.core.files import canonical, read_record, sha256_of_file, sync_folder, write_record
 
-_KIND, _VERSION = "training checkpoint", 1
+_KIND, _VERSION = "training checkpoint", 2  # 2: with the plan, and what FP8 sites carry
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
 
@@ -67,14 +67,16 @@ def save(
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointNotSaved(
             f"cannot save {target}",
-            why=[str(error).splitlines()[0] if str(error) else type(error).__name__],
+            why=[str(error).splitlines()[0] if str(error) else type(error).__name__, _standing(folder)],
             way_out="free space or choose another folder, then resume from the checkpoint before it",
         ) from error
     return target
 
 
-def load_newest(folder: Path, *, identity: Mapping[str, Any]) -> Checkpoint | None:
+def load_newest(folder: Path, *, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """The newest usable checkpoint in `folder` on the CPU, or None when it holds none.
+
+    Without an `identity` it may be of any run.
 
     Raises:
         CheckpointRefused: there are checkpoints and none is usable, or one is of another run.
@@ -108,12 +110,19 @@ def newest_step(folder: Path) -> int:
     return max(map(_step_of, _newest_first(folder)), default=0)
 
 
-def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+def _standing(folder: Path) -> str:
+    """What a run that ends now would resume from."""
+    left = _newest_first(folder)
+    return f"{left[0].name} is the newest checkpoint, as it was" if left else "there is no earlier checkpoint"
+
+
+def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state in `path`. FileRefused: damaged. CheckpointRefused: of another run."""
     manifest = read_record(
         path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
     )
-    differences = _differences(manifest.identity, json.loads(canonical(identity)))
+    wanted = manifest.identity if identity is None else json.loads(canonical(identity))
+    differences = _differences(manifest.identity, wanted)
     if differences:
         raise CheckpointRefused(
             f"{path} belongs to another run",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loka.core.files import write_record
-from loka.core.report import estimate_to_json, number_to_json
+from loka.core.files import read_record, write_record
+from loka.core.report import estimate_to_json, number_to_json, required_estimate
 from loka.train.metrics import Quality
 from loka.train.paired import AcrossPairs, PairedDifference, across_pairs
 
@@ -59,6 +59,12 @@ class Comparison:
     def save(self, path: Path | str) -> None:
         write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
 
+    @classmethod
+    def load(cls, path: Path | str) -> Comparison:
+        """Raises FileRefused for a missing, truncated or edited file."""
+        way_out = "run the demo again; finished runs are kept"
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=way_out, parse=_from_json)
+
 
 def _arm(arm: Arm) -> dict[str, Any]:
     quality = {name: number_to_json(value) for name, value in asdict(arm.quality).items()}
@@ -92,3 +98,31 @@ def _to_json(comparison: Comparison) -> dict[str, Any]:
         "noise": _difference(comparison.noise) if comparison.noise else None,
         "across": {**_difference(across), "pairs": across.pairs} if across else None,
     }
+
+
+def _from_json(content: Mapping[str, Any]) -> Comparison:
+    pairs = []
+    for entry in content["pairs"]:
+        bf16, fp8 = _arm_from_json(entry["bf16"]), _arm_from_json(entry["fp8"])
+        difference = _difference_from_json(entry["difference"], rows=bf16.quality.rows)
+        pairs.append(Pair(seed=entry["seed"], bf16=bf16, fp8=fp8, difference=difference))
+    control = _arm_from_json(content["control"]) if content["control"] else None
+    noise = content["noise"]
+    return Comparison(
+        model=content["model"],
+        pairs=tuple(pairs),
+        control=control,
+        noise=_difference_from_json(noise, rows=pairs[0].difference.rows) if noise else None,
+        context=content["context"],
+    )
+
+
+def _arm_from_json(content: Mapping[str, Any]) -> Arm:
+    judged = {name: float(value) for name, value in content["quality"].items() if name != "rows"}
+    quality = Quality(rows=content["quality"]["rows"], **judged)
+    return Arm(**{**content, "quality": quality, "train_ne": float(content["train_ne"])})
+
+
+def _difference_from_json(content: Mapping[str, Any], *, rows: int) -> PairedDifference:
+    names = ("ne_percent", "auc", "calibration")
+    return PairedDifference(**{name: required_estimate(content[name]) for name in names}, rows=rows)

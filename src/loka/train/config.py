@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-Precision = Literal["bf16", "fp32"]
+Precision = Literal["bf16", "tf32", "fp32"]
+StepMode = Literal["eager", "compile", "graph"]
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
 _WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every"})
@@ -22,9 +23,14 @@ class TrainConfig:
         lr: dense learning rate, Adam.
         sparse_lr: learning rate of tables with sparse gradients, row-wise AdaGrad.
         warmup: fraction of the steps over which both rates rise linearly.
-        precision: bf16 autocasts the model; weights and loss are float32 in both cases.
+        precision: bf16 autocasts the model; tf32 lets a GPU multiply float32 matrices in TF32 (on a CPU it is
+            fp32). Weights and loss are float32 in all cases.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         grad_clip: largest norm of the dense gradients together; tables are not clipped.
+        accumulate: parts that a batch goes through the model in, one update for all: memory of a part only.
+        step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
+            What cannot be runs eagerly, and `TrainResult.step_reason` says why.
+        window: steps that the window metrics cover.
     """
 
     batch_size: int
@@ -40,9 +46,13 @@ class TrainConfig:
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2
     log_every: int = 100
+    accumulate: int = 1
+    step: StepMode = "eager"
+    window: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every"):
+        counts = ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every", "accumulate")
+        for name in (*counts, "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least 1")
         if self.max_rows is not None and self.max_rows < 1:
@@ -51,6 +61,12 @@ class TrainConfig:
             raise ValueError(f"warmup is {self.warmup}; it is a fraction of the steps, between 0 and 1")
         if self.precision not in get_args(Precision):
             raise ValueError(f"precision is {self.precision!r}; choose one of {get_args(Precision)}")
+        if self.step not in get_args(StepMode):
+            raise ValueError(f"step is {self.step!r}; choose one of {get_args(StepMode)}")
+        if self.accumulate > self.batch_size:
+            raise ValueError(
+                f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch"
+            )
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 

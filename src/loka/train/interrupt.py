@@ -14,7 +14,14 @@ from typing import Any
 
 
 class Interrupt:
+    """`requested` once Ctrl-C was pressed."""
+
     requested = False
+
+    def check(self) -> None:
+        """Raises the KeyboardInterrupt that is due; for long work between two steps."""
+        if self.requested:
+            raise KeyboardInterrupt
 
     def _note(self, number: int, frame: Any) -> None:
         if self.requested:

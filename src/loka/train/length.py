@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, Source
+from loka.data.batch import Batch, Source, at_epoch
 from loka.train.config import TrainConfig
+from loka.train.forward import rows_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ def batches_from(source: Source, config: TrainConfig, length: Length, *, step: i
     """The batches from `step` on; the last one is cut where the run ends."""
     while step < length.steps:
         epoch, index = divmod(step, length.per_epoch)
-        for batch in source.batches(config.batch_size, start=index):
+        for batch in at_epoch(source, epoch).batches(config.batch_size, start=index):
             expected = min(config.batch_size, source.rows - index * config.batch_size)
             if len(batch) != expected:
                 break
             left = length.rows - epoch * source.rows - index * config.batch_size
-            yield batch if left >= expected else _head(batch, left)
+            yield batch if left >= expected else rows_of(batch, 0, left)
             step, index = step + 1, index + 1
             if step == length.steps or index == length.per_epoch:
                 break
@@ -50,7 +51,3 @@ def batches_from(source: Source, config: TrainConfig, length: Length, *, step: i
                 why=[f"it promised {source.rows} rows; its account is {source.account()}"],
                 way_out="fix the count of rows, or the files if they changed while training",
             )
-
-
-def _head(batch: Batch, rows: int) -> Batch:
-    return Batch(dense=batch.dense[:rows], sparse=batch.sparse[:rows], label=batch.label[:rows])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn import functional
 
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
 from loka.core.files import canonical
+from loka.core.plan import Plan
 from loka.data.batch import Batch, Source
-from loka.train import state as run_state
-from loka.train.checkpoint import Checkpoint, holds_checkpoints, load_newest, save
+from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest, save
 from loka.train.config import Precision, TrainConfig
+from loka.train.forward import arguments, matrix_precision, predict
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from
-from loka.train.metrics import RunningNE, normalized_entropy
-from loka.train.optim import build_optimizers, warmup_factor
+from loka.train.metrics import Quality, normalized_entropy
+from loka.train.run import Companion, Run
+from loka.train.running import Reading
+from loka.train.segments import Segments
+from loka.train.state import identity_of, layout, plan_text
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
 
@@ -41,27 +45,50 @@ def untracked(batches: Iterable[Batch], description: str, total: int) -> Iterabl
 
 @dataclass(frozen=True)
 class TrainLog:
-    """`ne` covers all rows so far, `recent_ne` and `rows_per_second` those since the last log line."""
+    """`ne` covers all rows so far, `recent_ne` and `rows_per_second` those since the last log line.
+
+    `reading` has more of all rows, of the window, and by segment.
+    """
 
     step: int
     total_steps: int
     rows: int
-    ne: float
     recent_ne: float
     rows_per_second: float
+    rate: float
+    reading: Reading
+
+    @property
+    def ne(self) -> float:
+        return self.reading.lifetime.ne
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`steps`, `rows` and `train_ne` cover the whole run; the speed is that of this process alone."""
+    """Steps, rows and `reading` cover the whole run; the speed is that of this process alone.
+
+    `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks.
+    """
 
     steps: int
     rows: int
-    train_ne: float
+    reading: Reading
     seconds: float
     rows_per_second: float
     resumed_from: int | None
     skipped_checkpoints: tuple[str, ...]
+    plan: Plan | None = None
+    step_reason: str | None = None
+    unsaved: tuple[str, ...] = field(default=())
+
+    @property
+    def train_ne(self) -> float:
+        return self.reading.lifetime.ne
+
+    @property
+    def quality(self) -> Quality:
+        """Progressive, of all rows."""
+        return self.reading.lifetime
 
 
 def train(
@@ -69,6 +96,9 @@ def train(
     source: Source,
     *,
     config: TrainConfig,
+    plan: Plan | None = None,
+    companion: Companion | None = None,
+    segments: Segments | None = None,
     identity_extra: Mapping[str, Any] | None = None,
     checkpoints: Path | None = None,
     resume: bool = True,
@@ -83,7 +113,10 @@ def train(
         model: its weights at the start are the caller's: seed before building it.
         source: rows in training order.
         config: what to do; its `seed` drives dropout.
-        identity_extra: JSON values that a checkpoint has to share, such as the plan's digest.
+        plan: converts the model, which is not converted yet; checkpoints hold it.
+        companion: what goes on beside the steps, such as a `Valve` or `Auto`.
+        segments: metrics by segment too.
+        identity_extra: JSON values that a checkpoint has to share.
         checkpoints: folder to save to and resume from; None saves nothing.
         resume: False demands a folder without checkpoints.
         track: wraps the batches to show progress, `(batches, description, total)`.
@@ -94,75 +127,105 @@ def train(
     Raises:
         NonFinite: the loss is nan or infinite, noticed at the next log line or save.
         CheckpointRefused: the folder's checkpoints are unusable or of another run.
+        CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
+            checkpoint before stays, and training goes on.
         KeyboardInterrupt: after the completed step was saved.
     """
-    device = torch.device(config.device)
-    model.to(device).train()
-    optimizers = build_optimizers(model, config)
-    running = RunningNE(device)
+    model.train()
+    companion = companion or Companion()
     length = Length.of(source, config)
     identity = {
         "config": config.identity(),
         "source": {"identity": source.identity, "rows": source.rows},
-        "model": run_state.layout(model),
+        "model": layout(model),
+        "plan": identity_of(plan),
+        "beside": companion.identity(),
+        "segments": segments.identity() if segments else None,
         "extra": dict(identity_extra or {}),
     }
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, resume=resume) if checkpoints else None
+    run = Run(model, config, steps=length.steps, segments=segments)
+    if plan:
+        run.adopt(plan)
     if found:
-        run_state.restore(found.state, model, optimizers, running, path=found.path)
-    first = step = saved = found.step if found else 0
+        run.restore(found.state, step=found.step, path=found.path)
+        companion.restore(found.state["beside"])
+    saved = run.step
+    unsaved: list[str] = []
     between_steps = True
-    log = _Log(running, length.steps, step=step)
-    started, first_rows = time.perf_counter(), running.rows
+    log = _Log(run)
+    started, first_rows = time.perf_counter(), run.running.rows
 
     def finish_checks() -> None:
         if check:
             check(model)
-        log.require_finite(step)
+        log.require_finite()
 
-    def save_now() -> None:
+    def save_now(*, last: bool) -> None:
         nonlocal saved
-        if checkpoints and saved != step:
-            state = run_state.capture(model, optimizers, running)
-            save(checkpoints, step=step, state=state, identity=identity, keep=config.keep_checkpoints)
-            saved = step
-
-    with deferred_interrupt() as interrupt:
+        run.save_due = False
+        if not checkpoints or saved == run.step:
+            return
+        state = {**run.capture(), "given_plan": plan_text(plan), "beside": companion.state()}
         try:
-            for batch in track(batches_from(source, config, length, step=step), "train", length.steps - step):
+            save(checkpoints, step=run.step, state=state, identity=identity, keep=config.keep_checkpoints)
+        except CheckpointNotSaved as error:
+            if last:
+                raise
+            unsaved.append(str(error))
+            warnings.warn(f"{error}\nTraining goes on.", RuntimeWarning, stacklevel=3)
+        else:
+            saved = run.step
+
+    failed: BaseException | None = None
+    with deferred_interrupt() as run.interrupt, matrix_precision(config.precision, run.device):
+        try:
+            companion.start(run)
+            batches = batches_from(source, config, length, step=run.step)
+            for batch in track(batches, "train", length.steps - run.step):
+                sight = companion.before(run)
                 between_steps = False
-                _set_rates(optimizers, config, warmup_factor(step, length.steps, config.warmup))
-                _learn(model, batch.to(device), optimizers, running, config)
-                step += 1
+                run.learn(batch.to(run.device), sight=sight)
                 between_steps = True
-                last = step == length.steps
-                if step % config.log_every == 0 or last:
+                companion.after(run)
+                last = run.step == length.steps
+                if run.step % config.log_every == 0 or last:
                     finish_checks()
-                    line = log.line(step)
+                    line = log.line()
                     if on_log:
                         on_log(line)
-                if checkpoints and (step % config.checkpoint_every == 0 or last):
+                if checkpoints and (run.step % config.checkpoint_every == 0 or last or run.save_due):
                     finish_checks()
-                    save_now()
+                    save_now(last=last)
                 if on_step:
-                    on_step(step)
-                if interrupt.requested:
-                    raise KeyboardInterrupt
-        except KeyboardInterrupt:
+                    on_step(run.step)
+                run.interrupt.check()
+        except KeyboardInterrupt as error:
+            failed = error
             if between_steps:
-                save_now()
+                save_now(last=True)
             raise
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            reason = run.step_reason
+            companion.stop(run, failed)
+            run.close()
     seconds = time.perf_counter() - started
     return TrainResult(
-        steps=step,
-        rows=running.rows,
-        train_ne=running.ne(),
+        steps=run.step,
+        rows=run.running.rows,
+        reading=run.running.read(),
         seconds=seconds,
-        rows_per_second=(running.rows - first_rows) / seconds,
-        resumed_from=first if found else None,
+        rows_per_second=(run.running.rows - first_rows) / seconds,
+        resumed_from=found.step if found else None,
         skipped_checkpoints=found.skipped if found else (),
+        plan=run.plan,
+        step_reason=reason,
+        unsaved=tuple(unsaved),
     )
 
 
@@ -185,11 +248,9 @@ def evaluate(
     total = -(-source.rows // batch_size)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), matrix_precision(precision, torch.device(device)):
             for batch in track(source.batches(batch_size), "evaluate", total):
-                with _autocast(torch.device(device), precision):
-                    output = model(batch.dense.to(device), batch.sparse.to(device))
-                logits.append(output.float())
+                logits.append(predict(model, arguments(batch.to(device)), precision))
                 labels.append(batch.label)
     finally:
         for module in training:
@@ -197,38 +258,6 @@ def evaluate(
     if not logits:
         raise DataRefused("the source to evaluate on gave no rows", way_out="check its row range")
     return torch.cat(logits).cpu().numpy(), torch.cat(labels).cpu().float().numpy()
-
-
-def _learn(
-    model: nn.Module,
-    batch: Batch,
-    optimizers: Mapping[str, torch.optim.Optimizer],
-    running: RunningNE,
-    config: TrainConfig,
-) -> None:
-    with _autocast(batch.dense.device, config.precision):
-        logits = model(batch.dense, batch.sparse)
-    losses = functional.binary_cross_entropy_with_logits(logits.float(), batch.label, reduction="none")
-    running.add(losses, batch.label)
-    for optimizer in optimizers.values():
-        optimizer.zero_grad(set_to_none=True)
-    losses.mean().backward()
-    if config.grad_clip is not None and "dense" in optimizers:
-        weights = [weight for group in optimizers["dense"].param_groups for weight in group["params"]]
-        nn.utils.clip_grad_norm_(weights, config.grad_clip)
-    for optimizer in optimizers.values():
-        optimizer.step()
-
-
-def _autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-def _set_rates(optimizers: Mapping[str, torch.optim.Optimizer], config: TrainConfig, factor: float) -> None:
-    for name, rate in (("dense", config.lr), ("sparse", config.sparse_lr)):
-        if name in optimizers:
-            for group in optimizers[name].param_groups:
-                group["lr"] = rate * factor
 
 
 def _open(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> Checkpoint | None:
@@ -246,28 +275,30 @@ def _open(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> Checkpo
 class _Log:
     """Turns running sums into log lines; remembers what the last line covered."""
 
-    def __init__(self, running: RunningNE, total_steps: int, *, step: int) -> None:
-        self.running, self.total_steps = running, total_steps
-        self.step, self.rows, self.sums, self.time = step, running.rows, running.read(), time.perf_counter()
+    def __init__(self, run: Run) -> None:
+        self.run, self.step, self.rows = run, run.step, run.running.rows
+        self.sums, self.time = run.running.losses_and_clicks(), time.perf_counter()
 
-    def require_finite(self, step: int) -> None:
-        if not math.isfinite(self.running.read()[0]):
+    def require_finite(self) -> None:
+        if not math.isfinite(self.run.running.losses_and_clicks()[0]):
             raise NonFinite(
-                f"the training loss became nan or infinite between steps {self.step} and {step}",
+                f"the training loss became nan or infinite between steps {self.step} and {self.run.step}",
                 way_out="pass a NaN check to find the site, lower the learning rates, or set grad_clip",
             )
 
-    def line(self, step: int) -> TrainLog:
-        sums, rows, now = self.running.read(), self.running.rows, time.perf_counter()
+    def line(self) -> TrainLog:
+        run, now = self.run, time.perf_counter()
+        sums, rows = run.running.losses_and_clicks(), run.running.rows
         recent = rows - self.rows
-        losses, labels = sums[0] - self.sums[0], sums[1] - self.sums[1]
+        losses, clicks = sums[0] - self.sums[0], sums[1] - self.sums[1]
         line = TrainLog(
-            step=step,
-            total_steps=self.total_steps,
+            step=run.step,
+            total_steps=run.steps,
             rows=rows,
-            ne=self.running.ne(),
-            recent_ne=normalized_entropy(losses / recent, labels / recent),
+            recent_ne=normalized_entropy(losses / recent, clicks / recent),
             rows_per_second=recent / (now - self.time),
+            rate=float(next(iter(run.optimizers.values())).param_groups[0]["lr"]),
+            reading=run.running.read(),
         )
-        self.step, self.rows, self.sums, self.time = step, rows, sums, now
+        self.step, self.rows, self.sums, self.time = run.step, rows, sums, now
         return line

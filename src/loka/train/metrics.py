@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loka.core.exceptions import NonFinite
 
@@ -130,37 +128,3 @@ class Ranking:
             return math.nan
         won_twice = int(click_weights @ (cumulated[self.below] + cumulated[self.upto]))
         return won_twice / (2 * pairs)
-
-
-class RunningNE:
-    """NE over the rows seen so far, summed in float64 on the device.
-
-    `add` never waits for the device; `read` does.
-    """
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, label
-        self.rows = 0
-
-    def add(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
-        """Adds per-row `losses` [B] and `labels` [B]."""
-        self._sums += torch.stack([losses.detach().double().sum(), labels.double().sum()])
-        self.rows += len(labels)
-
-    def read(self) -> tuple[float, float]:
-        """(sum of losses, sum of labels)."""
-        loss, label = self._sums.tolist()
-        return loss, label
-
-    def ne(self) -> float:
-        if not self.rows:
-            return math.nan
-        loss, label = self.read()
-        return normalized_entropy(loss / self.rows, label / self.rows)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums.clone(), "rows": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums.copy_(state["sums"])
-        self.rows = state["rows"]

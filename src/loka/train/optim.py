@@ -12,7 +12,7 @@ in FBGEMM's table-batched embeddings, which TorchRec uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -91,12 +91,27 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     sparse = [weight for weight in trained if weight in tables]
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if dense:
-        optimizers["dense"] = torch.optim.Adam(dense, lr=config.lr)
+        device = dense[0].device
+        if config.step == "graph" and device.type == "cuda":  # what a graph reads has to lie on the device
+            rate = torch.tensor(config.lr, device=device)
+            optimizers["dense"] = torch.optim.Adam(dense, lr=rate, capturable=True)
+        else:
+            optimizers["dense"] = torch.optim.Adam(dense, lr=config.lr)
     if sparse:
         optimizers["sparse"] = RowwiseAdagrad(sparse, lr=config.sparse_lr)
     if not optimizers:
         raise ValueError("the model has no weight that requires a gradient; there is nothing to train")
     return optimizers
+
+
+def set_rates(optimizers: Mapping[str, torch.optim.Optimizer], config: TrainConfig, factor: float) -> None:
+    """`factor` times the rates of `config`; a rate that is a tensor is written to, not replaced."""
+    for name, rate in (("dense", config.lr), ("sparse", config.sparse_lr)):
+        for group in optimizers[name].param_groups if name in optimizers else ():
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
 
 
 def warmup_factor(step: int, total: int, fraction: float) -> float:

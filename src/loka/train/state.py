@@ -1,12 +1,14 @@
-"""Everything a run needs to continue bit for bit, as plain tensors and numbers.
+"""Everything a run needs to continue bit for bit, as plain tensors, numbers and text.
 
-Model, optimizers, sums for NE, random generators, every buffer, and the counters of FP8
-layers: modules may own buffers outside the state dict that the next step depends on.
+Model, optimizers, sums of the metrics, random generators, every buffer, what FP8 sites carry from step to
+step (scales with their histories, nn/carried.py), and the plan that runs: none but the first is in a
+`state_dict`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,22 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
-from loka.nn import fp8_linears
-from loka.train.metrics import RunningNE
+from loka.core.plan import Plan
+from loka.nn.carried import carried, restore_carried
+from loka.train.running import RunningQuality
 
 
 def capture(
-    model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], running: RunningNE
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    running: RunningQuality,
+    plan: Plan | None = None,
 ) -> dict[str, Any]:
     """The state as it is now. Tensors are shared, not copied: save it before the next step."""
     return {
         "model": model.state_dict(),
-        "fp8": {path: linear.loka_health for path, linear in fp8_linears(model).items()},
+        "fp8": carried(model),
+        "plan": plan_text(plan),
         "buffers": dict(model.named_buffers(remove_duplicate=False)),
         "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
         "running": running.state_dict(),
@@ -33,23 +40,36 @@ def capture(
     }
 
 
+def plan_in(state: Mapping[str, Any], which: str = "plan") -> Plan | None:
+    """The plan that ran when `state` was captured; or with "given_plan" the one that the run began by, from
+    which a valve may have taken parts since."""
+    return Plan.from_json(json.loads(state[which])) if state[which] else None
+
+
+def plan_text(plan: Plan | None) -> str | None:
+    """What `plan_in` reads."""
+    return json.dumps(plan.to_json(), allow_nan=False) if plan else None
+
+
 def restore(
     state: Mapping[str, Any],
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    running: RunningNE,
+    running: RunningQuality,
     *,
     path: Path,
 ) -> None:
-    """Puts a captured state back in place; `path` is where it came from, for the message."""
+    """Puts a captured state back in place; `path` is where it came from, for the message.
+
+    The model has to run by the state's plan already.
+    """
     try:
         model.load_state_dict(state["model"])
         for name, value in state["buffers"].items():
             _restore_buffer(model, name, value)
-        for layer, linear in fp8_linears(model).items():
-            linear.loka_health.copy_(state["fp8"][layer])
+        restore_carried(model, state["fp8"])
         for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            _restore_optimizer(optimizer, state["optimizers"][name])
         running.load_state_dict(state["running"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:
@@ -71,6 +91,28 @@ def layout(model: nn.Module) -> dict[str, Any]:
         "weights": sum(weight.numel() for weight in model.parameters()),
         "layout": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     }
+
+
+def identity_of(plan: Plan | None) -> dict[str, Any] | None:
+    """What of a plan decides the weights: not its times."""
+    if plan is None:
+        return None
+    wholes = {name: [d.recipe, dict(d.candidates)] for name, d in plan.chains.items()}
+    wholes |= {name: [d.recipe, dict(d.candidates)] for name, d in plan.crosses.items()}
+    return {
+        "sites": {name: decision.candidate for name, decision in plan.decisions.items()},
+        "wholes": wholes,
+        "turned": sorted(plan.turned),
+    }
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """A rate that is a tensor stays the one on the device: the loaded one lies on the CPU."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(rate, torch.Tensor):
+            group["lr"] = rate
 
 
 def _restore_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -9,12 +9,13 @@ is what FP8 can change ("compute-only" in the paper).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from loka.core.compiling import compile_in_place, run_as_written
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
@@ -145,14 +146,26 @@ def compiled(model: nn.Module) -> nn.Module:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
     torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
+    for part in _parts(model):
+        compile_in_place(part)
+    return model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Undoes `compiled`: the parts run as they are written."""
+    for part in _parts(model):
+        run_as_written(part)
+    return model
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
     for child in model.children():
         blocks = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
         repeated = any(next(block.children(), None) is not None for block in blocks)
         for part in blocks if repeated else [child]:
             tables = any(isinstance(module, nn.Embedding) for module in part.modules())
             if not tables and next(part.children(), None) is not None:
-                part.compile(dynamic=False)
-    return model
+                yield part
 
 
 def _step(model: nn.Module, batch: Batch) -> Callable[[], object]:

@@ -1,0 +1,263 @@
+"""`loka train`: one run, in high precision, by a plan, or from a cold start to FP8."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.demo import MODS
+from loka.cli.inputs import Data, choose_device, model_builder, open_data, share_of_labels, steps_between
+from loka.cli.ne import named_budget
+from loka.cli.options import BatchSize, CacheFolder, DataFile, Device, ModelName, NoCache, Rows, Seed
+from loka.core.exceptions import LokaError, UnknownName
+from loka.core.plan import Plan
+from loka.data.batch import Source
+from loka.nn import check_finite, health_of
+from loka.probe.cache import default_folder
+from loka.report.progress import ProgressBars
+from loka.train import (
+    Companion,
+    Quality,
+    Segments,
+    TrainConfig,
+    TrainLog,
+    TrainResult,
+    evaluate,
+    load_newest,
+    quality,
+)
+from loka.train import train as train_model
+from loka.train.auto import Auto, AutoConfig
+from loka.train.config import Precision, StepMode
+from loka.train.state import plan_in
+from loka.train.tensorboard import TensorBoard
+from loka.train.valve import Valve
+
+WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
+_SEGMENTS = 16
+
+
+def train(
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    plan: Annotated[Path | None, typer.Option(help="Train by this plan.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="From a cold start: bf16 while a probe learns, then FP8.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Of --auto: folder for all that it writes, checkpoints too; runs/auto by default."),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder to save to; a run found there is continued, by its plan.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; of what no plan has in FP8.")] = "bf16",
+    step: Annotated[
+        str, typer.Option(help="eager; compile: blocks compiled; graph: and the step in one CUDA graph.")
+    ] = "eager",
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
+    lr: Annotated[float, typer.Option(min=0, help="Of dense weights, Adam.")] = 1e-3,
+    sparse_lr: Annotated[float, typer.Option(min=0, help="Of tables, row-wise AdaGrad.")] = 0.1,
+    warmup: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")
+    ] = 0.1,
+    grad_clip: Annotated[float | None, typer.Option(help="Largest norm of the dense gradients.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Parts that a batch goes through in.")] = 1,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
+    window: Annotated[int, typer.Option(min=1, help="Steps that window metrics cover.")] = 1000,
+    segments: Annotated[
+        int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are judged apart.")
+    ] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
+    valve: Annotated[
+        bool, typer.Option("--valve/--no-valve", help="Return to high precision what FP8 no longer holds.")
+    ] = True,
+    ne: Annotated[
+        float | None, typer.Option(min=0, help="Of --auto: increase of NE allowed, absolute; 2e-4.")
+    ] = None,
+    chains: Annotated[str | None, typer.Option(help="Of --auto: measured, always or never.")] = None,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")
+    ] = None,
+    probe_every: Annotated[
+        str, typer.Option(help="Of --auto: a step in so many is sampled; auto: 5 % of the phase's time.")
+    ] = "auto",
+    probe_steps: Annotated[
+        int | None, typer.Option(min=1, help="Of --auto: most steps of probing; a fifth of the run.")
+    ] = None,
+    measure_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Of --auto: after which nothing new is measured.")
+    ] = None,
+    base_rate: Annotated[
+        float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
+    ] = None,
+    candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure only these.")] = None,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows."""
+    device = choose_device(device)
+    config = _config(
+        batch_size=batch_size,
+        epochs=epochs,
+        lr=lr,
+        sparse_lr=sparse_lr,
+        warmup=warmup,
+        seed=seed,
+        precision=precision,
+        grad_clip=grad_clip,
+        device=device,
+        checkpoint_every=checkpoint_every,
+        log_every=log_every,
+        accumulate=accumulate,
+        step=step,
+        window=window,
+    )
+    limits = {"ne": ne, "chains": chains, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
+    given = {name: value for name, value in limits.items() if value is not None}
+    bars = ProgressBars("train")
+    companion: Companion | None = None
+    if auto:
+        if plan:
+            raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
+        out = out or Path("runs/auto")
+        checkpoints = checkpoints or out / "checkpoints"
+        companion = Auto(
+            AutoConfig(
+                every=steps_between(probe_every),
+                most_steps=probe_steps,
+                base_rate=share_of_labels(base_rate),
+                budget=named_budget("default", **given) if given else None,
+                candidates=tuple(candidate) if candidate else None,
+                measure_seconds=measure_seconds,
+                cache=None if no_cache else cache or default_folder(),
+            ),
+            folder=out,
+            track=bars,
+            say=print,
+        )
+    elif given or out:
+        raise LokaError(
+            f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
+            way_out="a plan that is made before has its limits in it: `loka plan`",
+        )
+    opened = open_data(data, rows=rows, seed=seed)
+    chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
+    if chosen is not None:
+        print(chosen.summary())
+        companion = Valve(say=print) if valve else None
+    built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+    with TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board:
+
+        def on_log(line: TrainLog) -> None:
+            show_log(line)
+            if board is not None:
+                board(line)
+
+        result = train_model(
+            built,
+            opened.train,
+            config=config,
+            plan=chosen,
+            companion=companion,
+            segments=None if segments is None else _segments(segments, opened.train),
+            checkpoints=checkpoints,
+            track=bars,
+            on_log=on_log,
+            check=check_finite,
+        )
+    _tell(result, config)
+    if isinstance(companion, Auto):
+        print(companion.timeline)
+    _judge(built, opened, config, bars)
+
+
+def show_log(line: TrainLog) -> None:
+    print(
+        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
+        f"{line.rows_per_second:.0f} rows/s"
+    )
+
+
+def _config(**fields: object) -> TrainConfig:
+    for name, known in (("precision", Precision), ("step", StepMode)):
+        if fields[name] not in known.__args__:  # type: ignore[attr-defined]
+            names = ", ".join(known.__args__)  # type: ignore[attr-defined]
+            raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {names}")
+    try:
+        return TrainConfig(**fields)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise LokaError(str(error)) from None
+
+
+def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    built = model_builder(name)(source)
+    if with_mods:
+        mods.apply(built, MODS)
+    return built
+
+
+def _saved_plan(checkpoints: Path | None) -> Plan | None:
+    """The plan of the run that is to be continued, if it had one."""
+    found = load_newest(checkpoints) if checkpoints else None
+    saved = plan_in(found.state, "given_plan") if found else None
+    if found and saved:
+        print(f"by the plan in {found.path}")
+    return saved
+
+
+def _segments(column: int, source: Source) -> Segments:
+    sizes = source.vocab_sizes
+    if column >= len(sizes):
+        raise LokaError(f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0")
+    return Segments.of_column(column, ids=range(min(_SEGMENTS, sizes[column])))
+
+
+def _tell(result: TrainResult, config: TrainConfig) -> None:
+    for message in (*result.skipped_checkpoints, *result.unsaved):
+        print(message)
+    if result.resumed_from is not None:
+        print(f"continued from step {result.resumed_from}")
+    if result.step_reason is not None:
+        print(f"steps did not run as --step {config.step} asks: {result.step_reason}")
+    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
+    print(f"window: {_line(result.reading.window)}")
+    for name, judged in result.reading.segments.items():
+        print(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
+
+
+def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars) -> None:
+    logits, labels = evaluate(
+        model,
+        opened.test,
+        batch_size=config.batch_size,
+        device=config.device,
+        precision=config.precision,
+        track=bars,
+    )
+    print(f"held out: {_line(quality(logits, labels))}")
+    for site, counts in health_of(model).items():
+        print(f"ran {counts['runs']} x {site}")
+    for line in opened.account():
+        print(line)
+
+
+def _line(judged: Quality) -> str:
+    return (
+        f"ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
+        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
+    )

@@ -1,0 +1,127 @@
+"""`loka validate`: paired runs with a verdict. Exit status 0: pass; 1: fail; 4: undecided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.demo import MODS
+from loka.cli.inputs import choose_device, model_builder, open_data
+from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, Seed
+from loka.core.exceptions import LokaError
+from loka.data.batch import Source
+from loka.report.progress import ProgressBars
+from loka.report.validation_table import validation_table, verdict_line
+from loka.train import TrainConfig, TrainLog
+from loka.train.paired import NE_LIMIT_PERCENT
+from loka.train.validate import validate as validate_arms
+from loka.train.validate_arms import arm_named
+from loka.train.validate_record import Validation
+from loka.train.validate_segments import Division, default_divisions, division_named
+from loka.train.validate_spread import MIN_PAIRS
+
+PASS, FAIL, UNDECIDED = 0, 1, 4  # exit statuses; 2 is an error's
+
+
+def validate(
+    arm: Annotated[
+        list[str],
+        typer.Option(
+            help="A plan file, naive (tensor scales on every linear layer) or a recipe; repeatable."
+        ),
+    ],
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Training seeds; a verdict takes 4 or more.")] = MIN_PAIRS,
+    segment: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense:FEATURE[:BUCKETS], sparse:FEATURE[:COUNT] or none; repeatable. By default the "
+            "first dense and the first sparse feature."
+        ),
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Percent of NE, either way.")] = NE_LIMIT_PERCENT,
+    segment_limit: Annotated[
+        float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
+        "runs/validate"
+    ),
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: Annotated[
+        bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")
+    ] = True,
+) -> None:
+    """Is FP8 within 0.02 % of NE? Paired runs against bf16, overall and by segment.
+
+    Exit status 0: pass; 1: fail; 4: undecided, with what would decide it. A killed validation goes on
+    when started again, and --pairs may grow: finished runs are kept.
+    """
+    if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
+        raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
+    device = choose_device(device)
+    opened = open_data(data, rows=rows, seed=seed)
+    arms = [arm_named(name, rows=batch_size) for name in arm]
+    builder = model_builder(model)
+
+    def build() -> nn.Module:
+        built = builder(opened.train)
+        if with_mods:
+            mods.apply(built, MODS)
+        return built
+
+    def show(found: Validation) -> None:
+        print(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
+
+    config = TrainConfig(batch_size=batch_size, seed=seed, device=device, checkpoint_every=200)
+    print(f"data: {opened.description}")
+    found = validate_arms(
+        build,
+        opened.train,
+        opened.test,
+        arms,
+        config=config,
+        out=out,
+        model=model,
+        pairs=pairs,
+        divisions=_divisions(segment, opened.test),
+        limit=limit,
+        segment_limit=segment_limit,
+        identity={"mods": with_mods},
+        context={"data": opened.description, "batch_size": batch_size, "mods": with_mods},
+        track=ProgressBars("validate"),
+        on_log=_Tenths(),
+        on_pair=show,
+    )
+    print(validation_table(found))
+    for line in opened.account():
+        print(line)
+    print(f"written: {out / 'validation.json'}")
+    raise typer.Exit({"pass": PASS, "fail": FAIL, "undecided": UNDECIDED}[found.verdict])
+
+
+def _divisions(names: list[str] | None, source: Source) -> list[Division]:
+    if names is None:
+        return default_divisions(source)
+    return [] if names == ["none"] else [division_named(name, source) for name in names]
+
+
+class _Tenths:
+    """Prints ten log lines of a run, which has a hundred."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, int] = {}
+
+    def __call__(self, run: str, line: TrainLog) -> None:
+        tenth = 10 * line.step // line.total_steps
+        if tenth > self._shown.get(run, 0):
+            self._shown[run] = tenth
+            speed = f"{line.rows_per_second:.0f} rows/s"
+            print(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")

@@ -1,0 +1,89 @@
+"""A validation as text: the runs, each pair, and the verdicts with what would decide the open ones."""
+
+from __future__ import annotations
+
+from loka.core.error import Estimate
+from loka.core.table import format_table
+from loka.train.validate_judge import ERROR
+from loka.train.validate_record import ArmVerdict, Validation
+
+
+def validation_table(validation: Validation) -> str:
+    """The whole page."""
+    first = (
+        f"Validation of {validation.model}: {len(validation.seeds)} pairs against {validation.control}, "
+        f"limit {validation.limit:g} % of NE"
+    )
+    parts = [first, _runs(validation)]
+    parts += [_arm(arm, validation) for arm in validation.arms]
+    verdicts = ", ".join(f"{arm.name} {arm.verdict.upper()}" for arm in validation.arms)
+    parts.append(f"verdict: {verdicts}")
+    return "\n\n".join(parts)
+
+
+def _runs(validation: Validation) -> str:
+    rows = []
+    for run in validation.runs:
+        q = run.quality
+        if q is None:
+            rows.append((run.seed, run.arm, "ended in NaN", "-", "-", "-", "-", "-"))
+            continue
+        numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
+        speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
+        rows.append((run.seed, run.arm, *numbers, f"{run.train_ne:.5f}", speed))
+    return format_table(
+        ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"),
+        rows,
+    )
+
+
+def _arm(arm: ArmVerdict, validation: Validation) -> str:
+    lines = [f"{arm.name} minus {validation.control}, relative NE:"]
+    if arm.pairs:
+        pairs = [
+            (f"seed {seed}", percent(pair.ne_percent), _plain(pair.auc, 5), _plain(pair.calibration, 4))
+            for seed, pair in arm.pairs.items()
+        ]
+        lines.append(format_table(("pair", "ne, over rows", "auc", "calibration"), pairs))
+    if arm.average is not None:
+        judged = (arm.average, *arm.segments)
+        rows = [
+            (j.name, j.spread.rows, j.clicks, percent(j.ne_percent), j.verdict, j.outlook) for j in judged
+        ]
+        header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
+        lines.append(format_table(header, rows))
+        lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
+        lines.append(_note(arm, validation))
+    if arm.broke:
+        lines.append(f"FAIL: a run ended in NaN: {arm.broke}")
+    return "\n".join(lines)
+
+
+def _note(arm: ArmVerdict, validation: Validation) -> str:
+    if not arm.segments:
+        return "No segments were judged: the average may hide one."
+    level = 100 * (1 - ERROR / len(arm.segments))
+    return (
+        f"{len(arm.segments)} segments, each within {validation.segment_limit:g} % of its own NE, with "
+        f"intervals of {level:.2f} % that hold together at 95 % (Bonferroni)."
+    )
+
+
+def percent(estimate: Estimate) -> str:
+    """Such as "+0.0012 % [-0.0100, +0.0124]"."""
+    return f"{estimate.value:+.4f} % [{estimate.low:+.4f}, {estimate.high:+.4f}]"
+
+
+def _plain(estimate: Estimate, digits: int) -> str:
+    return f"{estimate.value:+.{digits}f} [{estimate.low:+.{digits}f}, {estimate.high:+.{digits}f}]"
+
+
+def verdict_line(arm: ArmVerdict) -> str:
+    """One line: what is known of the average so far, and which segments fail."""
+    if arm.average is None or arm.broke:
+        return f"{arm.name}: {arm.verdict}" + (f", {arm.broke}" if arm.broke else "")
+    failed = [segment.name for segment in arm.segments if segment.verdict == "fail"]
+    passed = sum(segment.verdict == "pass" for segment in arm.segments)
+    told = f"{arm.name}: {arm.verdict}, {percent(arm.average.ne_percent)}"
+    told += f"; {passed} of {len(arm.segments)} segments pass" if arm.segments else ""
+    return told + (f", fail: {', '.join(failed)}" if failed else "")

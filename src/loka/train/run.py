@@ -1,0 +1,132 @@
+"""A run: the model with what trains it, and what may go on beside its steps.
+
+    for each batch:   companion.before(run)    step    companion.after(run)    log, checkpoint
+
+A companion watches (a Probe), or changes the plan that the model runs (a valve, `--auto`). It is called
+between steps only, and what it has to remember goes into the run's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.plan import Plan
+from loka.data.batch import Batch
+from loka.dispatch import convert, revert
+from loka.nn.carried import carried, carry_over
+from loka.train import state as run_state
+from loka.train.config import TrainConfig
+from loka.train.interrupt import Interrupt
+from loka.train.optim import build_optimizers, set_rates, warmup_factor
+from loka.train.running import RunningQuality
+from loka.train.segments import Segments
+from loka.train.step import Sight, Step
+
+
+class Companion:
+    """What goes on beside the steps; this one does nothing."""
+
+    def identity(self) -> dict[str, Any] | None:
+        """JSON values that a checkpoint has to share."""
+        return None
+
+    def start(self, run: Run) -> None:
+        """Once, before the first step of this process; after `restore`, where there was a checkpoint."""
+
+    def before(self, run: Run) -> Sight:
+        """Before each step. Who has to see it."""
+        return "none"
+
+    def after(self, run: Run) -> None:
+        """After each step."""
+
+    def stop(self, run: Run, error: BaseException | None) -> None:
+        """At the end, also by an error."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain tensors, numbers and text."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Run:
+    """A model on `config.device` with its optimizers, metrics and plan, `step` steps into training."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, *, steps: int, segments: Segments | None = None
+    ) -> None:
+        self.device = torch.device(config.device)
+        self.model = model.to(self.device)
+        self.config = config
+        self.steps = steps
+        self.step = 0
+        self.plan: Plan | None = None
+        self.segments = segments
+        self.optimizers = build_optimizers(model, config)
+        self.running = RunningQuality(self.device, window=config.window, segments=segments)
+        self.interrupt = Interrupt()
+        self.save_due = False  # a companion sets it where the next step may not be the same again
+        self._step: Step | None = None
+
+    @property
+    def step_reason(self) -> str | None:
+        """Why steps do not run as the config asks."""
+        return self._step.reason if self._step else None
+
+    def learn(self, batch: Batch, *, sight: Sight = "none") -> None:
+        """One step on `batch`, which lies on the device."""
+        if self._step is None:
+            self._step = Step(self.model, self.optimizers, self.config)
+        set_rates(self.optimizers, self.config, warmup_factor(self.step, self.steps, self.config.warmup))
+        predicted = self._step(batch, sight=sight)
+        self.running.add(
+            predicted.losses,
+            predicted.logits,
+            batch.label,
+            self.segments.of(batch) if self.segments else None,
+        )
+        self.step += 1
+
+    def adopt(self, plan: Plan | None) -> None:
+        """From the next step on the model runs by `plan`, or in high precision where it is None.
+
+        Parameters and optimizers stay the same objects. Sites that run in FP8 before and after keep their
+        scales. Raises as `loka.convert`, after which the model runs in high precision.
+        """
+        before = carried(self.model) if self.plan else None
+        self.close()
+        if self.config.step != "eager":
+            torch._dynamo.reset()  # compiled code of modules that are about to change would be kept for good
+        if self.plan:
+            revert(self.model)
+            self.plan = None
+        if plan is None:
+            return
+        convert(self.model, plan)
+        self.plan = plan
+        if before:
+            carry_over(before, self.model)
+
+    def capture(self) -> dict[str, Any]:
+        """All that it takes to go on from here."""
+        return run_state.capture(self.model, self.optimizers, self.running, self.plan)
+
+    def restore(self, state: Mapping[str, Any], *, step: int, path: Path) -> None:
+        """Goes on where `state` was captured, by the plan that ran then."""
+        saved = run_state.plan_in(state)
+        if run_state.identity_of(saved) != run_state.identity_of(self.plan):
+            self.adopt(saved)
+        run_state.restore(state, self.model, self.optimizers, self.running, path=path)
+        self.step = step
+
+    def close(self) -> None:
+        """The model runs as it would without a run; the next step makes what it needs anew."""
+        if self._step is not None:
+            self._step.close()
+        self._step = None

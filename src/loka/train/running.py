@@ -1,0 +1,160 @@
+"""Quality of predictions while training goes on: over all rows so far, over a window, and by segment.
+
+    sums over rows: 1, loss, label, p = sigmoid(logit)       float64 on the device
+    histogram of logits, by label                            int64, 4096 bins of 1/128 in [-16, 16]
+
+NE, log loss and calibration follow from the sums; AUC from the histogram, where rows of one bin count as
+ties: it differs from the exact one by at most half the share of pairs in one bin, far below 1e-3 unless
+all logits are alike. A window is the last 8 blocks of steps, of which the newest is being filled.
+Adding never waits for the device; reading does. Sums have one order, so a resumed run reads the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loka.train.metrics import Quality, normalized_entropy
+from loka.train.segments import OTHER, Segments
+
+_BLOCKS = 8
+_BINS, _WIDEST = 4096, 16.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """`segments` are by name, of all rows so far; AUC is not known by segment (nan)."""
+
+    lifetime: Quality
+    window: Quality
+    segments: Mapping[str, Quality] = field(default_factory=dict)
+
+
+class RunningQuality:
+    """See the module's text. `rows` counts the rows so far, known to the host.
+
+    Args:
+        window: steps that the window covers when it is full: from 7/8 of them to all, rounded down to a
+            multiple of 8 where it is more.
+        segments: how rows are told apart; None for no segments.
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cpu", *, window: int = 1000, segments: Segments | None = None
+    ) -> None:
+        self.rows = 0
+        self._steps = 0
+        self._segments = segments
+        self._count = min(_BLOCKS, window)
+        self._block_steps = window // self._count
+        kinds = 1 + (len(segments.names) + 1 if segments else 0)  # all, each, other
+        self._sums = torch.zeros(kinds, 4, dtype=torch.float64, device=device)
+        self._blocks = torch.zeros(self._count, 4, dtype=torch.float64, device=device)
+        self._histogram = torch.zeros(2 * _BINS, dtype=torch.int64, device=device)
+        self._histograms = torch.zeros(self._count, 2 * _BINS, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self,
+        losses: torch.Tensor,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        segments: torch.Tensor | None = None,
+    ) -> None:
+        """One step's `losses`, `logits`, `labels` and `segments`, [B] each, on the device."""
+        block, filled = divmod(self._steps, self._block_steps)
+        block %= self._count
+        if not filled:
+            self._blocks[block].zero_()
+            self._histograms[block].zero_()
+        logits = logits.detach()
+        columns = torch.stack([losses.detach(), labels, logits], dim=1).double()
+        columns[:, 2].sigmoid_()
+        columns = torch.cat([torch.ones_like(columns[:, :1]), columns], dim=1)
+        total = columns.sum(0)
+        self._sums[0] += total
+        self._blocks[block] += total
+        if self._segments is not None and segments is not None:
+            self._sums[1:] += _by_segment(columns, segments, len(self._segments.names))
+        places = _places(logits, labels)
+        ones = torch.ones_like(places)
+        self._histogram.index_add_(0, places, ones)
+        self._histograms[block].index_add_(0, places, ones)
+        self.rows += len(labels)
+        self._steps += 1
+
+    def losses_and_clicks(self) -> tuple[float, float]:
+        """Sums over all rows so far."""
+        _, loss, click, _ = self._sums[0].tolist()
+        return loss, click
+
+    def ne(self) -> float:
+        return self.lifetime().ne
+
+    def lifetime(self) -> Quality:
+        return _quality(self._sums[0].tolist(), self._histogram)
+
+    def read(self) -> Reading:
+        by_kind = self._sums.tolist()
+        names = (*self._segments.names, OTHER) if self._segments else ()
+        return Reading(
+            lifetime=_quality(by_kind[0], self._histogram),
+            window=_quality(self._blocks.sum(0).tolist(), self._histograms.sum(0)),
+            segments={name: _quality(sums, None) for name, sums in zip(names, by_kind[1:], strict=True)},
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shared, not copied."""
+        tensors = {name: getattr(self, f"_{name}") for name in _TENSORS}
+        return {**tensors, "rows": self.rows, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _TENSORS:
+            getattr(self, f"_{name}").copy_(state[name])
+        self.rows, self._steps = state["rows"], state["steps"]
+
+
+_TENSORS = ("sums", "blocks", "histogram", "histograms")
+
+
+def _by_segment(columns: torch.Tensor, segments: torch.Tensor, count: int) -> torch.Tensor:
+    """Sums [count + 1, 4] of `columns` [B, 4]: a product, because adding by index has no order on a GPU."""
+    known = (segments >= 0) & (segments < count)
+    places = torch.where(known, segments, count)
+    member = places[None, :] == torch.arange(count + 1, device=places.device)[:, None]
+    # A loss that is not finite would spoil all segments (0 * inf): it already shows in the sum over all rows.
+    return member.double() @ torch.nan_to_num(columns, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _places(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    scaled = (torch.nan_to_num(logits.float()) + _WIDEST) * (_BINS / (2 * _WIDEST))
+    return scaled.clamp(0, _BINS - 1).long() + _BINS * (labels > 0.5).long()
+
+
+def _quality(sums: list[float], histogram: torch.Tensor | None) -> Quality:
+    rows, loss, clicks, predicted = sums
+    if not rows:
+        return Quality(
+            ne=math.nan, logloss=math.nan, auc=math.nan, calibration=math.nan, rows=0, base_rate=math.nan
+        )
+    return Quality(
+        ne=normalized_entropy(loss / rows, clicks / rows),
+        logloss=loss / rows,
+        auc=math.nan if histogram is None else _auc(histogram),
+        calibration=predicted / clicks if clicks else math.nan,
+        rows=int(rows),
+        base_rate=clicks / rows,
+    )
+
+
+def _auc(histogram: torch.Tensor) -> float:
+    others, clicks = histogram.view(2, _BINS).cpu().double()
+    pairs = float(others.sum() * clicks.sum())
+    if not pairs:
+        return math.nan
+    below = others.cumsum(0) - others
+    return float((clicks * (below + others / 2)).sum()) / pairs

@@ -1,0 +1,175 @@
+"""Is FP8 harmless here? Paired runs: the same seed, rows and order, only the precision differs.
+
+Each pair trains the control and every arm from the same initial weights and judges them on the same
+held-out rows. Three intervals come of it: of a pair, over rows (train/paired.py); over pairs, on these
+rows; and over both (train/validate_spread.py), which the verdict goes by (train/validate_judge.py).
+
+The number of pairs has to be settled before one looks: each further look at growing data is another
+chance, of 2.5 % at most, to pass with an effect that sits on the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.data.batch import Source
+from loka.train.config import TrainConfig
+from loka.train.loop import Track, untracked
+from loka.train.metrics import checked, log_losses
+from loka.train.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
+from loka.train.validate_arms import ArmSpec
+from loka.train.validate_judge import ERROR, Judgement
+from loka.train.validate_record import ArmVerdict, Validation
+from loka.train.validate_runs import Bench, Progress, Run, held_out, run
+from loka.train.validate_segments import Divided, Division, divide
+from loka.train.validate_spread import MIN_PAIRS, spreads
+
+
+def validate(
+    build: Callable[[], nn.Module],
+    rows: Source,
+    held_out_rows: Source,
+    arms: Sequence[ArmSpec],
+    *,
+    config: TrainConfig,
+    out: Path | str,
+    model: str = "model",
+    pairs: int = MIN_PAIRS,
+    divisions: Sequence[Division] = (),
+    limit: float = NE_LIMIT_PERCENT,
+    segment_limit: float | None = None,
+    identity: Mapping[str, Any] | None = None,
+    context: Mapping[str, Any] | None = None,
+    track: Track = untracked,
+    on_log: Progress | None = None,
+    on_pair: Callable[[Validation], None] | None = None,
+) -> Validation:
+    """Trains `pairs` pairs of the control and each of `arms`, and judges their difference in NE.
+
+    A killed validation goes on where it was when called again with the same arguments; `pairs` may grow
+    and arms may be added. The record is written to `out`/validation.json after every pair.
+
+    Args:
+        build: makes the model in high precision; it is called with torch's seed set.
+        rows, held_out_rows: to train on, and to judge on.
+        arms: what to compare with the control (train/validate_arms.py).
+        config: of all runs. Its `precision` is the control's; seeds are its `seed` and the next ones.
+        divisions: of the held-out rows into segments, each judged by itself.
+        limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
+        identity: JSON values that tell this model from another that `build` might make.
+        context: JSON values for readers of the record.
+        on_log: receives each run's name and log lines; `on_pair` the verdict so far.
+
+    Raises:
+        ValueError: no pairs, no arms, or a limit that is not positive.
+        LokaError: two arms have one name, `out` holds another validation, or the control ends in NaN.
+    """
+    segment_limit = limit if segment_limit is None else segment_limit
+    names = [arm.name for arm in arms]
+    control = config.precision
+    if pairs < 1 or not arms:
+        raise ValueError(f"{pairs} pairs of {len(arms)} arms are nothing to validate")
+    if len({control, *names}) <= len(names):
+        raise LokaError(
+            f"arms of one name: {', '.join([control, *names])}", way_out="rename one, such as its plan file"
+        )
+    if not (limit > 0 and segment_limit > 0):
+        raise ValueError(f"limits of {limit} and {segment_limit} %: nothing can lie inside them")
+    bench = Bench(
+        build=build,
+        train=rows,
+        test=held_out_rows,
+        config=config,
+        out=Path(out),
+        identity={"name": model, **(identity or {})},
+        track=track,
+        on_log=on_log,
+    )
+    base = ArmSpec(name=control, apply=lambda model: None, identity={})
+    segments = divide(held_out_rows, divisions, batch_size=config.batch_size)
+    seeds = tuple(range(config.seed, config.seed + pairs))
+    runs: list[Run] = []
+    done: Validation | None = None
+    for place, seed in enumerate(seeds):
+        for arm in (base, *arms):
+            finished = run(bench, arm, seed)
+            if finished.broke and arm is base:
+                raise LokaError(
+                    f"the control {control} ends in NaN with seed {seed}",
+                    why=finished.broke.splitlines()[:1],
+                    way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
+                )
+            runs.append(finished)
+        known = {arm.name: arm.pairs for arm in done.arms} if done else {}
+        judged = [
+            _judge(bench, control, name, runs, segments, (limit, segment_limit), known.get(name, {}))
+            for name in names
+        ]
+        done = Validation(
+            model=model,
+            control=control,
+            limit=limit,
+            segment_limit=segment_limit,
+            seeds=seeds[: place + 1],
+            arms=tuple(judged),
+            runs=tuple(runs),
+            context=dict(context or {}),
+        )
+        done.save(bench.out / "validation.json")
+        if on_pair:
+            on_pair(done)
+    assert done is not None
+    return done
+
+
+def _judge(
+    bench: Bench,
+    control: str,
+    arm: str,
+    runs: Sequence[Run],
+    segments: Sequence[Divided],
+    limits: tuple[float, float],
+    known: Mapping[int, PairedDifference],
+) -> ArmVerdict:
+    """`limits` are those of the average and of segments; `known` are the pairs compared before."""
+    broken = [run for run in runs if run.arm == arm and run.broke]
+    seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
+    pairs = dict(known)
+    labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
+    losses = []
+    for seed in seeds:
+        before, after = held_out(bench.out, control, seed), held_out(bench.out, arm, seed)
+        labels = before.labels
+        if seed not in pairs:
+            pairs[seed] = paired_difference(before.logits, after.logits, labels, seed=seed)
+        a, clicked = checked(before.logits, labels)
+        b, _ = checked(after.logits, labels)
+        losses.append((log_losses(a, clicked), log_losses(b, clicked)))
+    broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
+    if not seeds:
+        return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
+    several = sum(len(part.names) for part in segments)
+
+    def judge(part: Divided, limit: float, tail: float) -> list[Judgement]:
+        found = spreads(losses, part.group, len(part.names))
+        clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
+        return [
+            Judgement(name=name, spread=spread, clicks=int(count), limit=limit, tail=tail)
+            for name, spread, count in zip(part.names, found, clicks, strict=True)
+        ]
+
+    everything = Divided(("all rows",), np.zeros(len(labels), np.int64))
+    return ArmVerdict(
+        name=arm,
+        pairs=pairs,
+        average=judge(everything, limits[0], ERROR)[0],
+        segments=tuple(j for part in segments for j in judge(part, limits[1], ERROR / several)),
+        broke=broke,
+    )

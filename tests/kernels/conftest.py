@@ -1,0 +1,25 @@
+"""What the tests of Triton kernels share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel forgets to write holds NaN, not luck: 0xFF bytes, in every float format."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)
+        tensor.view(torch.uint8).fill_(0xFF)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)

@@ -1,0 +1,82 @@
+"""A small model that runs by an FP8 plan, with everything in it that a checkpoint has to hold.
+
+Two chains with delayed scales (of inputs without a bound, gradients and weights), a layer that is
+converted by itself, dropout between them, a table with sparse gradients, and a buffer outside the
+state dict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from small_run import IDS, RandomRows
+from torch import nn
+
+import loka
+from loka.core.plan import Plan
+from loka.nn import BlockNorm, HardSwish
+from loka.train import TrainConfig, train
+
+CANDIDATES = ["emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"]
+CONFIG = TrainConfig(batch_size=16, checkpoint_every=3, log_every=5, window=40)
+
+
+class Tower(nn.Module):
+    largest: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(IDS, 8, sparse=True)
+        self.mlp = nn.Sequential(
+            *(nn.Linear(20, 32, bias=False), BlockNorm(32, 16), HardSwish(), nn.Dropout(0.1)),
+            *(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU()),
+        )
+        self.side = nn.Linear(20, 16)
+        self.logit = nn.Linear(16, 1)
+        self.register_buffer("largest", torch.ones(()), persistent=False)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.largest.mul_(0.9).add_(0.1 * dense.detach().abs().max())
+        dense = dense * (1 + 1e-3 * torch.tanh(self.largest))
+        x = torch.cat([dense, self.table(sparse).flatten(1)], dim=1)
+        return self.logit(self.mlp(x) * torch.tanh(self.side(x))).squeeze(1)
+
+
+def tower(seed: int = 0) -> Tower:
+    torch.manual_seed(seed)
+    return Tower()
+
+
+def make_plan(**budget: Any) -> Plan:
+    """Of a short probe; chains formed untimed, as nothing is timed on a CPU."""
+    model = tower()
+    with loka.Probe(model, every=1) as probe:
+        train(model, RandomRows(64), config=CONFIG)
+    report = loka.measure(probe.stats(), device="cpu", candidates=CANDIDATES)
+    chains = budget.pop("chains", "always")
+    return loka.plan(report, loka.Budget(chains=chains, min_sqnr_db=None, **budget))
+
+
+def digest(value: Any) -> str:
+    """Of nested containers of tensors, numbers and text, bit for bit."""
+    hashed = hashlib.sha256()
+
+    def add(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            hashed.update(f"{item.dtype} {tuple(item.shape)}".encode())
+            hashed.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(item, dict):
+            for key in sorted(item, key=str):
+                hashed.update(str(key).encode())
+                add(item[key])
+        elif isinstance(item, list | tuple):
+            for part in item:
+                add(part)
+        else:
+            hashed.update(repr(item).encode())
+
+    add(value)
+    return hashed.hexdigest()

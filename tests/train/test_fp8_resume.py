@@ -1,0 +1,187 @@
+"""A run by a plan resumes bit for bit, scales included, from its checkpoint alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fp8_run import CONFIG, digest, make_plan, tower
+from small_run import RandomRows
+
+from loka.core.exceptions import CheckpointRefused
+from loka.core.plan import Plan
+from loka.nn import chain_snapshot
+from loka.train import CheckpointNotSaved, evaluate, load_newest, train
+from loka.train.state import plan_in
+
+KILLS = 20
+STEPS = 90
+Server = subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    plan = make_plan()
+    assert len(plan.chains) == 2
+    assert plan.candidates("side")["output"] != "hp"
+    return plan
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    command = [sys.executable, str(Path(__file__).with_name("fp8_server.py")), str(STEPS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+def start(server: Server, folder: Path) -> int:
+    assert server.stdin is not None
+    print(folder, file=server.stdin, flush=True)
+    return int(heard(server, "pid"))
+
+
+def heard(server: Server, wanted: str) -> str:
+    assert server.stdout is not None
+    kind, _, text = server.stdout.readline().strip().partition(" ")
+    assert kind == wanted, f"{kind} {text}"
+    return text
+
+
+def rest(server: Server) -> list[str]:
+    assert server.stdout is not None
+    lines = list(iter(lambda: server.stdout.readline().strip(), "gone"))
+    assert "" not in lines, "the server ended"
+    return lines
+
+
+def test_twenty_kills_change_no_bit(tmp_path: Path, server: Server) -> None:
+    """SIGKILL some steps and a part of a step or of a save after the start, twenty times over. Weights,
+    optimizers, scales with histories, counters, metrics, random state and plan end as without."""
+    moments, reached, resumed = random.Random(0), 0, 0
+    for _ in range(KILLS):
+        pid = start(server, tmp_path / "killed")
+        steps = [int(heard(server, "step")) for _ in range(moments.randint(1, 5))]
+        time.sleep(moments.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        steps += [int(line.removeprefix("step ")) for line in rest(server)]
+        assert steps[0] <= reached + 1, "a step was skipped"
+        assert steps[0] > reached - CONFIG.checkpoint_every, "more than what was not saved is lost"
+        resumed += steps[0] > 1
+        reached = steps[-1]
+    assert resumed > KILLS / 2
+    assert reached < STEPS
+    ends = {}
+    for name in ("killed", "straight"):
+        start(server, tmp_path / name)
+        ends[name] = json.loads(rest(server)[-1].removeprefix("end "))
+    assert ends["killed"].pop("resumed") >= reached - CONFIG.checkpoint_every
+    assert ends["straight"].pop("resumed") is None
+    assert ends["killed"] == ends["straight"]
+
+
+ROWS = RandomRows(16 * 8)
+
+
+def stop_at(wanted: int):
+    def on_step(step: int) -> None:
+        if step == wanted:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+def test_resuming_puts_the_scales_back(tmp_path: Path, plan: Plan) -> None:
+    """All slots, with what they saw: a scale that started anew would follow 16 equal maxima."""
+    straight, halves = tower(), tower()
+    train(straight, ROWS, config=CONFIG, plan=plan)
+    with pytest.raises(KeyboardInterrupt):
+        train(halves, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path, on_step=stop_at(5))
+    saved = load_newest(tmp_path).state["fp8"]["scales"][0]
+    assert any(len(set(row)) > 1 for row in saved["history"].tolist())
+    resumed = tower(seed=1)
+    result = train(resumed, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
+    assert result.resumed_from == 5
+    assert chain_snapshot(resumed) == chain_snapshot(straight)
+    assert digest(resumed.state_dict()) == digest(straight.state_dict())
+
+
+def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path: Path, plan: Plan) -> None:
+    """Serving takes scales from data where nothing was trained: a resumed run was."""
+    first, again = tower(), tower(seed=1)
+    for model in (first, again):
+        train(model, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
+    held_out = RandomRows(320, seed=9)
+    logits = [evaluate(m, held_out, batch_size=16, precision="bf16")[0] for m in (first, again)]
+    assert np.array_equal(*logits)
+
+
+def test_a_checkpoint_holds_its_plan(tmp_path: Path, plan: Plan) -> None:
+    train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
+    found = load_newest(tmp_path)
+    assert plan_in(found.state).to_json() == plan.to_json()
+    with pytest.raises(CheckpointRefused, match=r"mlp\.0/output"):  # another plan is another run
+        train(tower(), ROWS, config=CONFIG, plan=make_plan(keep=("mlp.0",)), checkpoints=tmp_path)
+    with pytest.raises(CheckpointRefused, match="plan"):
+        train(tower(), ROWS, config=CONFIG, checkpoints=tmp_path)
+
+
+def test_a_full_disk_for_a_while_costs_no_step(tmp_path: Path, plan: Plan, monkeypatch) -> None:
+    real, full = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    def fill(step: int) -> None:
+        full[:] = [True] if 4 <= step < 7 else []
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    straight, model = tower(), tower()
+    train(straight, ROWS, config=CONFIG, plan=plan)
+    with pytest.warns(RuntimeWarning, match=r"(?s)No space left.*step-00000003 is the newest.*goes on"):
+        result = train(model, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path, on_step=fill)
+    assert len(result.unsaved) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000008"]
+    assert digest(model.state_dict()) == digest(straight.state_dict())
+
+
+def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fill(step: int) -> None:
+        if step == 7:
+            monkeypatch.setattr(os, "fsync", full)
+
+    with pytest.raises(CheckpointNotSaved, match=r"(?s)step-00000008.*No space left.*step-00000006 is the"):
+        train(tower(), ROWS, config=CONFIG, checkpoints=tmp_path, on_step=fill)
+
+
+def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path: Path, plan: Plan) -> None:
+    straight, model = tower(), tower(seed=1)
+    train(straight, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
+    newest = tmp_path / "step-00000008" / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    result = train(model, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
+    assert result.resumed_from == 6
+    (message,) = result.skipped_checkpoints
+    assert "step-00000008: the checksum of state.pt differs" in message
+    assert message.endswith("used step-00000006 instead")
+    assert digest(model.state_dict()) == digest(straight.state_dict())
+    assert chain_snapshot(model) == chain_snapshot(straight)
