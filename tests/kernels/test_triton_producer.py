@@ -19,11 +19,12 @@ from cases import combinations, on_gpu_or_cpu
 
 from loka.core import producer as twin
 from loka.core.chain import Activation, Epilogue, Norm, constant_scale
-from loka.core.producer import NO_PARAMETERS, Parameters
+from loka.core.producer import NO_PARAMETERS, Normal, Parameters
 from loka.core.recipe import Format
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.producer")
+units_module = pytest.importorskip("loka.kernels.triton.units")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 HARD_SWISH = Activation.HARD_SWISH
@@ -136,7 +137,9 @@ def check_forward(c: Case, scale: torch.Tensor) -> None:
     torch.testing.assert_close(plain.float(), high.float(), rtol=2.0**-7, atol=1e-6)  # one bfloat16 step
 
 
-def check_backward(c: Case, grad_scale: torch.Tensor, **over: Any) -> None:
+def check_backward(c: Case, grad_scale: torch.Tensor, *, kept: Normal | None = None, **over: Any) -> None:
+    """`kept`: what backward starts from instead of the case's Z."""
+    z = c.z if kept is None else kept
     rows, features = c.z.shape
     device = c.z.device
     largest = torch.zeros(1, dtype=torch.int32, device=device)
@@ -158,10 +161,10 @@ def check_backward(c: Case, grad_scale: torch.Tensor, **over: Any) -> None:
         for _ in range(2)
     ]
     expected = twin.derive(
-        c.grad, c.z, c.epilogue, c.parameters, seen=notes[0][0], counts=notes[0][1], **options
+        c.grad, z, c.epilogue, c.parameters, seen=notes[0][0], counts=notes[0][1], **options
     )
     got = fused.derive_fused(
-        c.grad, c.z, c.epilogue, c.parameters, seen=notes[1][0], counts=notes[1][1], **options
+        c.grad, z, c.epilogue, c.parameters, seen=notes[1][0], counts=notes[1][1], **options
     )
     assert got.row is not None
     assert got.turned is not None
@@ -368,7 +371,7 @@ def test_units_are_exact(shape: tuple[int, int], device: torch.device) -> None:
     factors = (power(3, device), power(-5, device))
     notes = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
     expected = twin.row_units(grad, notes[0], factors=factors)
-    got = fused.row_units_fused(grad, notes[1], factors=factors)
+    got = units_module.row_units_fused(grad, notes[1], factors=factors)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     assert torch.equal(*notes)
@@ -378,7 +381,7 @@ def test_units_are_exact(shape: tuple[int, int], device: torch.device) -> None:
         assert got[0][4].item() == 8.0
         grad[2, 7] = math.nan
         notes[1].zero_()
-        units, _ = fused.row_units_fused(grad, notes[1])
+        units, _ = units_module.row_units_fused(grad, notes[1])
         assert units.isnan().nonzero().tolist() == [[2]]
         assert notes[1].view(torch.float32).isnan().item()
 
@@ -387,7 +390,7 @@ def test_units_are_exact(shape: tuple[int, int], device: torch.device) -> None:
 def test_a_unit_changes_sides_without_changing_a_bit(norm: Epilogue, device: torch.device) -> None:
     c = case(ROWS, 100, replace(norm, activation=HARD_SWISH), device)
     largest = torch.zeros(1, dtype=torch.int32, device=device)
-    units, _ = fused.row_units_fused(c.grad, largest)
+    units, _ = units_module.row_units_fused(c.grad, largest)
     top = units.max()
     common = {"sides": c.sides, "row": True, "turned": True, "activation_scale": power(-4, device)}
 
@@ -460,15 +463,14 @@ class Counted:
 def test_launches(
     features: int, norm: int, derives: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = {
-        name: Counted(getattr(fused, name)) for name in ("_produce", "_row_units", "_row_sums", "_derive")
-    }
+    homes = {"_produce": fused, "_row_units": units_module, "_row_sums": fused, "_derive": fused}
+    counted = {name: Counted(getattr(home, name)) for name, home in homes.items()}
     for name, kernel in counted.items():
-        monkeypatch.setattr(fused, name, kernel)
+        monkeypatch.setattr(homes[name], name, kernel)
     c = case(16, features, replace(NORMS[norm], activation=HARD_SWISH), device)
     fused.produce_fused(c.z, c.epilogue, NO_PARAMETERS, scale=power(-4, device), columns=c.sides[0])
     assert counted["_produce"].launches == 1
-    fused.row_units_fused(c.grad, torch.zeros(1, dtype=torch.int32, device=device))
+    units_module.row_units_fused(c.grad, torch.zeros(1, dtype=torch.int32, device=device))
     assert counted["_row_units"].launches == 1
     fused.derive_fused(
         c.grad, c.z, c.epilogue, NO_PARAMETERS, sides=c.sides, grad_scale=power(-8, device), row=True,

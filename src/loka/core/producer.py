@@ -11,6 +11,10 @@ The unit comes back in by way of the other operand of grad_weight:
     dW = dZ^T A = sum_i (dZ_i / r_i) (r_i A_i)^T
 
 All scales are powers of two, so moving r_i from one side to the other changes no bit.
+
+Backward starts from Z, or behind a block norm without parameters from y = norm(Z) in FP8 (`Normal`):
+
+    dZ = (dy - y mean(dy y)) / rms      dy = act'(y) dA, the mean over the block
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from loka.core.chain import Activation, Epilogue, Norm
+from loka.core.chain import Activation, Epilogue, Norm, constant_scale
 from loka.core.recipe import Format
 
 SMALLEST_UNIT = 2.0**-126  # float32's smallest normal number: its reciprocal is finite
@@ -37,6 +41,28 @@ class Parameters(NamedTuple):
 
 
 NO_PARAMETERS = Parameters()
+
+
+class Normal(NamedTuple):
+    """What backward starts from instead of Z: values e4m3 [T, N], y = norm(Z) under `normal_scale`, and
+    inverse float32 [T, blocks], 1 / rms of each row and block."""
+
+    values: torch.Tensor
+    inverse: torch.Tensor
+
+
+def normal_scale(epilogue: Epilogue, features: int) -> float:
+    """The power of two under which no normalized value can saturate: 2^-4 for blocks of 256."""
+    bound = epilogue.bound(features)
+    assert bound is not None, "only a norm without parameters has a bound"
+    return constant_scale(bound, Format.E4M3.max)
+
+
+def empty_normal(rows: int, features: int, epilogue: Epilogue, device: torch.device) -> Normal:
+    return Normal(
+        torch.empty(rows, features, dtype=Format.E4M3.dtype, device=device),
+        torch.empty(rows, -(-features // epilogue.block), dtype=torch.float32, device=device),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +139,33 @@ def _activated(y: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, t
     return y, torch.ones_like(y)
 
 
+def keep_normal(z: torch.Tensor, epilogue: Epilogue, into: Normal) -> None:
+    """Writes norm(z) and 1 / rms of z [T, N], any float dtype, for backward."""
+    _, _, normal, inverse = _applied(z, epilogue, NO_PARAMETERS)
+    scale = normal.new_full((1,), normal_scale(epilogue, z.shape[1]))
+    into.values.copy_(cast_given(normal, scale))
+    into.inverse.copy_(inverse[:, :: epilogue.block])
+
+
+def _restored(
+    kept: Normal, epilogue: Epilogue
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_applied`, of what was kept."""
+    features = kept.values.shape[1]
+    normal = kept.values.float() * normal_scale(epilogue, features)
+    out, slope = _activated(normal, epilogue.activation)
+    return out, slope, normal, kept.inverse.repeat_interleave(epilogue.block, dim=1)[:, :features]
+
+
 def differentiate(
-    grad: torch.Tensor, z: torch.Tensor, epilogue: Epilogue, parameters: Parameters
+    grad: torch.Tensor, z: torch.Tensor | Normal, epilogue: Epilogue, parameters: Parameters
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dZ [T, N] float32 for dA = `grad`; E(z); what gamma, and what beta gets of each element.
 
     Written out, because autograd does not record inside of a custom op.
     """
-    out, slope, normal, inverse = _applied(z, epilogue, parameters)
+    found = _restored(z, epilogue) if isinstance(z, Normal) else _applied(z, epilogue, parameters)
+    out, slope, normal, inverse = found
     shifted = grad.float() * slope
     flow = shifted if parameters.gamma is None else shifted * parameters.gamma.float()
     if epilogue.norm is not Norm.NONE:
@@ -168,8 +213,14 @@ def produce(
     columns: int,
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    into: Normal | None = None,
 ) -> torch.Tensor:
-    """A = E(z) in e4m3 [T, columns] under `scale` float32 [1]; without one in the dtype of z, [T, N]."""
+    """A = E(z) in e4m3 [T, columns] under `scale` float32 [1]; without one in the dtype of z, [T, N].
+
+    `into`, behind a block norm without parameters: where to write what backward starts from.
+    """
+    if into is not None:
+        keep_normal(z.detach(), epilogue, into)
     values = apply_epilogue(z.detach(), epilogue, parameters)
     if scale is None:
         return values.to(z.dtype)
@@ -207,7 +258,7 @@ def largest_unit(largest: torch.Tensor) -> torch.Tensor:
 
 def derive(
     grad: torch.Tensor,
-    z: torch.Tensor | None,
+    z: torch.Tensor | Normal | None,
     epilogue: Epilogue,
     parameters: Parameters,
     *,
@@ -229,7 +280,7 @@ def derive(
 
     Args:
         grad: dA [T, N] in high precision: in units, or as it is where `real`.
-        z: Z [T, N]; None where E is the identity.
+        z: Z [T, N], or what was kept instead; None where E is the identity.
         sides: (N16, T16), what N and T are padded to in the FP8 results.
         units: r float32 [T], with `largest` from `row_units`; None for all one.
         grad_scale: float32 [1], scale of dZ in units, for `row` and `turned`.

@@ -2,7 +2,7 @@
 decides among those and hp.
 
 A recipe may run where every site of the chain keeps the budget's error limits under the recipe that
-stands for it (core/chain_recipe.py). It does run where the whole chain is faster than hp by
+stands for it (core/chain_recipe.py), less what the chain's own recipe loses beyond that. It does run where the whole chain is faster than hp by
 `min_speedup`, and faster than what the plan's sites would make of it. Under a budget of NE it is the
 knapsack that weighs it against its sites (dispatch/ne_budget.py).
 """
@@ -10,6 +10,7 @@ knapsack that weighs it against its sites (dispatch/ne_budget.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from loka.core.budget import Budget, total_effect
@@ -181,27 +182,46 @@ def _kept_apart(
 def _inadmissible(
     whole: Whole, recipe: ChainRecipe, report: Report, budget: Budget, objects: Objection
 ) -> str | None:
+    activations = {k.epilogue.activation for k in whole.links} if isinstance(whole, Chain) else set()
     for path in whole.linears:
         for gemm in Gemm:
             site = report.sites.get(site_name(path, gemm))
             if site is None:
                 continue  # a GEMM that never runs
-            reason = _site_objection(site, recipe.errors[gemm], budget, objects)
+            lost = recipe.lost_db(gemm, activations)
+            reason = _site_objection(site, recipe.errors[gemm], budget, objects, lost)
             if reason is not None:
                 return f"{site.name}: {reason}"
     return None
 
 
-def _site_objection(site: SiteReport, wanted: str, budget: Budget, objects: Objection) -> str | None:
-    """None if any kernel kept the limits under the recipe `wanted`: its errors are the recipe's."""
+def _site_objection(
+    site: SiteReport, wanted: str, budget: Budget, objects: Objection, lost_db: float
+) -> str | None:
+    """None if any kernel kept the limits under the recipe `wanted`: its errors are the recipe's, but for
+    `lost_db`."""
     reasons = [
-        objects(measured, budget, site.problem.gemm)
+        objects(_less_exact(measured, lost_db), budget, site.problem.gemm)
         for name, measured in site.measurements.items()
         if _of_recipe(name, wanted) and measured.errors
     ]
     if not reasons:
         return f"no error of {wanted} was measured, which stands for the chain's own"
     return None if None in reasons else reasons[0]
+
+
+def _less_exact(measured: Measurement, db: float) -> Measurement:
+    """As measured, with a `sqnr_db` that is lower by `db` and relative errors that are larger by as much."""
+    if not db:
+        return measured
+    errors = dict(measured.errors)
+    if "sqnr_db" in errors:
+        was = errors["sqnr_db"]
+        errors["sqnr_db"] = Estimate(was.value - db, was.low - db, was.high - db)
+    if "mere" in errors:
+        was, factor = errors["mere"], 10 ** (db / 20)
+        errors["mere"] = Estimate(was.value * factor, was.low * factor, was.high * factor)
+    return replace(measured, errors=errors)
 
 
 def _of_recipe(candidate: str, recipe: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from loka.core import producer as reference
 from loka.core.chain import Epilogue, Norm
-from loka.core.producer import Derived, Parameters
+from loka.core.producer import Derived, Normal, Parameters
 
 WIDEST_NORM = 32768  # features of a norm that a program of forward holds at a time
 WIDEST_BLOCK = 512  # features of a norm up to which backward reduces inside its tile
@@ -26,6 +26,13 @@ def unsupported(epilogue: Epilogue, features: int) -> str | None:
     if epilogue.norm is not Norm.NONE and features > WIDEST_NORM:
         return f"a norm over {features} features; {WIDEST_NORM} at most"
     return None
+
+
+def keeps_normal(epilogue: Epilogue, features: int) -> bool:
+    """Whether backward can start from norm(Z) in FP8, behind a linear layer without a bias."""
+    if epilogue.norm is not Norm.BLOCK or epilogue.gamma or epilogue.beta:
+        return False
+    return min(epilogue.block, features) <= WIDEST_BLOCK
 
 
 def produce(z: torch.Tensor, epilogue: Epilogue, parameters: Parameters, **options: Any) -> torch.Tensor:
@@ -42,20 +49,25 @@ def row_units(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """core/producer.row_units."""
     if grad.is_cuda:
-        from loka.kernels.triton.producer import row_units_fused
+        from loka.kernels.triton.units import row_units_fused
 
         return row_units_fused(_lying(grad), largest, factors=factors)
     return reference.row_units(grad, largest, factors=factors)
 
 
 def derive(
-    grad: torch.Tensor, z: torch.Tensor | None, epilogue: Epilogue, parameters: Parameters, **options: Any
+    grad: torch.Tensor,
+    z: torch.Tensor | Normal | None,
+    epilogue: Epilogue,
+    parameters: Parameters,
+    **options: Any,
 ) -> Derived:
     """core/producer.derive."""
     if grad.is_cuda:
         from loka.kernels.triton.producer import derive_fused
 
-        return derive_fused(_lying(grad), None if z is None else _lying(z), epilogue, parameters, **options)
+        z = _lying(z) if isinstance(z, torch.Tensor) else z
+        return derive_fused(_lying(grad), z, epilogue, parameters, **options)
     return reference.derive(grad, z, epilogue, parameters, **options)
 
 

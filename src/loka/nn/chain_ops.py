@@ -4,7 +4,8 @@
     backward   units of the rows, then for each link: derive, GEMM for grad_input, GEMM for grad_weight
 
 Of each link two launches in forward and three in backward. Kept between the two: Z of each link in
-high precision, and x^T in FP8. What else backward needs follows from Z.
+high precision, or by a recipe that says so norm(Z) in FP8; and x^T in FP8. What else backward needs
+follows from these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from loka.core.problem import round_up
+from loka.core.producer import empty_normal
 from loka.core.recipe import Format
 from loka.kernels.launches import note_launch
 from loka.kernels.producer import derive, row_units
@@ -26,6 +28,7 @@ from loka.nn.chain_steps import (
     produce_input,
     quantize_input,
     run_links,
+    saved_of,
     split_parameters,
     weight_gradient,
 )
@@ -45,7 +48,7 @@ def chain_forward(
 
     `dtype` is what it computes in outside of FP8; x may be wider where a prologue reads it first.
 
-    What backward wants: Z of each link that has a producer behind it, then x^T in FP8 and its scale
+    What backward wants: Z of each link that has a producer behind it, or norm(Z) in FP8 and 1 / rms, then x^T in FP8 and its scale
     where `keep_input` and the chain has no prologue. Nothing but the output without `training`.
     The state it reads and moves (scales, weight copies) is no input: no result depends on the order
     of chains in a step.
@@ -73,15 +76,17 @@ def _(
     training: bool,
     keep_input: bool,
 ) -> list[torch.Tensor]:
-    chain = running_chain(handle, place).chain
+    running = running_chain(handle, place)
+    chain = running.chain
     out = x.new_empty(x.shape[0], chain.links[-1].out_features, dtype=dtype)
     if not training:
         return [out]
-    saved = [
-        x.new_empty(x.shape[0], link.out_features, dtype=dtype)
-        for link in chain.links
-        if link is not chain.links[-1] or not link.epilogue.identity
-    ]
+    saved: list[torch.Tensor] = []
+    for number, link in enumerate(chain.links):
+        if running.saves_normal(number):
+            saved += empty_normal(x.shape[0], link.out_features, link.epilogue, x.device)
+        elif link is not chain.links[-1] or not link.epilogue.identity:
+            saved.append(x.new_empty(x.shape[0], link.out_features, dtype=dtype))
     kept_x = []
     if keep_input and chain.prologue.identity:
         sides = round_up(x.shape[1], 16), round_up(x.shape[0], 16)
@@ -110,9 +115,7 @@ def chain_backward(
     chain, state = running.chain, running.state
     prologue, links = split_parameters(chain, parameters)
     rows = grad.shape[0]
-    count = len(chain.links) - (1 if chain.links[-1].epilogue.identity else 0)
-    zs = [*saved[:count], *([None] * (len(chain.links) - count))]
-    kept_x = saved[count:]
+    zs, kept_x = saved_of(running, saved)
     found = Gradients(chain, parameters, wanted)
     through = want_input or not chain.prologue.identity
     units = row_scale = largest = None
@@ -152,7 +155,8 @@ def chain_backward(
             counts=state.book.counted(slot),
         )
         if release and z is not None:
-            z.untyped_storage().resize_(0)
+            for tensor in (z,) if isinstance(z, torch.Tensor) else z:
+                tensor.untyped_storage().resize_(0)
         found.put_vectors(link, made.bias, made.gamma, made.beta)
         if above is not None:
             assert made.activation is not None

@@ -11,7 +11,7 @@ from loka.core.chain import Chain, Epilogue
 from loka.core.chain_recipe import FUSED_GEMM
 from loka.core.exceptions import NoKernelFits
 from loka.core.problem import dtype_name, linear_problem, round_up, target_of
-from loka.core.producer import Parameters, apply_epilogue, differentiate
+from loka.core.producer import Normal, Parameters, apply_epilogue, differentiate, empty_normal
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.fused_gemm import gemm_produce
@@ -84,32 +84,52 @@ def run_links(
     training: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All links of a chain, from the FP8 operand `a` of the first one: the chain's output [rows, out], and
-    for backward Z of each link that has a producer behind it."""
+    for backward Z of each link that has a producer behind it, or what is kept instead (`saved_of`)."""
     chain, bank = running.chain, running.state.bank
-    saved = []
+    saved: list[torch.Tensor] = []
     out = a
     for place, (link, (_, own)) in enumerate(zip(chain.links, links, strict=True)):
         weight = bank.row(link.path), bank.scale(link.path)
         last = place + 1 == len(chain.links)
         keep = training and not (last and link.epilogue.identity)
+        into = None
+        if keep and running.saves_normal(place):
+            into, keep = empty_normal(rows, link.out_features, link.epilogue, a.device), False
+            saved += into
         name = running.kernel(place, Gemm.OUTPUT, dtype, training=training)
         if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place + 1)):
             following = None if last else running.input_scale(place + 1)
-            a, z = fused_link(running, place, rows, dtype, a, weight, following, name, keep=keep)
+            a, z = fused_link(running, place, rows, dtype, a, weight, following, name, keep=keep, into=into)
             out = a
         else:
             z = chain_gemm(running, place, Gemm.OUTPUT, rows, dtype, a, running.input_scale(place), *weight)
             if not last:
-                a = produce_input(running, place + 1, z, link.epilogue, own, training=training)
+                a = produce_input(running, place + 1, z, link.epilogue, own, training=training, into=into)
             elif link.epilogue.identity and own.bias is None:
                 out = z
             else:
                 note_launch("produce")
-                out = produce(z, link.epilogue, own, scale=None, columns=z.shape[1])
+                out = produce(z, link.epilogue, own, scale=None, columns=z.shape[1], into=into)
         if keep:
             assert z is not None
             saved.append(z)
     return out, saved
+
+
+def saved_of(
+    running: RunningChain, saved: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor | Normal | None], list[torch.Tensor]]:
+    """What forward kept of each link, as `derive` reads it; and what it kept of the chain's input."""
+    left = iter(saved)
+    found: list[torch.Tensor | Normal | None] = []
+    for place, link in enumerate(running.chain.links):
+        if link is running.chain.links[-1] and link.epilogue.identity:
+            found.append(None)
+        elif running.saves_normal(place):
+            found.append(Normal(next(left), next(left)))
+        else:
+            found.append(next(left))
+    return found, list(left)
 
 
 def fused_link(
@@ -123,8 +143,12 @@ def fused_link(
     name: str,
     *,
     keep: bool,
+    into: Normal | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z."""
+    """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z.
+
+    `into`: where to keep norm(Z) instead of Z.
+    """
     spec = running.chain.links[link]
     if dtype != torch.bfloat16:
         raise NoKernelFits(
@@ -142,6 +166,7 @@ def fused_link(
         spec.epilogue,
         scale_out=following,
         keep=keep,
+        into=into,
         fast=not name.startswith(f"{FUSED_GEMM}_exact"),
     )
 
@@ -183,8 +208,9 @@ def produce_input(
     own: Parameters,
     *,
     training: bool,
+    into: Normal | None = None,
 ) -> torch.Tensor:
-    """The FP8 input of `link` from what lies before its producer."""
+    """The FP8 input of `link` from what lies before its producer; `into` as in core/producer.produce."""
     slot, book = running.inputs[link], running.state.book
     if slot is not None and running.state.calibrates(slot):
         book.prime(slot, _largest(book, slot, apply_epilogue(z.detach(), epilogue, own)))
@@ -197,6 +223,7 @@ def produce_input(
         columns=round_up(z.shape[1], 16),
         seen=None if slot is None or not training else book.seen(slot),
         counts=None if slot is None or not training else book.counted(slot),
+        into=into,
     )
 
 
@@ -284,7 +311,7 @@ def _by_rows(name: str) -> str:
 def prime_gradients(
     running: RunningChain,
     grad: torch.Tensor,
-    zs: Sequence[torch.Tensor | None],
+    zs: Sequence[torch.Tensor | Normal | None],
     links: Sequence[tuple[torch.Tensor, Parameters]],
 ) -> None:
     """Before the first step's gradients: their maxima, from a backward in high precision."""

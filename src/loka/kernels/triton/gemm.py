@@ -4,8 +4,8 @@
     out = cast(activation(BlockNorm(Z)) / scale_out)           e4m3, or bfloat16 unscaled
 
 A tile of the result is whole blocks of the norm wide, so a row's statistic never leaves the
-tile, and Z itself is written, in bfloat16, only where backward will want it. Twin:
-kernels/fused_gemm.py.
+tile, and Z itself is written, in bfloat16, only where backward will want it; or instead of Z, in
+e4m3, norm(Z) with 1 / rms of each row and block. Twin: kernels/fused_gemm.py.
 
 The epilogue costs what the tensor cores wait for it: 128 x 256 accumulators take 256 cycles for
 one instruction an element, and their 512 products each 4096. So factors of a row (the norm, the
@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.core.chain import Activation, Epilogue, Norm
+from loka.core.producer import Normal, normal_scale
 from loka.kernels.triton.processors import multiprocessors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
@@ -113,19 +114,43 @@ def _store(
 
 @triton.jit
 def _factor(acc, scale, eps, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """scale / sqrt(mean(z^2) + eps) of every row and block of z = acc * scale, as wide as `acc` or 1.
+    """1 / sqrt(mean(z^2) + eps) of every row and block of z = acc * scale [BLOCK_M, blocks], and that times
+    scale, as wide as `acc` or 1.
 
     The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
     """
     if WIDTH == BLOCK:
         mean = tl.sum(acc * acc, axis=1, keep_dims=True) * (1.0 / BLOCK) * scale * scale
-        factor = tl.rsqrt(mean + eps) * scale
+        inverse = tl.rsqrt(mean + eps)
+        factor = inverse * scale
     else:
         blocks = tl.reshape(acc * acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
         mean = tl.sum(blocks, axis=2, keep_dims=True) * (1.0 / BLOCK) * scale * scale
-        wide = tl.broadcast_to(tl.rsqrt(mean + eps) * scale, (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        inverse = tl.rsqrt(mean + eps)
+        wide = tl.broadcast_to(inverse * scale, (BLOCK_M, WIDTH // BLOCK, BLOCK))
         factor = tl.reshape(wide, (BLOCK_M, WIDTH))
-    return factor
+        inverse = tl.reshape(inverse, (BLOCK_M, WIDTH // BLOCK))
+    return inverse, factor
+
+
+@triton.jit
+def _store_inverse(
+    place,
+    inverse,
+    row,
+    column,
+    rows,
+    columns,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """1 / rms of the rows and blocks of a tile that begins at `row` and `column`."""
+    r = row + tl.arange(0, BLOCK_M)
+    b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
+    blocks = columns // BLOCK
+    offsets = r.to(tl.int64)[:, None] * blocks + b[None, :]
+    tl.store(place + offsets, inverse, mask=(r < rows)[:, None] & (b < blocks)[None, :])
 
 
 @triton.jit
@@ -172,16 +197,17 @@ def _finish(
     ACTIVATION: tl.constexpr,
     FP8: tl.constexpr,
     KEEP: tl.constexpr,
+    SAVED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Writes a tile, or half of one: Z where it is kept, and the result."""
+    """Writes a tile, or half of one: Z, or norm(Z) under the scale SAVED, where kept, and the result."""
     if KEEP:
-        kept = acc * scale
+        kept = acc * (factor * (1.0 / SAVED) if SAVED > 0 else scale)
         if HARDWARE:
-            kept = kept.to(tl.bfloat16)
+            kept = kept.to(tl.float8e4nv if SAVED > 0 else tl.bfloat16)
         _store(z, kept, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
     value = _activated(acc, factor, inverse, ACTIVATION, HARDWARE)
     if FP8 and not NORM:  # a norm makes NaN of infinity; the cast would make it the largest number
@@ -197,6 +223,7 @@ def _gemm(
     w,
     out,
     z,
+    inverse_ptr,
     scale_a_ptr,
     scale_w_ptr,
     scale_out_ptr,
@@ -208,6 +235,7 @@ def _gemm(
     ACTIVATION: tl.constexpr,
     FP8: tl.constexpr,
     KEEP: tl.constexpr,
+    SAVED: tl.constexpr,
     FAST: tl.constexpr,
     HARDWARE: tl.constexpr,
     TMA: tl.constexpr,
@@ -220,7 +248,8 @@ def _gemm(
     SPECIALIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none."""
+    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none. SAVED: the scale
+    of norm(Z) where `z` keeps that, 0 where it keeps Z."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     scale = tl.load(scale_a_ptr) * tl.load(scale_w_ptr)
@@ -255,26 +284,33 @@ def _gemm(
         column = tile_n * BLOCK_N
         factor = scale
         if NORM == BLOCK_N or (NORM > 0 and PARTS == 1):
-            factor = _factor(acc, scale, eps, BLOCK_M, BLOCK_N, NORM)
+            root, factor = _factor(acc, scale, eps, BLOCK_M, BLOCK_N, NORM)
+            if SAVED > 0:
+                _store_inverse(inverse_ptr, root, row, column, rows, columns, BLOCK_M, BLOCK_N, NORM)
         if PARTS == 1:
             _finish(
                 acc, factor, scale, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, HARDWARE, BLOCK_M, BLOCK_N, TMA,
+                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N, TMA,
             )  # fmt: skip
         else:
             halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             first, second = tl.split(halves)
             if NORM > 0 and NORM < BLOCK_N:
-                factor = _factor(first, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                root, factor = _factor(first, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                if SAVED > 0:
+                    _store_inverse(inverse_ptr, root, row, column, rows, columns, BLOCK_M, BLOCK_N // 2, NORM)
             _finish(
                 first, factor, scale, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
             if NORM > 0 and NORM < BLOCK_N:
-                factor = _factor(second, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                root, factor = _factor(second, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                if SAVED > 0:
+                    half = column + BLOCK_N // 2
+                    _store_inverse(inverse_ptr, root, row, half, rows, columns, BLOCK_M, BLOCK_N // 2, NORM)
             _finish(
                 second, factor, scale, inverse, out, z, row, column + BLOCK_N // 2, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
 
 
@@ -314,6 +350,7 @@ def gemm_produce_fused(
     *,
     scale_out: torch.Tensor | None,
     keep: bool,
+    into: Normal | None = None,
     fast: bool = True,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -324,21 +361,27 @@ def gemm_produce_fused(
     norm = epilogue.block if epilogue.norm is Norm.BLOCK else 0
     rows, columns = a.shape[0], w.shape[0]
     if config is None:
-        config = choose(rows=rows, columns=columns, block=norm, fast=fast, keep=keep)
+        config = choose(rows=rows, columns=columns, block=norm, fast=fast, keep=keep or into is not None)
     result = torch.float8_e4m3fn if scale_out is not None else torch.bfloat16
     held = (torch.float32, torch.float32) if _INTERPRETED else (result, torch.bfloat16)
     out = torch.empty(rows, columns, dtype=held[0], device=a.device)
     z = torch.empty(rows, columns, dtype=held[1], device=a.device) if keep else None
+    if into is not None:
+        assert norm and not keep, "norm(Z) is kept behind a norm, and instead of Z"
+        z = torch.empty(rows, columns, device=a.device) if _INTERPRETED else into.values
     if _INTERPRETED:
         a, w = a.float(), w.float()
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
         with torch.cuda.device_of(a) if a.is_cuda else contextlib.nullcontext():
-            _launch(a, w, out, z, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
+            inverse = None if into is None else into.inverse
+            _launch(a, w, out, z, inverse, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
     if _INTERPRETED:
         largest = torch.finfo(result).max
-        out, z = out.clamp(-largest, largest).to(result), z.bfloat16() if z is not None else None
-    return out, z
+        out = out.clamp(-largest, largest).to(result)
+        if into is not None and z is not None:
+            into.values.copy_(z)
+    return out, z.bfloat16() if z is not None and keep else None
 
 
 def _launch(
@@ -346,6 +389,7 @@ def _launch(
     w: torch.Tensor,
     out: torch.Tensor,
     z: torch.Tensor | None,
+    inverse: torch.Tensor | None,
     scale_a: torch.Tensor,
     scale_w: torch.Tensor,
     scale_out: torch.Tensor | None,
@@ -371,6 +415,7 @@ def _launch(
         ]
     _gemm[(min(programs, tiles),)](
         *operands,
+        scale_a if inverse is None else inverse,
         scale_a,
         scale_w,
         scale_out if scale_out is not None else scale_a,
@@ -381,6 +426,7 @@ def _launch(
         ACTIVATION=_ACTIVATIONS[epilogue.activation].value,
         FP8=scale_out is not None,
         KEEP=z is not None,
+        SAVED=0.0 if inverse is None else normal_scale(epilogue, out.shape[1]),
         FAST=fast,
         HARDWARE=not _INTERPRETED,
         TMA=config.tma,

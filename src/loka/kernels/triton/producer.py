@@ -2,9 +2,10 @@
 
     forward    Z [T, N] -> A = E(Z) in FP8, row-major                           2 + 1 bytes an element
     backward   dA, Z    -> dZ in FP8 row-major and transposed, r A^T in FP8     4 + 3 bytes an element
+    or         dA, y    -> the same, y = norm(Z) in e4m3                        3 + 3 bytes an element
 
 A^T, the operand of grad_weight, is written in backward, where Z is read anyway: it costs as many
-bytes as writing it in forward, and nothing but Z is kept between the two. Twin: core/producer.py.
+bytes as writing it in forward, and nothing but Z, or y, is kept between the two. Twin: core/producer.py.
 
 Legend: T rows, N features, b features that a norm reduces over, r the units of rows.
 A tile holds whole norm blocks. Backward holds it as four tiles of every fourth row, so that four rows
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Derived, Parameters
+from loka.core.producer import Derived, Normal, Parameters, normal_scale
 from loka.core.recipe import Format
 from loka.kernels.producer import WIDEST_BLOCK
 from loka.kernels.triton.pack import (
@@ -47,6 +48,13 @@ _NO_NORM, _TILE_NORM, _SUMMED_NORM = (tl.constexpr(i) for i in range(3))
 _WIDEN = tl.constexpr(
     "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
     "mov.b32 $0, low; mov.b32 $1, high;}"
+)
+# Four e4m3 of one register to float32.
+_WIDEN_E4M3 = tl.constexpr(
+    "{.reg .b16 low, high, e0, e1, e2, e3; .reg .b32 first, second; mov.b32 {low, high}, $4; "
+    "cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; "
+    "mov.b32 {e0, e1}, first; mov.b32 {e2, e3}, second; cvt.f32.f16 $0, e0; cvt.f32.f16 $1, e1; "
+    "cvt.f32.f16 $2, e2; cvt.f32.f16 $3, e3;}"
 )
 # The gate by a saturating FMA, and then the slope in its place: of a NaN (ltu is true) a NaN.
 _GATE = tl.constexpr(
@@ -131,9 +139,13 @@ def _take(ptr, start, q, c, inside, rows, stride, EVEN_ROWS: tl.constexpr, EVEN:
 
 @triton.jit
 def _wide(value):
-    """To float32."""
+    """To float32; bytes are e4m3."""
     if _COMPILED and value.dtype == tl.bfloat16:
         value = tl.inline_asm_elementwise(_WIDEN, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
+    if _COMPILED and value.dtype == tl.uint8:
+        value = tl.inline_asm_elementwise(
+            _WIDEN_E4M3, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4
+        )
     return value.to(tl.float32)
 
 
@@ -154,13 +166,15 @@ def _count(over, under, counts_ptr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _produce(
-    z_ptr, bias_ptr, gamma_ptr, beta_ptr, scale_ptr, seen_ptr, counts_ptr, out_ptr, rows, features, block,
-    padded, z_stride,
+    z_ptr, bias_ptr, gamma_ptr, beta_ptr, scale_ptr, seen_ptr, counts_ptr, out_ptr, normal_ptr, inverse_ptr,
+    rows, features, block, padded, z_stride,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, LOW: tl.constexpr, OUT: tl.constexpr,
     FMAX: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr, COUNTS: tl.constexpr, CLAMP: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """SAVED: the scale under which norm(Z) is written too; 0 for not at all."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     r = start + tl.arange(0, BLOCK_R)
     first = tl.program_id(1) * block
@@ -176,7 +190,18 @@ def _produce(
         if not EVEN:
             value = tl.where(inside[None, :], value, 0.0)
         square = tl.sum(value * value, axis=1) / size
-        value = value * tl.rsqrt(square + EPS)[:, None]
+        inverse_rms = tl.rsqrt(square + EPS)
+        value = value * inverse_rms[:, None]
+        if SAVED > 0:
+            normal = (value * (1.0 / SAVED)).to(normal_ptr.dtype.element_ty)
+            place = normal_ptr + r[:, None] * features + c[None, :]
+            if EVEN and EVEN_ROWS:
+                tl.store(place, normal)
+            elif EVEN:
+                tl.store(place, normal, mask=(r < rows)[:, None])
+            else:
+                tl.store(place, normal, mask=(r < rows)[:, None] & inside[None, :])
+            tl.store(inverse_ptr + r * tl.num_programs(1) + tl.program_id(1), inverse_rms, mask=r < rows)
     if GAMMA:
         value *= _vector(gamma_ptr, c, inside, EVEN)
     if BETA:
@@ -213,36 +238,12 @@ def _produce(
         tl.store(place, value.to(OUT), mask=(r < rows)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _row_units(
-    grad_ptr, units_ptr, largest_ptr, factor_0_ptr, factor_1_ptr, row_scale_ptr, rows, features,
-    grad_stride,
-    FACTORS: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    amax = tl.zeros((BLOCK_R,), dtype=tl.int32)
-    for start in range(0, features, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        live = (r < rows)[:, None] & (c < features)[None, :]
-        grad = tl.load(grad_ptr + r[:, None] * grad_stride + c[None, :], mask=live, other=0.0)
-        amax = tl.maximum(amax, tl.max(magnitude_bits(grad.to(tl.float32)), axis=1))
-    up = (tl.maximum(amax, SMALLEST) + 0x7FFFFF) & 0x7F800000
-    up = tl.where(amax == 0, 0, tl.where(amax >= 0x7F800000, 0x7FC00000, up))
-    units = up.to(tl.float32, bitcast=True)
-    live = r < rows
-    tl.store(units_ptr + r, units, mask=live)
-    tl.atomic_max(largest_ptr, tl.max(tl.where(live, up, 0), axis=0), sem="relaxed")
-    if FACTORS:
-        scale = units * tl.load(factor_0_ptr) * tl.load(factor_1_ptr)
-        tl.store(row_scale_ptr + r, scale, mask=live)
-
-
 @triton.jit
 def _link(
-    grad, z, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, r, c, inside, rows, share, by, shown, unit,
+    grad, z, rms, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, r, c, inside, rows, share, by, shown, unit,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, REAL: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a tile: dZ in units times `by`, A times `shown` [rows], what gamma and beta get of each
     element, and [rows] something that is not finite where the norm made a row so."""
@@ -262,7 +263,10 @@ def _link(
             normal += _vector(bias_ptr, c, inside, EVEN)
             if not EVEN:
                 normal = tl.where(inside[None, :], normal, 0.0)
-        if NORMED == _TILE_NORM:
+        if SAVED > 0:  # `inverse` still is what makes y of `normal`; dZ wants that of Z
+            inverse = tl.zeros_like(rms) + SAVED
+            std = tl.zeros_like(rms) + 1.0 / SAVED
+        elif NORMED == _TILE_NORM:
             if CENTERED:
                 mean = tl.sum(normal, axis=1) * share
                 normal = normal - mean[:, None]
@@ -304,6 +308,8 @@ def _link(
         else:
             # `by` is a power of two: it goes into the factors of rows and changes no bit.
             factor = inverse * by
+            if SAVED > 0:
+                factor = rms * by
             if NORMED == _TILE_NORM:
                 along = tl.sum(grad * normal, axis=1) * share
                 if LAZY:
@@ -334,30 +340,31 @@ def _link(
 
 @triton.jit
 def _pair(
-    grad_0, grad_1, z_0, z_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr, hp_ptr,
-    start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
+    grad_0, grad_1, z_0, z_1, rms_0, rms_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr,
+    hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, UNITS: tl.constexpr,
     REAL: tl.constexpr, ROW: tl.constexpr, UNIT_IN_TURNED: tl.constexpr, HP: tl.constexpr,
     HP_TYPE: tl.constexpr, OUT: tl.constexpr, FMAX: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr,
     COUNTS: tl.constexpr, CLAMP: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    SAVED: tl.constexpr,
 ):  # fmt: skip
     """Rows q and q + 1 of a tile: writes what is row-major, and returns what is to be turned, two values
     of float32 each, with the sums of both. So that half of a tile's elements are float32 at a time."""
     r = start + q
     grad_0, out_0, shifted_0, normal_0, along_0 = _link(
-        grad_0, z_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share, by,
+        grad_0, z_0, rms_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share, by,
         unit_0 * shown, unit_0, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
-        UNITS and REAL, EVEN_ROWS, EVEN,
+        UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if ROW:
         _store_row(
             row_ptr, _low(grad_0, NORMED, CLAMP, FMAX), OUT, start, q, c, kept, rows, padded, EVEN_ROWS, EVEN
         )
     grad_1, out_1, shifted_1, normal_1, along_1 = _link(
-        grad_1, z_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share, by,
+        grad_1, z_1, rms_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share, by,
         unit_1 * shown, unit_1, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
-        UNITS and REAL, EVEN_ROWS, EVEN,
+        UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if ROW:
         _store_row(
@@ -490,8 +497,9 @@ def _derive(
     ACTIVATED: tl.constexpr, HP: tl.constexpr, HP_TYPE: tl.constexpr, OUT: tl.constexpr, FMAX: tl.constexpr,
     ZERO: tl.constexpr, ACTIVATION_OUT: tl.constexpr, ACTIVATION_FMAX: tl.constexpr, SEEN: tl.constexpr,
     COUNTS: tl.constexpr, CLAMP: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SAVED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """SAVED: the scale of y in FP8, which `z_ptr` holds then, and `sums_ptr` 1 / rms; 0 where it is Z."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     v = tl.arange(0, BLOCK_R // 4)  # a word is four rows
     w = tl.program_id(0).to(tl.int64) * (BLOCK_R // 4) + v
@@ -515,6 +523,17 @@ def _derive(
     grad_1 = _take(grad_ptr, start + 1, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
     grad_2 = _take(grad_ptr, start + 2, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
     grad_3 = _take(grad_ptr, start + 3, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
+    rms_0 = q
+    rms_1 = q
+    rms_2 = q
+    rms_3 = q
+    if SAVED > 0:
+        r = start + q
+        place = sums_ptr + r * tl.num_programs(1) + tl.program_id(1)
+        rms_0 = tl.load(place, mask=r < rows, other=0.0)
+        rms_1 = tl.load(place + tl.num_programs(1), mask=r + 1 < rows, other=0.0)
+        rms_2 = tl.load(place + 2 * tl.num_programs(1), mask=r + 2 < rows, other=0.0)
+        rms_3 = tl.load(place + 3 * tl.num_programs(1), mask=r + 3 < rows, other=0.0)
     unit_0 = tl.full(q.shape, 1.0, tl.float32)
     unit_1 = unit_0
     unit_2 = unit_0
@@ -541,10 +560,10 @@ def _derive(
     if UNIT_IN_TURNED:
         turn = inverse_of_power(top)
     value_0, value_1, out_0, out_1, highest_0, broken_0, over_0, under_0, bias_0, gamma_0, beta_0 = _pair(
-        grad_0, grad_1, z_0, z_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr, hp_ptr,
-        start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
+        grad_0, grad_1, z_0, z_1, rms_0, rms_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
+        row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
         CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
-        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN,
+        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if TURNED:
         low = _half(_low(value_0, NORMED, CLAMP, FMAX), _low(value_1, NORMED, CLAMP, FMAX), OUT)
@@ -554,10 +573,10 @@ def _derive(
             ACTIVATION_OUT,
         )  # fmt: skip
     value_2, value_3, out_2, out_3, highest_1, broken_1, over_1, under_1, bias_1, gamma_1, beta_1 = _pair(
-        grad_2, grad_3, z_2, z_3, unit_2, unit_3, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr, hp_ptr,
-        start + 2, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
+        grad_2, grad_3, z_2, z_3, rms_2, rms_3, unit_2, unit_3, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
+        row_ptr, hp_ptr, start + 2, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
         CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
-        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN,
+        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if TURNED:
         low = _whole(low, _low(value_2, NORMED, CLAMP, FMAX), _low(value_3, NORMED, CLAMP, FMAX), OUT)
@@ -645,6 +664,7 @@ def produce_fused(
     columns: int,
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    into: Normal | None = None,
 ) -> torch.Tensor:
     """Twin: core/producer.produce. One launch."""
     rows, features = z.shape
@@ -654,6 +674,9 @@ def produce_fused(
     out = torch.empty(rows, width, dtype=dtype, device=z.device)
     high, warps = _PRODUCE_TILES.get(wide, (max(_PRODUCE_ELEMENTS // wide, 1), 4 if wide <= 4096 else 8))
     grid = (triton.cdiv(rows, high), triton.cdiv(features, block))
+    kept = None
+    if into is not None:  # the interpreter's casts are wrong, so there torch's is used
+        kept = torch.empty(rows, features, device=z.device) if INTERPRETED else into.values
     with _on(z):
         _produce[grid](
             z,
@@ -662,6 +685,8 @@ def produce_fused(
             z if seen is None else seen,
             z if counts is None else counts,
             out,
+            out if kept is None else kept,
+            out if into is None else into.inverse,
             rows,
             features,
             block,
@@ -678,46 +703,19 @@ def produce_fused(
             CLAMP=INTERPRETED,
             EVEN_ROWS=rows % high == 0,
             EVEN=block == wide and features % block == 0,
+            SAVED=0.0 if into is None else normal_scale(epilogue, features),
             BLOCK_R=high,
             BLOCK_C=wide,
             num_warps=warps,
         )
+    if into is not None and kept is not None and INTERPRETED:
+        into.values.copy_(kept)
     return out
-
-
-def row_units_fused(
-    grad: torch.Tensor, largest: torch.Tensor, *, factors: tuple[torch.Tensor, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twin: core/producer.row_units, with none or two factors. One launch."""
-    assert len(factors) in (0, 2)
-    rows, features = grad.shape
-    units = torch.empty(rows, dtype=torch.float32, device=grad.device)
-    row_scale = (
-        torch.empty(rows, 1, dtype=torch.float32, device=grad.device) if factors else units.view(-1, 1)
-    )
-    wide = min(max(triton.next_power_of_2(features), 16), 1024)
-    high = max(4096 // wide, 1)
-    with _on(grad):
-        _row_units[(triton.cdiv(rows, high),)](
-            grad,
-            units,
-            largest,
-            *(factors or (units, units)),
-            row_scale,
-            rows,
-            features,
-            grad.stride(0),
-            FACTORS=bool(factors),
-            SMALLEST=1 << 23,  # the bits of 2^-126
-            BLOCK_R=high,
-            BLOCK_C=wide,
-        )
-    return units, row_scale
 
 
 def derive_fused(
     grad: torch.Tensor,
-    z: torch.Tensor | None,
+    z: torch.Tensor | Normal | None,
     epilogue: Epilogue,
     parameters: Parameters,
     *,
@@ -746,7 +744,11 @@ def derive_fused(
     if epilogue.norm is not Norm.NONE:
         normed = _TILE_NORM if block <= WIDEST_BLOCK else _SUMMED_NORM
     with _on(grad):
-        sums = grad
+        sums, saved = grad, 0.0
+        if isinstance(z, Normal):
+            assert normed == _TILE_NORM, "backward starts from Z here (kernels/producer.keeps_normal)"
+            saved, sums = normal_scale(epilogue, features), z.inverse
+            z = z.values.float() if INTERPRETED else z.values.view(torch.uint8)
         if normed == _SUMMED_NORM:
             assert z is not None
             sums = torch.empty(4, rows, dtype=torch.float32, device=grad.device)
@@ -827,6 +829,7 @@ def derive_fused(
             CLAMP=INTERPRETED,
             EVEN_ROWS=rows % high == 0,
             EVEN=block == wide and features % block == 0,
+            SAVED=saved,
             BLOCK_R=high,
             BLOCK_C=wide,
             num_warps=warps,
