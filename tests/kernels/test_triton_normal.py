@@ -158,9 +158,12 @@ def test_the_noise_that_plans_count_with_is_what_is_there(activation: Activation
         leaf = values.clone().requires_grad_()
         functions = torch.nn.functional
         function = {
-            Activation.NONE: lambda t: t, Activation.HARD_SWISH: functions.hardswish,
-            Activation.RELU: functions.relu, Activation.SWISH: functions.silu, Activation.GELU: functions.gelu,
-        }[activation]  # fmt: skip
+            Activation.NONE: torch.clone,
+            Activation.HARD_SWISH: functions.hardswish,
+            Activation.RELU: functions.relu,
+            Activation.SWISH: functions.silu,
+            Activation.GELU: functions.gelu,
+        }[activation]
         out = function(leaf)
         return [torch.autograd.grad(out.sum(), leaf)[0], out.detach()]
 

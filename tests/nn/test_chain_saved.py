@@ -1,4 +1,4 @@
-"""Chains that keep norm(Z) in FP8 for backward: as exact as that implies, half the bytes, and every way to train."""
+"""Chains that keep norm(Z) in FP8 for backward: as exact as that implies, and in half the bytes."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def test_any_number_of_rows(rows: int) -> None:
 
 
 def test_what_cannot_be_kept_in_fp8_stays_as_it_was() -> None:
-    """Affine norms, biases, a norm over a row, and a last link that nothing follows: as by the recipe without."""
+    """Affine norms, biases, a norm over a row, a last link that nothing follows: as by the recipe without."""
     torch.manual_seed(0)
-    first, second = Ragged().to(device()), None
+    first = Ragged().to(device())
     second = copy.deepcopy(first)
     x, grad = torch.randn(300, 30, device=device()), torch.randn(300, 17, device=device())
     form(first, x, Y8)

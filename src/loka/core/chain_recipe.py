@@ -61,7 +61,7 @@ class ChainRecipe:
         return f"{FUSED}:{self.name}"
 
     def lost_db(self, gemm: Gemm, activations: Collection[Activation]) -> float:
-        """By how many dB the SQNR of a GEMM is at most below that of `errors`, in a chain with `activations`."""
+        """By how many dB a GEMM's SQNR is at most below that of `errors`, in a chain with `activations`."""
         if self.saved is None or gemm is Gemm.OUTPUT or not activations:
             return 0.0
         more = max(Y8_NOISE[activation].slope for activation in activations)

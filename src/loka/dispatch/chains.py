@@ -2,9 +2,10 @@
 decides among those and hp.
 
 A recipe may run where every site of the chain keeps the budget's error limits under the recipe that
-stands for it (core/chain_recipe.py), less what the chain's own recipe loses beyond that. It does run where the whole chain is faster than hp by
-`min_speedup`, and faster than what the plan's sites would make of it. Under a budget of NE it is the
-knapsack that weighs it against its sites (dispatch/ne_budget.py).
+stands for it (core/chain_recipe.py), less what the chain's own recipe loses beyond that. It does run
+where the whole chain is faster than hp by `min_speedup`, and faster than what the plan's sites would
+make of it. Under a budget of NE it is the knapsack that weighs it against its sites
+(dispatch/ne_budget.py).
 """
 
 from __future__ import annotations

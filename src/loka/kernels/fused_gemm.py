@@ -4,8 +4,8 @@
     out = cast(activation(norm(Z)) / scale_out)               e4m3, or bfloat16 without a scale
 
 Nothing between the GEMM and the cast is ever in memory, except Z in bfloat16 where a backward
-pass will want it, or norm(Z) in e4m3 (core/producer.Normal). On a CPU this is plain PyTorch, which is the twin of the kernel in
-kernels/triton/gemm.py.
+pass will want it, or norm(Z) in e4m3 (core/producer.Normal). On a CPU this is plain PyTorch, which is
+the twin of the kernel in kernels/triton/gemm.py.
 """
 
 from __future__ import annotations

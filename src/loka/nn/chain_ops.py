@@ -48,8 +48,9 @@ def chain_forward(
 
     `dtype` is what it computes in outside of FP8; x may be wider where a prologue reads it first.
 
-    What backward wants: Z of each link that has a producer behind it, or norm(Z) in FP8 and 1 / rms, then x^T in FP8 and its scale
-    where `keep_input` and the chain has no prologue. Nothing but the output without `training`.
+    What backward wants: Z of each link that has a producer behind it, or norm(Z) in FP8 and 1 / rms; then
+    x^T in FP8 and its scale where `keep_input` and the chain has no prologue. Nothing but the output
+    without `training`.
     The state it reads and moves (scales, weight copies) is no input: no result depends on the order
     of chains in a step.
     """

@@ -248,8 +248,8 @@ def _gemm(
     SPECIALIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none. SAVED: the scale
-    of norm(Z) where `z` keeps that, 0 where it keeps Z."""
+    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none.
+    SAVED: the scale of norm(Z) where `z` keeps that, 0 where it keeps Z."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     scale = tl.load(scale_a_ptr) * tl.load(scale_w_ptr)
@@ -367,7 +367,8 @@ def gemm_produce_fused(
     out = torch.empty(rows, columns, dtype=held[0], device=a.device)
     z = torch.empty(rows, columns, dtype=held[1], device=a.device) if keep else None
     if into is not None:
-        assert norm and not keep, "norm(Z) is kept behind a norm, and instead of Z"
+        assert norm, "norm(Z) is kept behind a norm"
+        assert not keep, "norm(Z) is kept instead of Z"
         z = torch.empty(rows, columns, device=a.device) if _INTERPRETED else into.values
     if _INTERPRETED:
         a, w = a.float(), w.float()

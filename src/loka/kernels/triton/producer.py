@@ -353,8 +353,8 @@ def _pair(
     of float32 each, with the sums of both. So that half of a tile's elements are float32 at a time."""
     r = start + q
     grad_0, out_0, shifted_0, normal_0, along_0 = _link(
-        grad_0, z_0, rms_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share, by,
-        unit_0 * shown, unit_0, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
+        grad_0, z_0, rms_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share,
+        by, unit_0 * shown, unit_0, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
         UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if ROW:
@@ -362,8 +362,8 @@ def _pair(
             row_ptr, _low(grad_0, NORMED, CLAMP, FMAX), OUT, start, q, c, kept, rows, padded, EVEN_ROWS, EVEN
         )
     grad_1, out_1, shifted_1, normal_1, along_1 = _link(
-        grad_1, z_1, rms_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share, by,
-        unit_1 * shown, unit_1, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
+        grad_1, z_1, rms_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share,
+        by, unit_1 * shown, unit_1, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
         UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if ROW:
@@ -561,8 +561,8 @@ def _derive(
         turn = inverse_of_power(top)
     value_0, value_1, out_0, out_1, highest_0, broken_0, over_0, under_0, bias_0, gamma_0, beta_0 = _pair(
         grad_0, grad_1, z_0, z_1, rms_0, rms_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
-        row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
-        CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
+        row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
+        NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
         HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if TURNED:
@@ -574,8 +574,8 @@ def _derive(
         )  # fmt: skip
     value_2, value_3, out_2, out_3, highest_1, broken_1, over_1, under_1, bias_1, gamma_1, beta_1 = _pair(
         grad_2, grad_3, z_2, z_3, rms_2, rms_3, unit_2, unit_3, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
-        row_ptr, hp_ptr, start + 2, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn, NORMED,
-        CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
+        row_ptr, hp_ptr, start + 2, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
+        NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
         HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
     )  # fmt: skip
     if TURNED:
