@@ -56,7 +56,10 @@ def test_forward_is_that_of_the_recipe_without() -> None:
     _, low, x, grad, _ = both(Y8)
     _, usual, _, _, _ = both()
     found, expected = backward(low, x, grad), backward(usual, x, grad)
-    assert torch.equal(found[0], expected[0])
+    if device().type == "cpu":
+        assert torch.equal(found[0], expected[0])
+    else:  # two compilations of the epilogue may contract differently: single steps of FP8
+        assert sqnr_db(found[0], expected[0]) > 40
     assert not torch.equal(found[1], expected[1])
 
 
