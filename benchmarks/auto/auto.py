@@ -256,7 +256,7 @@ def compare(bf16: Arm, auto: Arm, events: Sequence[Event], record: Record) -> No
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", default="wukong:2gf")
-    options.add_argument("--rows", type=int, default=12_000_000, help="of training")
+    options.add_argument("--rows", type=int, default=12_000_000, help="of training; whole batches of them")
     options.add_argument("--held-out", type=int, default=HELD_OUT)
     options.add_argument("--batch-size", type=int, default=6144)
     options.add_argument("--step", default="graph", choices=("eager", "compile", "graph"))
@@ -274,6 +274,7 @@ def main() -> None:
     given = options.parse_args()
 
     device = choose_device(given.device)
+    given.rows -= given.rows % given.batch_size  # a short last batch is a step like the others, of few rows
     workers, began = len(os.sched_getaffinity(0)), time.perf_counter()
     rows = generated(given.rows, first_row=0, seed=given.seed, device=device, workers=workers)
     held_out = generated(
