@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import command_line
 import pytest
 from bench_fakes import install, libraries
 
@@ -201,6 +202,7 @@ def test_a_damaged_result_is_not_overwritten(config: GemmConfig, monkeypatch: py
 
 
 def loka(*arguments: object, cwd: Path, fails: bool = False) -> str:
+    """In a process of its own: kernels here are fakes."""
     result = subprocess.run(
         [sys.executable, "-m", "loka", "bench", *map(str, arguments)],
         cwd=cwd,
@@ -239,11 +241,17 @@ def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) 
 
 
 def test_mistakes_are_messages(tmp_path: Path) -> None:
-    assert "MLPerf-DLRM-DCNv2" in loka("gemm", "--model", "gpt*", cwd=tmp_path, fails=True)
-    (tmp_path / "short.csv").write_text("model,site,M\na,b,1\n")
-    assert "no column kind, K, N" in loka("gemm", "--shapes", "short.csv", cwd=tmp_path, fails=True)
-    (tmp_path / "bmm.csv").write_text("model,site,kind,M,K,N\na,b,bmm,8,8,8\n")
-    assert "no row of the suite is a linear layer" in loka(
-        "gemm", "--shapes", "bmm.csv", cwd=tmp_path, fails=True
+    assert "MLPerf-DLRM-DCNv2" in command_line.loka(
+        "bench", "gemm", "--model", "gpt*", cwd=tmp_path, fails=True
     )
-    assert "bfloat16 or float32" in loka("gemm", "--weight-dtype", "int8", cwd=tmp_path, fails=True)
+    (tmp_path / "short.csv").write_text("model,site,M\na,b,1\n")
+    assert "no column kind, K, N" in command_line.loka(
+        "bench", "gemm", "--shapes", "short.csv", cwd=tmp_path, fails=True
+    )
+    (tmp_path / "bmm.csv").write_text("model,site,kind,M,K,N\na,b,bmm,8,8,8\n")
+    assert "no row of the suite is a linear layer" in command_line.loka(
+        "bench", "gemm", "--shapes", "bmm.csv", cwd=tmp_path, fails=True
+    )
+    assert "bfloat16 or float32" in command_line.loka(
+        "bench", "gemm", "--weight-dtype", "int8", cwd=tmp_path, fails=True
+    )

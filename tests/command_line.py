@@ -1,0 +1,29 @@
+"""The `loka` command in this process: importing torch anew takes longer than most of what is tested."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from unittest import mock
+
+from loka.cli import main
+
+
+def loka(*arguments: object, cwd: Path, fails: bool = False) -> str:
+    """What it prints to both streams; `fails` says whether its exit status is to be other than 0."""
+    text = io.StringIO()
+    status: object = 0
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+        mock.patch.object(sys, "argv", ["loka", *map(str, arguments)]),
+    ):
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code or 0
+    assert (status != 0) == fails, text.getvalue()
+    return text.getvalue()
