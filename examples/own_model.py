@@ -10,7 +10,7 @@ import loka
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Linear(13, 479), nn.LayerNorm(479), nn.SiLU(), nn.Linear(479, 1000), nn.SiLU(), nn.Linear(1000, 1)
+    nn.Linear(13, 479), nn.LayerNorm(479), nn.SiLU(), nn.Linear(479, 333), nn.SiLU(), nn.Linear(333, 1)
 )
 print(loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()]))
 model.to(device)
