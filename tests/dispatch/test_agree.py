@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import random
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from ranks import on_ranks
 from reports import around, measured, report
 
 import loka
@@ -67,7 +64,7 @@ def as_bytes(plan: loka.Plan) -> bytes:
     return json.dumps(plan.to_json()).encode()
 
 
-def noisy_clocks(rank: int) -> dict[str, Any]:
+def noisy_clocks(rank: int, folder: Path) -> dict[str, Any]:
     own = loka.plan(with_noise(shared_report(), seed=rank))
     agreed = loka.agree(own)
     again = loka.agree(agreed)
@@ -76,7 +73,7 @@ def noisy_clocks(rank: int) -> dict[str, Any]:
     return {"own": as_bytes(own), "agreed": as_bytes(agreed), "str": str(agreed)}
 
 
-def misfits(rank: int) -> dict[str, Any]:
+def misfits(rank: int, folder: Path) -> dict[str, Any]:
     """What this rank is told when a rank does not fit. One world for all cases, to save time."""
     own = loka.plan(shared_report())
     layers = {**own.model.layers, "mlp.3": LinearShape(in_features=1024, out_features=512, bias=False)}
@@ -104,7 +101,7 @@ def refusal(plan: loka.Plan) -> str | None:
     return None
 
 
-def in_a_subgroup(rank: int) -> dict[str, Any]:
+def in_a_subgroup(rank: int, folder: Path) -> dict[str, Any]:
     """Group rank 0 is global rank 1."""
     alone = dist.new_group([1])
     own = loka.plan(with_noise(shared_report(), seed=rank))
@@ -119,40 +116,8 @@ def in_a_subgroup(rank: int) -> dict[str, Any]:
     return {}
 
 
-def work(job: Callable[[int], dict[str, Any]], rank: int, meeting: str, answers: Any) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    try:
-        answers.put((rank, job(rank)))
-    except BaseException:
-        answers.put((rank, {"error": traceback.format_exc()}))
-    finally:
-        dist.destroy_process_group()
-
-
-def on_two_ranks(job: Callable[[int], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
-    processes = [
-        spawn.Process(target=work, args=(job, rank, str(folder / "meeting"), answers)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=120) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
-    for rank in (0, 1):
-        assert "error" not in found[rank], found[rank]["error"]
-    return [found[0], found[1]]
-
-
 def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path: Path) -> None:
-    first, second = on_two_ranks(noisy_clocks, tmp_path)
+    first, second = on_ranks(noisy_clocks, 2, tmp_path)
     chosen = [
         [d["candidate"] for d in json.loads(rank["own"])["decisions"].values()] for rank in (first, second)
     ]
@@ -162,7 +127,7 @@ def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
-    first, second = on_two_ranks(misfits, tmp_path)
+    first, second = on_ranks(misfits, 2, tmp_path)
     shown = {
         "another model": "rank 1: model: mlp.3 is 1024 -> 512 in this model, 1024 -> 1024 there",
         "another machine": "rank 1: machine: device: NVIDIA H100 here, cpu there",
@@ -177,7 +142,7 @@ def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
 
 
 def test_groups_within_the_world(tmp_path: Path) -> None:
-    on_two_ranks(in_a_subgroup, tmp_path)
+    on_ranks(in_a_subgroup, 2, tmp_path)
 
 
 def test_alone_it_returns_the_plan() -> None:

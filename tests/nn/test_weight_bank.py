@@ -285,7 +285,7 @@ def test_a_captured_graph_makes_versions_worthless(monkeypatch: pytest.MonkeyPat
     bank.refresh()
     other.refresh()
     with monkeypatch.context() as patch:
-        patch.setattr(weight_bank, "_capturing", lambda device: True)
+        patch.setattr(weight_bank, "capturing", lambda device: True)
         assert bank.stale()  # else the graph would hold no refresh
         bank.refresh()
         with pytest.raises(LokaError, match="outside the capture"):
@@ -308,7 +308,7 @@ def test_announced_replays_leave_versions_their_worth(monkeypatch: pytest.Monkey
     bank = bank_of(weights_of(torch.device("cpu")))
     bank.refresh()
     with monkeypatch.context() as patch, weight_bank.announced_replays():
-        patch.setattr(weight_bank, "_capturing", lambda device: True)
+        patch.setattr(weight_bank, "capturing", lambda device: True)
         bank.refresh()
     assert bank.stale(), "the capture may have failed, and nothing of it has run"
     bank.refresh()

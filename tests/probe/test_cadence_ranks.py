@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 import loka
@@ -68,44 +67,15 @@ def without_rank_0(rank: int) -> tuple[list[int], list[str]]:
     return taken, [str(one.message) for one in told]
 
 
-def work(rank: int, folder: Path, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        found: dict[str, Any] = {"scripted": by_scripted_clock(rank), "resumed": resumed_on_rank_0(rank)}
-        found["probe"] = by_the_clock(rank)
-        answers.put((rank, {**found, "alone": without_rank_0(rank)}))
-    except BaseException:
-        answers.put((rank, {"error": traceback.format_exc()}))
-    finally:
-        dist.destroy_process_group()
+def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"scripted": by_scripted_clock(rank), "resumed": resumed_on_rank_0(rank)}
+    found["probe"] = by_the_clock(rank)
+    return {**found, "alone": without_rank_0(rank)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    server = multiprocessing.get_context("forkserver")  # torch is imported once for all of them
-    server.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka"])
-    answers = server.Queue()
-    processes = [server.Process(target=work, args=(rank, folder, answers)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=100) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
-    for rank in range(WORLD):
-        assert "error" not in found[rank], found[rank]["error"]
-    return [found[rank] for rank in range(WORLD)]
+    return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 def test_all_ranks_sample_the_steps_of_rank_0(ranks: list[dict[str, Any]]) -> None:

@@ -54,8 +54,10 @@ def test_a_race_becomes_measurements(stats: loka.Stats, monkeypatch: pytest.Monk
         return Race(timings=timings, samples=samples, winner=HP, rounds=9, ended="rounds", failures=failures)
 
     monkeypatch.setattr(chain_times, "time_interleaved", race)
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: None)
+    whole: list[nn.Module] = []
+    monkeypatch.setattr(chain_times, "compile_in_place", lambda module: whole.append(module) or module)
     found = time_chain(chain, stats.layers, {}, device=torch.device("cpu"), settings=Settings())
+    assert [type(module) for module in whole] == [nn.Sequential], "hp is compiled, and nothing else"
     assert set(raced) == {HP, *(recipe.candidate for recipe in CHAIN_RECIPES.values())}
     assert found["fused:e4m3_row"].speedup.value == 2
     assert found["fused:e5m2_tensor"].unsupported == "cannot be timed: RuntimeError: no"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from loka.core.error import sqnr_db
 from loka.core.stats import LinearStats
 from loka.nn.chain import form_chains
 from loka.nn.dataflow import find_chains
-from loka.probe import Settings, chain_times
+from loka.probe import Settings, chain_times, cross_times
 from loka.probe.cross_times import build_stack, stack_key, time_stack
 from loka.zoo import build
 
@@ -36,10 +37,7 @@ LAYERS = dict.fromkeys(STACK.linears, LINEAR)
 @pytest.fixture(autouse=True)
 def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """hp is traced, forward and backward, as inductor has it, whose C++ would be compiled for seconds."""
-    compile_by = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **options: compile_by(self, backend="aot_eager", **options)
-    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.mark.parametrize("joint", [True, False])
@@ -91,10 +89,13 @@ def test_measuring_times_stacks_beside_chains(monkeypatch: pytest.MonkeyPatch) -
     with loka.Probe(model) as probe:
         model(torch.randn(32, 13), torch.zeros(32, 3, dtype=torch.int64)).sum().backward()
     install(monkeypatch, FakeTimer({"fused:e4m3_row": 50.0}), wholes=True)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    whole: list[torch.nn.Module] = []
+    for module in (chain_times, cross_times):
+        monkeypatch.setattr(module, "compile_in_place", lambda part: whole.append(part) or part)
     names = ["emulated:tensorwise_e4m3", "emulated:rowwise_e4m3"]
     report = loka.measure(probe.stats(), device="cpu", candidates=names, settings=Settings(max_draws=4))
     assert report.complete, report.notes
+    assert whole, "what is in high precision is compiled"
     times = report.chain_times["cross.0"]
     assert times["fused:e4m3_row"].microseconds.value == pytest.approx(50.0, rel=0.01)
     assert times["hp"].microseconds.value == pytest.approx(100.0, rel=0.01)

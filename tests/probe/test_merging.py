@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
 
 import loka
@@ -93,42 +91,6 @@ def in_a_group_of_three(rank: int, folder: Path) -> dict[str, Any]:
     return {"merged": to_bytes(gather_stats(stats, group=group))}
 
 
-def work(job: Callable[[int, Path], dict[str, Any]], rank: int, folder: Path, answers: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        answers.put((rank, job(rank, folder)))
-    except BaseException:
-        answers.put((rank, {"error": traceback.format_exc()}))
-    finally:
-        dist.destroy_process_group()
-
-
-def on_four_ranks(job: Callable[[int, Path], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    server = multiprocessing.get_context("forkserver")  # torch is imported once for all of them
-    server.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka"])
-    answers = server.Queue()
-    processes = [server.Process(target=work, args=(job, rank, folder, answers)) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(answers.get(timeout=120) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
-    for rank in range(WORLD):
-        assert "error" not in found[rank], found[rank]["error"]
-    return [found[rank] for rank in range(WORLD)]
-
-
 def learnt(seed: int, **options: Any) -> Stats:
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     with loka.Probe(net, every=1, seed=seed, **options) as probe, torch.random.fork_rng():
@@ -145,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return on_four_ranks(one_rank, folder)
+    return on_ranks(one_rank, WORLD, folder)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +269,7 @@ def test_effects_add_up(merged: Stats, alone: Stats, ranks: list[dict[str, Any]]
 
 
 def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
-    found = on_four_ranks(misfit, tmp_path)
+    found = on_ranks(misfit, WORLD, tmp_path)
     told = found[0]["told"]
     assert all(rank["told"] == told for rank in found), "every rank sees the whole list"
     assert "rank 2: model: 0 is 4 -> 8, bias in this model, 4 -> 16, bias there" in told
@@ -317,7 +279,7 @@ def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
 
 
 def test_groups_of_an_odd_number(tmp_path: Path) -> None:
-    found = on_four_ranks(in_a_group_of_three, tmp_path)
+    found = on_ranks(in_a_group_of_three, WORLD, tmp_path)
     assert found[1]["merged"] == found[2]["merged"] == found[3]["merged"]
     stats = from_bytes(found[1]["merged"])
     assert stats.layers["0"].operands["input"].numbers["count"] == 3 * 2 * 20

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from loka.core.chain import Activation
@@ -75,30 +75,22 @@ class ChainRecipe:
         return "tensorwise_e4m3" if low else "tensorwise_e5m2"
 
 
+_E4M3_ROW = ChainRecipe(
+    name="e4m3_row",
+    units=True,
+    gradient=Format.E4M3,
+    errors={
+        Gemm.OUTPUT: "tensorwise_e4m3",
+        Gemm.GRAD_INPUT: "rowwise_e4m3",
+        Gemm.GRAD_WEIGHT: "tensorwise_e4m3",
+    },
+)
+
 CHAIN_RECIPES: dict[str, ChainRecipe] = {
     recipe.name: recipe
     for recipe in (
-        ChainRecipe(
-            name="e4m3_row",
-            units=True,
-            gradient=Format.E4M3,
-            errors={
-                Gemm.OUTPUT: "tensorwise_e4m3",
-                Gemm.GRAD_INPUT: "rowwise_e4m3",
-                Gemm.GRAD_WEIGHT: "tensorwise_e4m3",
-            },
-        ),
-        ChainRecipe(
-            name="e4m3_row_y8",
-            units=True,
-            gradient=Format.E4M3,
-            errors={
-                Gemm.OUTPUT: "tensorwise_e4m3",
-                Gemm.GRAD_INPUT: "rowwise_e4m3",
-                Gemm.GRAD_WEIGHT: "tensorwise_e4m3",
-            },
-            saved=Format.E4M3,
-        ),
+        _E4M3_ROW,
+        replace(_E4M3_ROW, name="e4m3_row_y8", saved=Format.E4M3),
         ChainRecipe(
             name="e4m3_tensor",
             units=False,

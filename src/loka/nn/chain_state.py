@@ -24,7 +24,7 @@ from loka.core.report import site_name
 from loka.kernels.producer import keeps_normal
 from loka.nn.cross_state import Formed, RunningCross, give_slots
 from loka.nn.scale_book import ScaleBook, Slot
-from loka.nn.weight_bank import WeightBank
+from loka.nn.weight_bank import WeightBank, capturing
 
 CALIBRATION = 16  # batches of serving
 MARGIN = 1  # octaves of delayed scales: none of 10^5 activation maxima and 4 of gradients lay beyond
@@ -212,21 +212,21 @@ class ChainState:
             self._due |= training  # a reentrant checkpoint trains here, and only here
             return
         self._adopt()
-        capturing = _capturing(device)
+        recording = capturing(device)
         # Towers may take turns: a step's first chain need not have run in the last step.
         changed = self.bank.changed()
-        fresh = changed and not capturing  # a capture says nothing about what was before it
+        fresh = changed and not recording  # a capture says nothing about what was before it
         first = training and (not self._ran or running.place in self._ran or fresh)
         if first:
             self._ran.clear()
         if training:
             self._ran.add(running.place)
-        if (first and (self._due or capturing or fresh or self._frozen())) or (self._due and fresh):
+        if (first and (self._due or recording or fresh or self._frozen())) or (self._due and fresh):
             self.book.update()
             self.bank.refresh()
             self._due = False
         elif not training and changed:
-            if not capturing:
+            if not recording:
                 self.bank.forget()  # between training steps weights may jump: averages, checkpoints
             self.bank.refresh()
             self._due = True  # the next training step finds the weights unchanged, and has scales to move
@@ -244,7 +244,7 @@ class ChainState:
         if not self.book.primed(slot):
             return True
         enough = self._calibrated[slot] >= CALIBRATION
-        return not (self._trained or enough or _capturing(self.book.device))
+        return not (self._trained or enough or capturing(self.book.device))
 
     def _frozen(self) -> bool:
         """Nothing changes these weights, so that no change of theirs marks a step."""
@@ -278,10 +278,6 @@ class ChainState:
     def __setstate__(self, content: dict[str, Any]) -> None:
         self.__dict__.update(content)
         self.handle = _register(self)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 # Ops take numbers and tensors only: a chain is named by its model's handle and its place.

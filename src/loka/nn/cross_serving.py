@@ -90,8 +90,10 @@ def cross_serve(
     row, _ = quantized(x, state.layers[0].x, keep=False)
     inputs = [layer.x.scale for layer in state.layers]
     inners = [layer.x.scale if layer.inner is None else layer.inner.scale for layer in state.layers]
-    note_launch("fold")  # scales of x_l over those of v_l, of all layers at once
-    folded = torch._foreach_div(inputs, inners)
+    folded: Sequence[torch.Tensor] = inputs
+    if any(how.v is not None for how in served):  # scales of x_l over those of v_l, of all layers at once
+        note_launch("fold")
+        folded = torch._foreach_div(inputs, inners)
     for place, (layer, how) in enumerate(zip(state.layers, served, strict=True)):
         a, scale = row, inners[place]
         if how.v is not None:

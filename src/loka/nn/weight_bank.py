@@ -80,7 +80,7 @@ class WeightBank:
         stays True, for a replayed graph changes weights without raising versions; unless whoever
         replays it says so every time (`announced_replays`, `note_step`).
         """
-        return _capturing(self.book.device) or self.changed()
+        return capturing(self.book.device) or self.changed()
 
     def changed(self) -> bool:
         """As `stale`, but a capture alone is no reason: for graphs in which weights stay as they are."""
@@ -112,7 +112,7 @@ class WeightBank:
             name for name, slot in self._slots.items() if self._forgotten or not self.book.primed(slot)
         ]
         moved = places != self._placed
-        if _capturing(self.book.device):
+        if capturing(self.book.device):
             if priming or moved:
                 raise LokaError(
                     "the weight bank cannot be refreshed inside this CUDA graph capture",
@@ -139,7 +139,7 @@ class WeightBank:
             self.book.prime(self._slots[name], _amax(self.weights[name]))
         self._forgotten = False
         # What a capture records has not run yet, and never will where the capture fails.
-        self._versions = None if _capturing(self.book.device) else self._read_versions()
+        self._versions = None if capturing(self.book.device) else self._read_versions()
         for batch in self._batches:
             quantize_bank(batch, self.book.buffers, counting=self.book.counting)
 
@@ -238,5 +238,6 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(weight.detach(), ord=torch.inf)
 
 
-def _capturing(device: torch.device) -> bool:
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded on the current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
