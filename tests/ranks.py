@@ -16,7 +16,7 @@ Job = Callable[[int, Path], dict[str, Any]]
 
 
 def on_ranks(job: Job, world: int, folder: Path) -> list[dict[str, Any]]:
-    """What `job(rank, folder)` returned, by rank; asserts that it raised on none. `job` has to be picklable."""
+    """What `job(rank, folder)` returned, by rank; asserts that it raised on none. `job` is pickled."""
     server = multiprocessing.get_context("forkserver")  # torch is imported once for all of them
     server.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka"])
     answers = server.Queue()
