@@ -27,7 +27,7 @@ from loka.train.config import TrainConfig
 from loka.train.forward import arguments, predict
 from loka.train.graphed import GraphedStep, graphed
 from loka.train.step_time import compiled, has_graphs, uncompiled
-from loka.zoo import dense_part
+from loka.zoo import dense_part, look_up
 
 Sight = Literal["none", "host", "hooks"]
 """Who has to see a step: nobody; code on the host, so that no graph replays it; hooks, so that no compiled
@@ -50,8 +50,7 @@ class Step:
         self._tried = False  # whether a compiled step was completed
         self._why_not_compiled: str | None = None
         self._graphed: GraphedStep | None = None
-        self._tables: nn.Module | None = None
-        self._part = model
+        self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
         self._whole = False
         self._why_no_graph: str | None = None
         if config.step == "graph":
@@ -101,18 +100,19 @@ class Step:
         if self._config.step != "graph" or self._why_no_graph:
             return self._learn(arguments(batch), batch.label)
         inputs = arguments(batch)
-        rows = None
-        if self._tables is not None:
-            rows = self._tables(inputs[1])
-            inputs = (inputs[0], rows.detach(), *inputs[2:])
+        rows: list[torch.Tensor] = []
+        if self._beside:
+            inputs = (inputs[0], *look_up(self._model, *inputs[1:3]), *inputs[3:])
+            rows = _rows_in(inputs)
+            inputs = tuple(tensor.detach() for tensor in inputs)
         if self._graphed is None:
             self._graphed = graphed(
                 self._captured, *inputs, batch.label, model=self._part, optimizers=self._optimizers["dense"]
             )
-        losses, logits, *gradient = self._graphed(*inputs, batch.label)
-        if rows is not None:
+        losses, logits, *gradients = self._graphed(*inputs, batch.label)
+        if rows:
             self._optimizers["sparse"].zero_grad(set_to_none=True)
-            rows.backward(gradient[0])
+            torch.autograd.backward(rows, gradients)
             self._optimizers["sparse"].step()
         return Predicted(losses, logits)
 
@@ -128,21 +128,22 @@ class Step:
         return Predicted(losses, logits)
 
     def _captured(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the graph records: all but the tables, whose rows come in and whose gradient goes out."""
-        *inputs, label = tensors
+        """What the graph records: all but the tables, whose rows come in and whose gradients go out."""
+        *given, label = tensors
+        inputs = tuple(given)
         if self._whole:
-            return self._learn(tuple(inputs), label)
-        if self._tables is not None:
-            inputs[1] = inputs[1].detach().requires_grad_()
+            return self._learn(inputs, label)
+        rows: list[torch.Tensor] = []
+        if self._beside:
+            inputs = tuple(tensor.detach() for tensor in inputs)
+            rows = [tensor.requires_grad_() for tensor in _rows_in(inputs)]
         self._optimizers["dense"].zero_grad(set_to_none=True)
-        losses, logits = _backward(self._part, tuple(inputs), label, self._config)
+        losses, logits = _backward(self._part, inputs, label, self._config)
         self._clip()
         self._optimizers["dense"].step()
-        if self._tables is None:
-            return losses, logits
-        gradient = inputs[1].grad
-        assert gradient is not None
-        return losses, logits, gradient
+        # Zeros where the model did not use them: a graph has one number of outputs.
+        gradients = [torch.zeros_like(row) if row.grad is None else row.grad for row in rows]
+        return losses, logits, *gradients
 
     def _learn(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Predicted:
         for optimizer in self._optimizers.values():
@@ -173,8 +174,14 @@ class Step:
                 self._part = dense_part(self._model)
         except ValueError as error:
             return f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
-        self._tables = self._model.front.embeddings  # type: ignore[assignment, union-attr]
+        self._beside = True
         return None
+
+
+def _rows_in(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """What was looked up, of the arguments of `dense_part`: in the place of ids, and of a history's, which
+    stay ids where the model does not read them."""
+    return [tensor for tensor in inputs[1:3] if tensor.is_floating_point()]
 
 
 def _backward(
