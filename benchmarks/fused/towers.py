@@ -54,13 +54,13 @@ BF16 = "bf16 compiled"
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Our own kernel for grad_weight, which cuts a long K: it wins at 65536 rows and is not raced elsewhere.
 SPLIT = "fused e4m3_row, loka_split"
-SPLIT_Y8 = "fused e4m3_row_y8, loka_split"
+SPLIT_Z8 = "fused e4m3_row_z8, loka_split"
 FUSED = {
     "fused e4m3_row": ("e4m3_row", False),
     SPLIT: ("e4m3_row", False),
-    "fused e4m3_row_y8": ("e4m3_row_y8", False),
-    SPLIT_Y8: ("e4m3_row_y8", False),
-    "fused e4m3_row_y8, fast": ("e4m3_row_y8", True),
+    "fused e4m3_row_z8": ("e4m3_row_z8", False),
+    SPLIT_Z8: ("e4m3_row_z8", False),
+    "fused e4m3_row_z8, fast": ("e4m3_row_z8", True),
     "fused e4m3_row, fast": ("e4m3_row", True),
     "fused e4m3_tensor": ("e4m3_tensor", False),
     "fused e4m3_tensor, fast": ("e4m3_tensor", True),
@@ -116,7 +116,7 @@ def _build(arm: str, widths: tuple[int, ...]) -> nn.Module:
         recipe, fast = FUSED[arm]
         probe = torch.randn(16, widths[0], device="cuda", dtype=torch.bfloat16)
         chains = find_chains(model, probe).chains
-        for_chain = _split if arm in (SPLIT, SPLIT_Y8) else _fast if fast else (lambda chain, recipe: {})
+        for_chain = _split if arm in (SPLIT, SPLIT_Z8) else _fast if fast else (lambda chain, recipe: {})
         form_chains(model, [(chain, recipe, for_chain(chain, recipe)) for chain in chains])
         return model
     if arm.startswith("torchao "):

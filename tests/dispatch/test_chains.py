@@ -110,27 +110,33 @@ def test_the_budget_judges_each_site_under_the_recipe(report: loka.Report) -> No
     assert loka.plan(raced, lifted).chains["0"].recipe == "e5m2_tensor"
 
 
-def test_what_is_kept_in_fp8_counts_against_the_floor(report: loka.Report) -> None:
-    """Behind hard swish it takes 4.1 dB off grad_weight: of 28 dB or so too many for a floor of 25."""
-    raced = timed(report, e4m3_row=70.0, e4m3_row_y8=60.0)
+def test_what_is_kept_in_eight_bits_counts_against_the_floor(report: loka.Report) -> None:
+    """Behind hard swish it takes 1.2 dB off grad_weight, of the 28 dB or so that it has."""
+    raced = timed(report, e4m3_row=70.0, e4m3_row_z8=60.0)
     assert loka.plan(raced).chains["0"].recipe == "e4m3_row", "nobody asked for it"
-    both = ("e4m3_row", "e4m3_row_y8")
-    assert loka.plan(raced, loka.Budget(chain_recipes=both)).chains["0"].recipe == "e4m3_row"
-    refused = loka.plan(raced, loka.Budget(chain_recipes=("e4m3_row_y8",)))
+    both = ("e4m3_row", "e4m3_row_z8")
+    measured = min(
+        site.measurements["emulated:tensorwise_e4m3"].errors["sqnr_db"].low
+        for name, site in report.sites.items()
+        if name in ("0/grad_weight", "3/grad_weight")
+    )
+    strict = loka.plan(raced, loka.Budget(chain_recipes=both, min_sqnr_db=measured - 0.5))
+    assert strict.chains["0"].recipe == "e4m3_row"
+    refused = loka.plan(raced, loka.Budget(chain_recipes=both[1:], min_sqnr_db=measured - 0.5))
     assert not refused.chains
-    assert any("grad_weight: sqnr_db" in note and "is below 25" in note for note in refused.notes)
-    admitted = loka.plan(raced, loka.Budget(chain_recipes=both, min_sqnr_db=22.0))
-    assert admitted.chains["0"].recipe == "e4m3_row_y8"
+    assert any("grad_weight: sqnr_db" in note and "is below" in note for note in refused.notes)
+    admitted = loka.plan(raced, loka.Budget(chain_recipes=both))
+    assert admitted.chains["0"].recipe == "e4m3_row_z8"
     assert loka.Plan.from_json(admitted.to_json()) == admitted
     model, x = build(), torch.randn(128, 48)
     low = loka.convert(copy.deepcopy(model), admitted)
     running = running_chains(low)["0"]
-    assert [running.saves_normal(link) for link in (0, 1)] == [True, True]
+    assert [running.rounds_z(link) for link in (0, 1)] == [True, True]
     for one in (model, low):
         loss_of(one, x).backward()
     for found, exact in zip(low.parameters(), model.parameters(), strict=True):
         error = (found.grad - exact.grad).square().sum() / exact.grad.square().sum()
-        assert error < 10**-1.7  # two layers: 31.5 - 10 log10(4 + 2 (2 + 1.5) + 1.7), and 3 for few rows
+        assert error < 10**-1.8  # two layers: 31.5 - 10 log10(4 + 2 (2 + 0.14) + 0.5), and 3 for few rows
 
 
 def test_forced_and_kept_sites_stay_out_of_chains(report: loka.Report) -> None:

@@ -19,7 +19,7 @@ from cases import combinations, on_gpu_or_cpu
 
 from loka.core import producer as twin
 from loka.core.chain import Activation, Epilogue, Norm, constant_scale
-from loka.core.producer import NO_PARAMETERS, Normal, Parameters
+from loka.core.producer import NO_PARAMETERS, Parameters, Rounded
 from loka.core.recipe import Format
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
@@ -137,7 +137,7 @@ def check_forward(c: Case, scale: torch.Tensor) -> None:
     torch.testing.assert_close(plain.float(), high.float(), rtol=2.0**-7, atol=1e-6)  # one bfloat16 step
 
 
-def check_backward(c: Case, grad_scale: torch.Tensor, *, kept: Normal | None = None, **over: Any) -> None:
+def check_backward(c: Case, grad_scale: torch.Tensor, *, kept: Rounded | None = None, **over: Any) -> None:
     """`kept`: what backward starts from instead of the case's Z."""
     z = c.z if kept is None else kept
     rows, features = c.z.shape

@@ -12,9 +12,13 @@ The unit comes back in by way of the other operand of grad_weight:
 
 All scales are powers of two, so moving r_i from one side to the other changes no bit.
 
-Backward starts from Z, or behind a block norm without parameters from y = norm(Z) in FP8 (`Normal`):
+Backward starts from Z, or behind a norm from Z in eight bits (`Rounded`):
 
-    dZ = (dy - y mean(dy y)) / rms      dy = act'(y) dA, the mean over the block
+    Z ~ s (floor(Z / s) + 1/2)      s a power of two, 127 s not below the largest |Z| of a row and block
+
+Uniform steps suit what a norm reads: of 256 normal values the largest is three times the rms, so that s is
+a 32nd of the rms and the noise s^2 / 12 lies 41 dB below, where e4m3's lies 31.5. No step is at zero, so
+every sign stays, and with it ReLU's slope.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from loka.core.chain import Activation, Epilogue, Norm, constant_scale
+from loka.core.chain import Activation, Epilogue, Norm
 from loka.core.recipe import Format
 
 SMALLEST_UNIT = 2.0**-126  # float32's smallest normal number: its reciprocal is finite
@@ -43,25 +47,28 @@ class Parameters(NamedTuple):
 NO_PARAMETERS = Parameters()
 
 
-class Normal(NamedTuple):
-    """What backward starts from instead of Z: values e4m3 [T, N], y = norm(Z) under `normal_scale`, and
-    inverse float32 [T, blocks], 1 / rms of each row and block."""
+class Rounded(NamedTuple):
+    """What backward starts from instead of Z: values uint8 [T, N], floor(Z / s) + 128, and the steps s
+    float32 [T, blocks], of each row and block of the norm: 0 where all of Z is, NaN where some of it is
+    not finite."""
 
     values: torch.Tensor
-    inverse: torch.Tensor
+    steps: torch.Tensor
 
 
-def normal_scale(epilogue: Epilogue, features: int) -> float:
-    """The power of two under which no normalized value can saturate: 2^-4 for blocks of 256."""
-    bound = epilogue.bound(features)
-    assert bound is not None, "only a norm without parameters has a bound"
-    return constant_scale(bound, Format.E4M3.max)
+# A step's bits from those of the largest |Z|: a power of two is an exponent; 127 = 1.984375 * 2^6.
+STEP_CARRY = 0x1FFFF  # carries mantissas above 1.984375 into the exponent
+STEP_EXPONENT = 6 << 23
+STEP_LEAST = 27 << 23  # 2^-100: its reciprocal is finite; all smaller values keep their sign
+ROUNDED_PARTS = 256  # of a step: what a value's place in it is rounded to first
+ROUNDED_LARGEST = 2.0**118  # 3e35; restoring what is larger would overflow, so it counts as infinite
 
 
-def empty_normal(rows: int, features: int, epilogue: Epilogue, device: torch.device) -> Normal:
-    return Normal(
-        torch.empty(rows, features, dtype=Format.E4M3.dtype, device=device),
-        torch.empty(rows, -(-features // epilogue.block), dtype=torch.float32, device=device),
+def empty_rounded(rows: int, features: int, epilogue: Epilogue, device: torch.device) -> Rounded:
+    blocks = -(-features // epilogue.block) if epilogue.norm is Norm.BLOCK else 1
+    return Rounded(
+        torch.empty(rows, features, dtype=torch.uint8, device=device),
+        torch.empty(rows, blocks, dtype=torch.float32, device=device),
     )
 
 
@@ -111,9 +118,13 @@ def _applied(
     return out, slope, normal, inverse
 
 
+def block_of(epilogue: Epilogue, features: int) -> int:
+    """How many features are normalized together."""
+    return min(epilogue.block, features) if epilogue.norm is Norm.BLOCK else features
+
+
 def _blocks(values: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, ...]:
-    """What is normalized together."""
-    return values.split(epilogue.block if epilogue.norm is Norm.BLOCK else values.shape[-1], dim=-1)
+    return values.split(block_of(epilogue, values.shape[-1]), dim=-1)
 
 
 def _normalized(block: torch.Tensor, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,33 +150,41 @@ def _activated(y: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, t
     return y, torch.ones_like(y)
 
 
-def keep_normal(z: torch.Tensor, epilogue: Epilogue, into: Normal) -> None:
-    """Writes norm(z) and 1 / rms of z [T, N], any float dtype, for backward."""
-    _, _, normal, inverse = _applied(z, epilogue, NO_PARAMETERS)
-    scale = normal.new_full((1,), normal_scale(epilogue, z.shape[1]))
-    into.values.copy_(cast_given(normal, scale))
-    into.inverse.copy_(inverse[:, :: epilogue.block])
+def keep_rounded(z: torch.Tensor, epilogue: Epilogue, into: Rounded) -> None:
+    """Writes z [T, N], any float dtype, in eight bits, for backward."""
+    for place, block in enumerate(_blocks(z.float(), epilogue)):
+        steps = _step(block.abs().amax(dim=1)) if len(block) else block.new_empty(0)
+        inverse = torch.where(steps == 0, 0.0, steps.reciprocal()).unsqueeze(1)
+        # A NaN's byte says nothing: its step is NaN.
+        parts = (block * inverse * ROUNDED_PARTS).nan_to_num(0).round().to(torch.int32)
+        first = place * block_of(epilogue, z.shape[1])
+        into.values[:, first : first + block.shape[1]] = (parts // ROUNDED_PARTS + 128).to(torch.uint8)
+        into.steps[:, place] = steps
 
 
-def _restored(
-    kept: Normal, epilogue: Epilogue
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_applied`, of what was kept."""
+def _step(largest: torch.Tensor) -> torch.Tensor:
+    bits = largest.view(torch.int32)
+    power = (((bits + STEP_CARRY) & 0x7F800000) - STEP_EXPONENT).clamp_min(STEP_LEAST).view(torch.float32)
+    finite = torch.where(largest < ROUNDED_LARGEST, power, torch.nan)
+    return torch.where(largest == 0, 0.0, finite)
+
+
+def restored(kept: Rounded, epilogue: Epilogue) -> torch.Tensor:
+    """Z float32 [T, N] as it was kept."""
     features = kept.values.shape[1]
-    normal = kept.values.float() * normal_scale(epilogue, features)
-    out, slope = _activated(normal, epilogue.activation)
-    return out, slope, normal, kept.inverse.repeat_interleave(epilogue.block, dim=1)[:, :features]
+    steps = kept.steps.repeat_interleave(block_of(epilogue, features), dim=1)[:, :features]
+    return (kept.values.float() - 127.5) * steps
 
 
 def differentiate(
-    grad: torch.Tensor, z: torch.Tensor | Normal, epilogue: Epilogue, parameters: Parameters
+    grad: torch.Tensor, z: torch.Tensor | Rounded, epilogue: Epilogue, parameters: Parameters
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """dZ [T, N] float32 for dA = `grad`; E(z); what gamma, and what beta gets of each element.
 
     Written out, because autograd does not record inside of a custom op.
     """
-    found = _restored(z, epilogue) if isinstance(z, Normal) else _applied(z, epilogue, parameters)
-    out, slope, normal, inverse = found
+    z = restored(z, epilogue) if isinstance(z, Rounded) else z
+    out, slope, normal, inverse = _applied(z, epilogue, parameters)
     shifted = grad.float() * slope
     flow = shifted if parameters.gamma is None else shifted * parameters.gamma.float()
     if epilogue.norm is not Norm.NONE:
@@ -213,14 +232,14 @@ def produce(
     columns: int,
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-    into: Normal | None = None,
+    into: Rounded | None = None,
 ) -> torch.Tensor:
     """A = E(z) in e4m3 [T, columns] under `scale` float32 [1]; without one in the dtype of z, [T, N].
 
-    `into`, behind a block norm without parameters: where to write what backward starts from.
+    `into`, before a norm: where to write what backward starts from.
     """
     if into is not None:
-        keep_normal(z.detach(), epilogue, into)
+        keep_rounded(z.detach(), epilogue, into)
     values = apply_epilogue(z.detach(), epilogue, parameters)
     if scale is None:
         return values.to(z.dtype)
@@ -258,7 +277,7 @@ def largest_unit(largest: torch.Tensor) -> torch.Tensor:
 
 def derive(
     grad: torch.Tensor,
-    z: torch.Tensor | Normal | None,
+    z: torch.Tensor | Rounded | None,
     epilogue: Epilogue,
     parameters: Parameters,
     *,

@@ -4,7 +4,7 @@
     out = cast(activation(norm(Z)) / scale_out)               e4m3, or bfloat16 without a scale
 
 Nothing between the GEMM and the cast is ever in memory, except Z in bfloat16 where a backward
-pass will want it, or norm(Z) in e4m3 (core/producer.Normal). On a CPU this is plain PyTorch, which is
+pass will want it, or Z in eight bits (core/producer.Rounded). On a CPU this is plain PyTorch, which is
 the twin of the kernel in kernels/triton/gemm.py.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from loka.core.chain import Epilogue, Norm
-from loka.core.producer import NO_PARAMETERS, Normal, apply_epilogue, cast_given, keep_normal
+from loka.core.producer import NO_PARAMETERS, Rounded, apply_epilogue, cast_given, keep_rounded
 from loka.core.recipe import Format
 from loka.kernels.legality import not_hopper
 
@@ -48,7 +48,7 @@ def gemm_produce(
     *,
     scale_out: torch.Tensor | None,
     keep: bool,
-    into: Normal | None = None,
+    into: Rounded | None = None,
     fast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [M, N] of a [M, K] and w [N, K], and Z [M, N] in bfloat16 where `keep`, else None.
@@ -58,7 +58,7 @@ def gemm_produce(
         scale_a, scale_w, scale_out: float32 [1], dequantizing, on the operands' device.
         scale_out: of the e4m3 result; what lies beyond it saturates, NaN and infinity become NaN.
             None for a result in bfloat16.
-        into: behind a norm, where to write what backward starts from, instead of `keep`.
+        into: before a norm, where to write what backward starts from, instead of `keep`.
         fast: leave sums in the tensor core's register, about 14 bits, for all of K; otherwise
             they move to float32 after every 128 (core/reference.py).
 
@@ -74,7 +74,7 @@ def gemm_produce(
     # The kernel's factors are scalars of rows, so its scale, too, comes after the sums.
     z = (a.float() @ w.float().t()) * (scale_a * scale_w)
     if into is not None:
-        keep_normal(z, epilogue, into)
+        keep_rounded(z, epilogue, into)
     return produce(z, epilogue, scale_out=scale_out), z.bfloat16() if keep else None
 
 

@@ -13,7 +13,7 @@ import torch
 
 from loka.core import producer as reference
 from loka.core.chain import Epilogue, Norm
-from loka.core.producer import Derived, Normal, Parameters
+from loka.core.producer import Derived, Parameters, Rounded
 
 WIDEST_NORM = 32768  # features of a norm that a program of forward holds at a time
 WIDEST_BLOCK = 512  # features of a norm up to which backward reduces inside its tile
@@ -26,13 +26,6 @@ def unsupported(epilogue: Epilogue, features: int) -> str | None:
     if epilogue.norm is not Norm.NONE and features > WIDEST_NORM:
         return f"a norm over {features} features; {WIDEST_NORM} at most"
     return None
-
-
-def keeps_normal(epilogue: Epilogue, features: int) -> bool:
-    """Whether backward can start from norm(Z) in FP8, behind a linear layer without a bias."""
-    if epilogue.norm is not Norm.BLOCK or epilogue.gamma or epilogue.beta:
-        return False
-    return min(epilogue.block, features) <= WIDEST_BLOCK
 
 
 def produce(z: torch.Tensor, epilogue: Epilogue, parameters: Parameters, **options: Any) -> torch.Tensor:
@@ -57,7 +50,7 @@ def row_units(
 
 def derive(
     grad: torch.Tensor,
-    z: torch.Tensor | Normal | None,
+    z: torch.Tensor | Rounded | None,
     epilogue: Epilogue,
     parameters: Parameters,
     **options: Any,

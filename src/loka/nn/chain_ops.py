@@ -4,7 +4,7 @@
     backward   units of the rows, then for each link: derive, GEMM for grad_input, GEMM for grad_weight
 
 Of each link two launches in forward and three in backward. Kept between the two: Z of each link in
-high precision, or by a recipe that says so norm(Z) in FP8; and x^T in FP8. What else backward needs
+high precision, or by a recipe that says so in eight bits; and x^T in FP8. What else backward needs
 follows from these.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loka.core.problem import round_up
-from loka.core.producer import empty_normal
+from loka.core.producer import empty_rounded
 from loka.core.recipe import Format
 from loka.kernels.launches import note_launch
 from loka.kernels.producer import derive, row_units
@@ -48,7 +48,7 @@ def chain_forward(
 
     `dtype` is what it computes in outside of FP8; x may be wider where a prologue reads it first.
 
-    What backward wants: Z of each link that has a producer behind it, or norm(Z) in FP8 and 1 / rms; then
+    What backward wants: Z of each link that has a producer behind it, or it in eight bits and steps; then
     x^T in FP8 and its scale where `keep_input` and the chain has no prologue. Nothing but the output
     without `training`.
     The state it reads and moves (scales, weight copies) is no input: no result depends on the order
@@ -84,8 +84,8 @@ def _(
         return [out]
     saved: list[torch.Tensor] = []
     for number, link in enumerate(chain.links):
-        if running.saves_normal(number):
-            saved += empty_normal(x.shape[0], link.out_features, link.epilogue, x.device)
+        if running.rounds_z(number):
+            saved += empty_rounded(x.shape[0], link.out_features, link.epilogue, x.device)
         elif link is not chain.links[-1] or not link.epilogue.identity:
             saved.append(x.new_empty(x.shape[0], link.out_features, dtype=dtype))
     kept_x = []

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.chain import Chain, Epilogue, constant_scale
+from loka.core.chain import Chain, Epilogue, Norm, constant_scale
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
 from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
-from loka.kernels.producer import keeps_normal
 from loka.nn.cross_state import Formed, RunningCross, give_slots
 from loka.nn.scale_book import ScaleBook, Slot
 from loka.nn.weight_bank import WeightBank, capturing
@@ -90,12 +89,9 @@ class RunningChain:
         slot = self.inputs[link]
         return slot is None or self.state.book.primed(slot)
 
-    def saves_normal(self, link: int) -> bool:
-        """Whether forward keeps norm(Z) of `link` in FP8 for backward, instead of Z."""
-        spec = self.chain.links[link]
-        return (
-            self.recipe.saved is not None and not spec.bias and keeps_normal(spec.epilogue, spec.out_features)
-        )
+    def rounds_z(self, link: int) -> bool:
+        """Whether forward keeps Z of `link` in eight bits for backward."""
+        return self.recipe.z8 and self.chain.links[link].epilogue.norm is not Norm.NONE
 
     def input_scale(self, link: int) -> torch.Tensor:
         """float32 [1] of the FP8 operand that link `link` reads."""

@@ -11,7 +11,7 @@ from loka.core.chain import Chain, Epilogue
 from loka.core.chain_recipe import FUSED_GEMM
 from loka.core.exceptions import NoKernelFits
 from loka.core.problem import dtype_name, linear_problem, round_up, target_of
-from loka.core.producer import Normal, Parameters, apply_epilogue, differentiate, empty_normal
+from loka.core.producer import Parameters, Rounded, apply_epilogue, differentiate, empty_rounded
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.fused_gemm import gemm_produce
@@ -93,8 +93,8 @@ def run_links(
         last = place + 1 == len(chain.links)
         keep = training and not (last and link.epilogue.identity)
         into = None
-        if keep and running.saves_normal(place):
-            into, keep = empty_normal(rows, link.out_features, link.epilogue, a.device), False
+        if keep and running.rounds_z(place):
+            into, keep = empty_rounded(rows, link.out_features, link.epilogue, a.device), False
             saved += into
         name = running.kernel(place, Gemm.OUTPUT, dtype, training=training)
         if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place + 1)):
@@ -118,15 +118,15 @@ def run_links(
 
 def saved_of(
     running: RunningChain, saved: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor | Normal | None], list[torch.Tensor]]:
+) -> tuple[list[torch.Tensor | Rounded | None], list[torch.Tensor]]:
     """What forward kept of each link, as `derive` reads it; and what it kept of the chain's input."""
     left = iter(saved)
-    found: list[torch.Tensor | Normal | None] = []
+    found: list[torch.Tensor | Rounded | None] = []
     for place, link in enumerate(running.chain.links):
         if link is running.chain.links[-1] and link.epilogue.identity:
             found.append(None)
-        elif running.saves_normal(place):
-            found.append(Normal(next(left), next(left)))
+        elif running.rounds_z(place):
+            found.append(Rounded(next(left), next(left)))
         else:
             found.append(next(left))
     return found, list(left)
@@ -143,7 +143,7 @@ def fused_link(
     name: str,
     *,
     keep: bool,
-    into: Normal | None = None,
+    into: Rounded | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z.
 
@@ -208,7 +208,7 @@ def produce_input(
     own: Parameters,
     *,
     training: bool,
-    into: Normal | None = None,
+    into: Rounded | None = None,
 ) -> torch.Tensor:
     """The FP8 input of `link` from what lies before its producer; `into` as in core/producer.produce."""
     slot, book = running.inputs[link], running.state.book
@@ -311,7 +311,7 @@ def _by_rows(name: str) -> str:
 def prime_gradients(
     running: RunningChain,
     grad: torch.Tensor,
-    zs: Sequence[torch.Tensor | Normal | None],
+    zs: Sequence[torch.Tensor | Rounded | None],
     links: Sequence[tuple[torch.Tensor, Parameters]],
 ) -> None:
     """Before the first step's gradients: their maxima, from a backward in high precision."""

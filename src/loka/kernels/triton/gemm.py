@@ -4,8 +4,8 @@
     out = cast(activation(BlockNorm(Z)) / scale_out)           e4m3, or bfloat16 unscaled
 
 A tile of the result is whole blocks of the norm wide, so a row's statistic never leaves the
-tile, and Z itself is written, in bfloat16, only where backward will want it; or instead of Z, in
-e4m3, norm(Z) with 1 / rms of each row and block. Twin: kernels/fused_gemm.py.
+tile, and Z itself is written only where backward will want it: in bfloat16, or in eight bits with
+steps of each row and block (rounded.py). Twin: kernels/fused_gemm.py.
 
 The epilogue costs what the tensor cores wait for it: 128 x 256 accumulators take 256 cycles for
 one instruction an element, and their 512 products each 4096. So factors of a row (the norm, the
@@ -30,8 +30,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Normal, normal_scale
+from loka.core.producer import Rounded
+from loka.kernels.triton.pack import inverse_of_power
 from loka.kernels.triton.processors import multiprocessors
+from loka.kernels.triton.rounded import step_of, to_byte
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _PROGRAMS_INTERPRETED = 3  # few, so that each has several tiles
@@ -134,9 +136,11 @@ def _factor(acc, scale, eps, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _store_inverse(
-    place,
+def _steps(
+    acc,
     inverse,
+    scale,
+    place,
     row,
     column,
     rows,
@@ -145,12 +149,24 @@ def _store_inverse(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """1 / rms of the rows and blocks of a tile that begins at `row` and `column`."""
+    """Writes the steps of Z = acc * scale in a tile that begins at `row` and `column`; returns 1 / those of
+    acc, as wide as `acc` or 1. `inverse`: 1 / rms of rows and blocks, which knows what is not finite."""
+    if WIDTH == BLOCK:
+        largest = tl.max(tl.abs(acc), axis=1, keep_dims=True)
+    else:
+        blocks = tl.reshape(acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        largest = tl.max(tl.abs(blocks), axis=2)
+    step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
     r = row + tl.arange(0, BLOCK_M)
     b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
-    blocks = columns // BLOCK
-    offsets = r.to(tl.int64)[:, None] * blocks + b[None, :]
-    tl.store(place + offsets, inverse, mask=(r < rows)[:, None] & (b < blocks)[None, :])
+    count = columns // BLOCK
+    offsets = r.to(tl.int64)[:, None] * count + b[None, :]
+    tl.store(place + offsets, step * scale, mask=(r < rows)[:, None] & (b < count)[None, :])
+    turned = inverse_of_power(step)
+    if WIDTH != BLOCK:
+        wide = tl.broadcast_to(tl.expand_dims(turned, 2), (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        turned = tl.reshape(wide, (BLOCK_M, WIDTH))
+    return turned
 
 
 @triton.jit
@@ -186,6 +202,7 @@ def _finish(
     acc,
     factor,
     scale,
+    turned,
     inverse,
     out,
     z,
@@ -197,17 +214,20 @@ def _finish(
     ACTIVATION: tl.constexpr,
     FP8: tl.constexpr,
     KEEP: tl.constexpr,
-    SAVED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Writes a tile, or half of one: Z, or norm(Z) under the scale SAVED, where kept, and the result."""
+    """Writes a tile, or half of one: Z, or its bytes by 1 / steps `turned`, where kept, and the result."""
     if KEEP:
-        kept = acc * (factor * (1.0 / SAVED) if SAVED > 0 else scale)
-        if HARDWARE:
-            kept = kept.to(tl.float8e4nv if SAVED > 0 else tl.bfloat16)
+        if ROUNDED:
+            kept = to_byte(acc, turned)
+        else:
+            kept = acc * scale
+            if HARDWARE:
+                kept = kept.to(tl.bfloat16)
         _store(z, kept, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
     value = _activated(acc, factor, inverse, ACTIVATION, HARDWARE)
     if FP8 and not NORM:  # a norm makes NaN of infinity; the cast would make it the largest number
@@ -223,7 +243,7 @@ def _gemm(
     w,
     out,
     z,
-    inverse_ptr,
+    steps_ptr,
     scale_a_ptr,
     scale_w_ptr,
     scale_out_ptr,
@@ -235,7 +255,7 @@ def _gemm(
     ACTIVATION: tl.constexpr,
     FP8: tl.constexpr,
     KEEP: tl.constexpr,
-    SAVED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     FAST: tl.constexpr,
     HARDWARE: tl.constexpr,
     TMA: tl.constexpr,
@@ -249,7 +269,7 @@ def _gemm(
     PROGRAMS: tl.constexpr,
 ):
     """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none.
-    SAVED: the scale of norm(Z) where `z` keeps that, 0 where it keeps Z."""
+    ROUNDED: whether `z` keeps Z in eight bits."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     scale = tl.load(scale_a_ptr) * tl.load(scale_w_ptr)
@@ -283,34 +303,41 @@ def _gemm(
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         factor = scale
+        turned = scale
         if NORM == BLOCK_N or (NORM > 0 and PARTS == 1):
             root, factor = _factor(acc, scale, eps, BLOCK_M, BLOCK_N, NORM)
-            if SAVED > 0:
-                _store_inverse(inverse_ptr, root, row, column, rows, columns, BLOCK_M, BLOCK_N, NORM)
+            if ROUNDED:
+                turned = _steps(
+                    acc, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N, NORM
+                )
         if PARTS == 1:
             _finish(
-                acc, factor, scale, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N, TMA,
+                acc, factor, scale, turned, inverse, out, z, row, column, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N, TMA,
             )  # fmt: skip
         else:
             halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             first, second = tl.split(halves)
             if NORM > 0 and NORM < BLOCK_N:
                 root, factor = _factor(first, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
-                if SAVED > 0:
-                    _store_inverse(inverse_ptr, root, row, column, rows, columns, BLOCK_M, BLOCK_N // 2, NORM)
+                if ROUNDED:
+                    turned = _steps(
+                        first, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
+                    )
             _finish(
-                first, factor, scale, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                first, factor, scale, turned, inverse, out, z, row, column, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
             if NORM > 0 and NORM < BLOCK_N:
                 root, factor = _factor(second, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
-                if SAVED > 0:
+                if ROUNDED:
                     half = column + BLOCK_N // 2
-                    _store_inverse(inverse_ptr, root, row, half, rows, columns, BLOCK_M, BLOCK_N // 2, NORM)
+                    turned = _steps(
+                        second, root, scale, steps_ptr, row, half, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
+                    )
             _finish(
-                second, factor, scale, inverse, out, z, row, column + BLOCK_N // 2, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, SAVED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                second, factor, scale, turned, inverse, out, z, row, column + BLOCK_N // 2, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
 
 
@@ -350,7 +377,7 @@ def gemm_produce_fused(
     *,
     scale_out: torch.Tensor | None,
     keep: bool,
-    into: Normal | None = None,
+    into: Rounded | None = None,
     fast: bool = True,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -367,21 +394,19 @@ def gemm_produce_fused(
     out = torch.empty(rows, columns, dtype=held[0], device=a.device)
     z = torch.empty(rows, columns, dtype=held[1], device=a.device) if keep else None
     if into is not None:
-        assert norm, "norm(Z) is kept behind a norm"
-        assert not keep, "norm(Z) is kept instead of Z"
-        z = torch.empty(rows, columns, device=a.device) if _INTERPRETED else into.values
+        assert norm, "eight bits are kept before a norm"
+        assert not keep, "eight bits are kept instead of Z"
+        z = into.values
     if _INTERPRETED:
         a, w = a.float(), w.float()
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
         with torch.cuda.device_of(a) if a.is_cuda else contextlib.nullcontext():
-            inverse = None if into is None else into.inverse
-            _launch(a, w, out, z, inverse, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
+            steps = None if into is None else into.steps
+            _launch(a, w, out, z, steps, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
     if _INTERPRETED:
         largest = torch.finfo(result).max
         out = out.clamp(-largest, largest).to(result)
-        if into is not None and z is not None:
-            into.values.copy_(z)
     return out, z.bfloat16() if z is not None and keep else None
 
 
@@ -390,7 +415,7 @@ def _launch(
     w: torch.Tensor,
     out: torch.Tensor,
     z: torch.Tensor | None,
-    inverse: torch.Tensor | None,
+    steps: torch.Tensor | None,
     scale_a: torch.Tensor,
     scale_w: torch.Tensor,
     scale_out: torch.Tensor | None,
@@ -416,7 +441,7 @@ def _launch(
         ]
     _gemm[(min(programs, tiles),)](
         *operands,
-        scale_a if inverse is None else inverse,
+        scale_a if steps is None else steps,
         scale_a,
         scale_w,
         scale_out if scale_out is not None else scale_a,
@@ -427,7 +452,7 @@ def _launch(
         ACTIVATION=_ACTIVATIONS[epilogue.activation].value,
         FP8=scale_out is not None,
         KEEP=z is not None,
-        SAVED=0.0 if inverse is None else normal_scale(epilogue, out.shape[1]),
+        ROUNDED=steps is not None,
         FAST=fast,
         HARDWARE=not _INTERPRETED,
         TMA=config.tma,

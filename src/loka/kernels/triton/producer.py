@@ -2,10 +2,10 @@
 
     forward    Z [T, N] -> A = E(Z) in FP8, row-major                           2 + 1 bytes an element
     backward   dA, Z    -> dZ in FP8 row-major and transposed, r A^T in FP8     4 + 3 bytes an element
-    or         dA, y    -> the same, y = norm(Z) in e4m3                        3 + 3 bytes an element
+    or         dA, Z8   -> the same, from Z in eight bits (rounded.py)          3 + 3 bytes an element
 
 A^T, the operand of grad_weight, is written in backward, where Z is read anyway: it costs as many
-bytes as writing it in forward, and nothing but Z, or y, is kept between the two. Twin: core/producer.py.
+bytes as writing it in forward, and nothing but Z, or Z8, is kept between the two. Twin: core/producer.py.
 
 Legend: T rows, N features, b features that a norm reduces over, r the units of rows.
 A tile holds whole norm blocks. Backward holds it as four tiles of every fourth row, so that four rows
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Derived, Normal, Parameters, normal_scale
+from loka.core.producer import Derived, Parameters, Rounded
 from loka.core.recipe import Format
 from loka.kernels.producer import WIDEST_BLOCK
 from loka.kernels.triton.pack import (
@@ -32,6 +32,7 @@ from loka.kernels.triton.pack import (
     saturates,
     underflows,
 )
+from loka.kernels.triton.rounded import from_byte, step_of, to_byte
 
 _PLAIN = 256  # features of a tile where nothing is reduced
 
@@ -48,13 +49,6 @@ _NO_NORM, _TILE_NORM, _SUMMED_NORM = (tl.constexpr(i) for i in range(3))
 _WIDEN = tl.constexpr(
     "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
     "mov.b32 $0, low; mov.b32 $1, high;}"
-)
-# Four e4m3 of one register to float32.
-_WIDEN_E4M3 = tl.constexpr(
-    "{.reg .b16 low, high, e0, e1, e2, e3; .reg .b32 first, second; mov.b32 {low, high}, $4; "
-    "cvt.rn.f16x2.e4m3x2 first, low; cvt.rn.f16x2.e4m3x2 second, high; "
-    "mov.b32 {e0, e1}, first; mov.b32 {e2, e3}, second; cvt.f32.f16 $0, e0; cvt.f32.f16 $1, e1; "
-    "cvt.f32.f16 $2, e2; cvt.f32.f16 $3, e3;}"
 )
 # The gate by a saturating FMA, and then the slope in its place: of a NaN (ltu is true) a NaN.
 _GATE = tl.constexpr(
@@ -139,13 +133,9 @@ def _take(ptr, start, q, c, inside, rows, stride, EVEN_ROWS: tl.constexpr, EVEN:
 
 @triton.jit
 def _wide(value):
-    """To float32; bytes are e4m3."""
+    """To float32."""
     if _COMPILED and value.dtype == tl.bfloat16:
         value = tl.inline_asm_elementwise(_WIDEN, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
-    if _COMPILED and value.dtype == tl.uint8:
-        value = tl.inline_asm_elementwise(
-            _WIDEN_E4M3, "=f,=f,=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=4
-        )
     return value.to(tl.float32)
 
 
@@ -166,21 +156,32 @@ def _count(over, under, counts_ptr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _produce(
-    z_ptr, bias_ptr, gamma_ptr, beta_ptr, scale_ptr, seen_ptr, counts_ptr, out_ptr, normal_ptr, inverse_ptr,
+    z_ptr, bias_ptr, gamma_ptr, beta_ptr, scale_ptr, seen_ptr, counts_ptr, out_ptr, rounded_ptr, steps_ptr,
     rows, features, block, padded, z_stride,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, LOW: tl.constexpr, OUT: tl.constexpr,
     FMAX: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr, COUNTS: tl.constexpr, CLAMP: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, ROUNDED: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """SAVED: the scale under which norm(Z) is written too; 0 for not at all."""
+    """ROUNDED: writes Z in eight bits, too."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     r = start + tl.arange(0, BLOCK_R)
     first = tl.program_id(1) * block
     c = first + tl.arange(0, BLOCK_C)
     inside = (c < first + block) & (c < features)
     value = _wide(_take(z_ptr, start, tl.arange(0, BLOCK_R), c, inside, rows, z_stride, EVEN_ROWS, EVEN))
+    if ROUNDED:
+        step = step_of(tl.max(magnitude_bits(value), axis=1).to(tl.float32, bitcast=True))
+        byte = to_byte(value, inverse_of_power(step)[:, None])
+        place = rounded_ptr + r[:, None] * features + c[None, :]
+        if EVEN and EVEN_ROWS:
+            tl.store(place, byte)
+        elif EVEN:
+            tl.store(place, byte, mask=(r < rows)[:, None])
+        else:
+            tl.store(place, byte, mask=(r < rows)[:, None] & inside[None, :])
+        tl.store(steps_ptr + r * tl.num_programs(1) + tl.program_id(1), step, mask=r < rows)
     if BIAS:
         value += _vector(bias_ptr, c, inside, EVEN)
     if NORMED:
@@ -190,18 +191,7 @@ def _produce(
         if not EVEN:
             value = tl.where(inside[None, :], value, 0.0)
         square = tl.sum(value * value, axis=1) / size
-        inverse_rms = tl.rsqrt(square + EPS)
-        value = value * inverse_rms[:, None]
-        if SAVED > 0:
-            normal = (value * (1.0 / SAVED)).to(normal_ptr.dtype.element_ty)
-            place = normal_ptr + r[:, None] * features + c[None, :]
-            if EVEN and EVEN_ROWS:
-                tl.store(place, normal)
-            elif EVEN:
-                tl.store(place, normal, mask=(r < rows)[:, None])
-            else:
-                tl.store(place, normal, mask=(r < rows)[:, None] & inside[None, :])
-            tl.store(inverse_ptr + r * tl.num_programs(1) + tl.program_id(1), inverse_rms, mask=r < rows)
+        value = value * tl.rsqrt(square + EPS)[:, None]
     if GAMMA:
         value *= _vector(gamma_ptr, c, inside, EVEN)
     if BETA:
@@ -240,10 +230,10 @@ def _produce(
 
 @triton.jit
 def _link(
-    grad, z, rms, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, r, c, inside, rows, share, by, shown, unit,
+    grad, z, step, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, r, c, inside, rows, share, by, shown, unit,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, REAL: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, SAVED: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a tile: dZ in units times `by`, A times `shown` [rows], what gamma and beta get of each
     element, and [rows] something that is not finite where the norm made a row so."""
@@ -258,15 +248,17 @@ def _link(
     # other factors of rows and is no multiplication of every element.
     LAZY: tl.constexpr = NORMED != _NO_NORM and not GAMMA and not BETA and ACTIVATION <= _RELU
     if HAS_Z:
-        normal = _wide(z)
+        if ROUNDED:
+            normal = from_byte(z, step[:, None])
+            if not EVEN:
+                normal = tl.where(inside[None, :], normal, 0.0)
+        else:
+            normal = _wide(z)
         if BIAS:
             normal += _vector(bias_ptr, c, inside, EVEN)
             if not EVEN:
                 normal = tl.where(inside[None, :], normal, 0.0)
-        if SAVED > 0:  # `inverse` still is what makes y of `normal`; dZ wants that of Z
-            inverse = tl.zeros_like(rms) + SAVED
-            std = tl.zeros_like(rms) + 1.0 / SAVED
-        elif NORMED == _TILE_NORM:
+        if NORMED == _TILE_NORM:
             if CENTERED:
                 mean = tl.sum(normal, axis=1) * share
                 normal = normal - mean[:, None]
@@ -308,8 +300,6 @@ def _link(
         else:
             # `by` is a power of two: it goes into the factors of rows and changes no bit.
             factor = inverse * by
-            if SAVED > 0:
-                factor = rms * by
             if NORMED == _TILE_NORM:
                 along = tl.sum(grad * normal, axis=1) * share
                 if LAZY:
@@ -340,31 +330,31 @@ def _link(
 
 @triton.jit
 def _pair(
-    grad_0, grad_1, z_0, z_1, rms_0, rms_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, row_ptr,
-    hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
+    grad_0, grad_1, z_0, z_1, step_0, step_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
+    row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, UNITS: tl.constexpr,
     REAL: tl.constexpr, ROW: tl.constexpr, UNIT_IN_TURNED: tl.constexpr, HP: tl.constexpr,
     HP_TYPE: tl.constexpr, OUT: tl.constexpr, FMAX: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr,
     COUNTS: tl.constexpr, CLAMP: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    SAVED: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Rows q and q + 1 of a tile: writes what is row-major, and returns what is to be turned, two values
     of float32 each, with the sums of both. So that half of a tile's elements are float32 at a time."""
     r = start + q
     grad_0, out_0, shifted_0, normal_0, along_0 = _link(
-        grad_0, z_0, rms_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share,
+        grad_0, z_0, step_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share,
         by, unit_0 * shown, unit_0, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
-        UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
+        UNITS and REAL, EVEN_ROWS, EVEN, ROUNDED,
     )  # fmt: skip
     if ROW:
         _store_row(
             row_ptr, _low(grad_0, NORMED, CLAMP, FMAX), OUT, start, q, c, kept, rows, padded, EVEN_ROWS, EVEN
         )
     grad_1, out_1, shifted_1, normal_1, along_1 = _link(
-        grad_1, z_1, rms_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share,
+        grad_1, z_1, step_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share,
         by, unit_1 * shown, unit_1, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
-        UNITS and REAL, EVEN_ROWS, EVEN, SAVED,
+        UNITS and REAL, EVEN_ROWS, EVEN, ROUNDED,
     )  # fmt: skip
     if ROW:
         _store_row(
@@ -406,17 +396,21 @@ def _pair(
 
 @triton.jit
 def _row_sums(
-    grad_ptr, z_ptr, bias_ptr, gamma_ptr, beta_ptr, units_ptr, sums_ptr, rows, features, grad_stride,
-    z_stride,
+    grad_ptr, z_ptr, steps_ptr, bias_ptr, gamma_ptr, beta_ptr, units_ptr, sums_ptr, rows, features,
+    grad_stride, z_stride,
     CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    GAMMA: tl.constexpr, BETA: tl.constexpr, UNITS: tl.constexpr, REAL: tl.constexpr, BLOCK_C: tl.constexpr,
+    GAMMA: tl.constexpr, BETA: tl.constexpr, UNITS: tl.constexpr, REAL: tl.constexpr, ROUNDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """For norms wider than a tile: mean, 1 / std, and the two sums of backward, [4, T], a program a row."""
     r = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     inside = c < features
     grad = tl.load(grad_ptr + r * grad_stride + c, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(z_ptr + r * z_stride + c, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(z_ptr + r * z_stride + c, mask=inside, other=0.0)
+    if ROUNDED:
+        value = tl.where(inside, from_byte(value, tl.load(steps_ptr + r)), 0.0)
+    value = value.to(tl.float32)
     if UNITS and REAL:
         unit = tl.load(units_ptr + r)
         grad = grad * inverse_of_power(unit)
@@ -488,18 +482,18 @@ def _whole(half, value_2, value_3, OUT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _derive(
-    grad_ptr, z_ptr, bias_ptr, gamma_ptr, beta_ptr, units_ptr, largest_ptr, sums_ptr, grad_scale_ptr,
-    activation_scale_ptr, seen_ptr, counts_ptr, row_ptr, turned_ptr, activation_ptr, hp_ptr, scales_ptr,
-    partial_ptr, rows, features, block, padded, padded_rows, grad_stride, z_stride,
+    grad_ptr, z_ptr, steps_ptr, bias_ptr, gamma_ptr, beta_ptr, units_ptr, largest_ptr, sums_ptr,
+    grad_scale_ptr, activation_scale_ptr, seen_ptr, counts_ptr, row_ptr, turned_ptr, activation_ptr, hp_ptr,
+    scales_ptr, partial_ptr, rows, features, block, padded, padded_rows, grad_stride, z_stride,
     NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, UNITS: tl.constexpr,
     REAL: tl.constexpr, ROW: tl.constexpr, TURNED: tl.constexpr, UNIT_IN_TURNED: tl.constexpr,
     ACTIVATED: tl.constexpr, HP: tl.constexpr, HP_TYPE: tl.constexpr, OUT: tl.constexpr, FMAX: tl.constexpr,
     ZERO: tl.constexpr, ACTIVATION_OUT: tl.constexpr, ACTIVATION_FMAX: tl.constexpr, SEEN: tl.constexpr,
     COUNTS: tl.constexpr, CLAMP: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    SAVED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROUNDED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """SAVED: the scale of y in FP8, which `z_ptr` holds then, and `sums_ptr` 1 / rms; 0 where it is Z."""
+    """ROUNDED: `z_ptr` holds Z in eight bits, and `steps_ptr` their steps."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_R
     v = tl.arange(0, BLOCK_R // 4)  # a word is four rows
     w = tl.program_id(0).to(tl.int64) * (BLOCK_R // 4) + v
@@ -523,17 +517,22 @@ def _derive(
     grad_1 = _take(grad_ptr, start + 1, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
     grad_2 = _take(grad_ptr, start + 2, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
     grad_3 = _take(grad_ptr, start + 3, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
-    rms_0 = q
-    rms_1 = q
-    rms_2 = q
-    rms_3 = q
-    if SAVED > 0:
+    step_0 = q
+    step_1 = q
+    step_2 = q
+    step_3 = q
+    if ROUNDED:
         r = start + q
-        place = sums_ptr + r * tl.num_programs(1) + tl.program_id(1)
-        rms_0 = tl.load(place, mask=r < rows, other=0.0)
-        rms_1 = tl.load(place + tl.num_programs(1), mask=r + 1 < rows, other=0.0)
-        rms_2 = tl.load(place + 2 * tl.num_programs(1), mask=r + 2 < rows, other=0.0)
-        rms_3 = tl.load(place + 3 * tl.num_programs(1), mask=r + 3 < rows, other=0.0)
+        if NORMED == _TILE_NORM:
+            apart = tl.num_programs(1)  # a step for each block that is a tile
+            place = steps_ptr + r * apart + tl.program_id(1)
+        else:
+            apart = 1  # and for a row
+            place = steps_ptr + r
+        step_0 = tl.load(place, mask=r < rows, other=0.0)
+        step_1 = tl.load(place + apart, mask=r + 1 < rows, other=0.0)
+        step_2 = tl.load(place + 2 * apart, mask=r + 2 < rows, other=0.0)
+        step_3 = tl.load(place + 3 * apart, mask=r + 3 < rows, other=0.0)
     unit_0 = tl.full(q.shape, 1.0, tl.float32)
     unit_1 = unit_0
     unit_2 = unit_0
@@ -560,10 +559,10 @@ def _derive(
     if UNIT_IN_TURNED:
         turn = inverse_of_power(top)
     value_0, value_1, out_0, out_1, highest_0, broken_0, over_0, under_0, bias_0, gamma_0, beta_0 = _pair(
-        grad_0, grad_1, z_0, z_1, rms_0, rms_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
+        grad_0, grad_1, z_0, z_1, step_0, step_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
         row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
         NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
-        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
+        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, ROUNDED,
     )  # fmt: skip
     if TURNED:
         low = _half(_low(value_0, NORMED, CLAMP, FMAX), _low(value_1, NORMED, CLAMP, FMAX), OUT)
@@ -573,10 +572,10 @@ def _derive(
             ACTIVATION_OUT,
         )  # fmt: skip
     value_2, value_3, out_2, out_3, highest_1, broken_1, over_1, under_1, bias_1, gamma_1, beta_1 = _pair(
-        grad_2, grad_3, z_2, z_3, rms_2, rms_3, unit_2, unit_3, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
+        grad_2, grad_3, z_2, z_3, step_2, step_3, unit_2, unit_3, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
         row_ptr, hp_ptr, start + 2, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
         NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA, UNITS, REAL, ROW, UNIT_IN_TURNED, HP,
-        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, SAVED,
+        HP_TYPE, OUT, FMAX, ZERO, SEEN, COUNTS, CLAMP, EVEN_ROWS, EVEN, ROUNDED,
     )  # fmt: skip
     if TURNED:
         low = _whole(low, _low(value_2, NORMED, CLAMP, FMAX), _low(value_3, NORMED, CLAMP, FMAX), OUT)
@@ -664,7 +663,7 @@ def produce_fused(
     columns: int,
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-    into: Normal | None = None,
+    into: Rounded | None = None,
 ) -> torch.Tensor:
     """Twin: core/producer.produce. One launch."""
     rows, features = z.shape
@@ -674,9 +673,6 @@ def produce_fused(
     out = torch.empty(rows, width, dtype=dtype, device=z.device)
     high, warps = _PRODUCE_TILES.get(wide, (max(_PRODUCE_ELEMENTS // wide, 1), 4 if wide <= 4096 else 8))
     grid = (triton.cdiv(rows, high), triton.cdiv(features, block))
-    kept = None
-    if into is not None:  # the interpreter's casts are wrong, so there torch's is used
-        kept = torch.empty(rows, features, device=z.device) if INTERPRETED else into.values
     with _on(z):
         _produce[grid](
             z,
@@ -685,8 +681,7 @@ def produce_fused(
             z if seen is None else seen,
             z if counts is None else counts,
             out,
-            out if kept is None else kept,
-            out if into is None else into.inverse,
+            *((out, out) if into is None else into),
             rows,
             features,
             block,
@@ -703,19 +698,17 @@ def produce_fused(
             CLAMP=INTERPRETED,
             EVEN_ROWS=rows % high == 0,
             EVEN=block == wide and features % block == 0,
-            SAVED=0.0 if into is None else normal_scale(epilogue, features),
+            ROUNDED=into is not None,
             BLOCK_R=high,
             BLOCK_C=wide,
             num_warps=warps,
         )
-    if into is not None and kept is not None and INTERPRETED:
-        into.values.copy_(kept)
     return out
 
 
 def derive_fused(
     grad: torch.Tensor,
-    z: torch.Tensor | Normal | None,
+    z: torch.Tensor | Rounded | None,
     epilogue: Epilogue,
     parameters: Parameters,
     *,
@@ -744,11 +737,10 @@ def derive_fused(
     if epilogue.norm is not Norm.NONE:
         normed = _TILE_NORM if block <= WIDEST_BLOCK else _SUMMED_NORM
     with _on(grad):
-        sums, saved = grad, 0.0
-        if isinstance(z, Normal):
-            assert normed == _TILE_NORM, "backward starts from Z here (kernels/producer.keeps_normal)"
-            saved, sums = normal_scale(epilogue, features), z.inverse
-            z = z.values.float() if INTERPRETED else z.values.view(torch.uint8)
+        sums, steps = grad, None
+        if isinstance(z, Rounded):
+            assert normed != _NO_NORM, "without a norm backward starts from Z"
+            z, steps = z
         if normed == _SUMMED_NORM:
             assert z is not None
             sums = torch.empty(4, rows, dtype=torch.float32, device=grad.device)
@@ -756,6 +748,7 @@ def derive_fused(
             _row_sums[(rows,)](
                 grad,
                 z,
+                grad if steps is None else steps,
                 *(grad if p is None else p for p in parameters),
                 grad if units is None else units,
                 sums,
@@ -766,6 +759,7 @@ def derive_fused(
                 **constants,
                 UNITS=units is not None,
                 REAL=real,
+                ROUNDED=steps is not None,
                 BLOCK_C=max(triton.next_power_of_2(features), 16),
                 num_warps=4 if features <= 4096 else 8,
             )
@@ -794,6 +788,7 @@ def derive_fused(
         _derive[(tiles, triton.cdiv(features, block))](
             grad,
             grad if z is None else z,
+            grad if steps is None else steps,
             *(grad if p is None else p for p in parameters),
             *(grad if t is None else t for t in (units, largest)),
             sums,
@@ -829,7 +824,7 @@ def derive_fused(
             CLAMP=INTERPRETED,
             EVEN_ROWS=rows % high == 0,
             EVEN=block == wide and features % block == 0,
-            SAVED=saved,
+            ROUNDED=steps is not None,
             BLOCK_R=high,
             BLOCK_C=wide,
             num_warps=warps,
