@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from loka.zoo.history import HistoryTable
 from loka.zoo.hstu import HSTU, DistanceBias, HSTULayer, TimeBias, sight
+from loka.zoo.layers import Front
 
 # float64, so that a wrong formula stands clear of rounding.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -23,11 +24,9 @@ def layer(*, concat: bool = False, time_buckets: int = 0) -> HSTULayer:
 
 def model(history: HistoryTable | None, *, time_buckets: int = 0, dense_features: int = 0) -> HSTU:
     torch.manual_seed(0)
+    front = Front(dense_features=dense_features, vocab_sizes=VOCAB, dim=6, bottom=(8,), history=history)
     return HSTU(
-        dense_features=dense_features,
-        vocab_sizes=VOCAB,
-        embedding_dim=6,
-        bottom=(8,),
+        front,
         width=8,
         layers=2,
         heads=2,
@@ -37,7 +36,6 @@ def model(history: HistoryTable | None, *, time_buckets: int = 0, dense_features
         reach=10,
         time_buckets=time_buckets,
         activation="silu",
-        history=history,
     ).double()
 
 

@@ -23,6 +23,12 @@ def of(pairs: list[tuple[int, int]], rows: int) -> Gemms:
     return Counter((rows, k, n) for k, n in pairs)
 
 
+# What the suite has otherwise than its source: FuxiCTR's [512, 256] are two hidden layers of an FMB's MLP, of
+# which it has one; the head of "InterFormer-like", whose sizes it assumes, reads X in place of X_sum.
+MISREAD = {
+    "wukong:fuxictr": of([(512, 2560)] * 3, 8192),
+    "interformer:paper": of([(5120, 1024)], 4096),
+}
 # The suite's name, the preset, the batch, and the linear layers of the model that the suite leaves out.
 PUBLISHED = [
     ("MLPerf-DLRM-DCNv2", "dcnv2:mlperf", 8192, Gemms()),
@@ -54,7 +60,8 @@ PUBLISHED = [
         "FuxiCTR-WuKong-default(criteo39)",
         "wukong:fuxictr",
         8192,
-        of([(256, 1)], 8192) + of([(39, 80), (39, 8), (80, 8), (80, 8)], 64 * 8192),
+        of([(256, 1)] + [(512, 256), (256, 2560)] * 3, 8192)
+        + of([(39, 80), (39, 8), (80, 8), (80, 8)], 64 * 8192),
     ),
     (
         "TorchEasyRec-wukong_criteo",
@@ -73,17 +80,17 @@ PUBLISHED = [
         "InterFormer-like",
         "interformer:paper",
         4096,
-        # The dense MLP and the logit; dots and crosses over 27 or 24 tokens and 8 of S_sum; the MLP after.
-        of([(13, 512), (512, 256), (256, 160), (128, 1)], 4096)
-        + of([(496, 2560)] * 3 + [(5600, 512), (512, 5600)] + [(5120, 512), (512, 5120)] * 2, 4096)
-        + of([(5120, 2048), (2048, 3840)] * 3, 4096)
-        # Maps over tokens: X_sum, the dots' compression, the crosses' W_m and the first layer's shortcut.
-        + of([(27, 4), (24, 4), (24, 4), (35, 32), (35, 16), (32, 16), (32, 16), (35, 32)], 160 * 4096)
-        # MaskNet, attention's output and PMA; gates of X_sum and, with the one before the head, of S_sum.
+        # The dense MLP; the head over X_sum and S_sum, and the logit.
+        of([(13, 512), (512, 256), (256, 160), (1920, 1024), (128, 1)], 4096)
+        # Dots and crosses over 27 tokens and 8 of S_sum; the MLP after.
+        + of([(496, 2560), (5600, 512), (512, 5600), (5120, 2048), (2048, 4320)] * 3, 4096)
+        # Maps over tokens: X_sum, the dots' compression, the crosses' W_m and the shortcuts.
+        + of([(27, 4)] * 4 + [(35, 32), (35, 16), (35, 32)] * 3, 160 * 4096)
+        # MaskNet, attention's output and PMA; gates of X_sum and of S_sum, each once more before the head.
         + of([(160, 160)] * 3, 596 * 4096)
         + of([(160, 160)] * 3 + [(160, 320)] * 4, 600 * 4096)
         + of([(160, 160)] * 4, 2 * 4096)
-        + of([(160, 160)] * 3, 4 * 4096)
+        + of([(160, 160)] * 4, 4 * 4096)
         + of([(160, 160)] * 4, 8 * 4096),
     ),
     ("DLRMv3-HSTU", "hstu:dlrmv3", 64, of([(512, 512), (512, 1)], 64)),
@@ -111,6 +118,8 @@ def test_published_sizes_have_the_published_gemms(suite: str, preset: str, batch
             told[shape.m, shape.k, shape.n] += shape.count
     if suite == "NVIDIA-HSTU-bench":
         assert told.pop((8192, 1024, 512)) == 1
+    assert MISREAD.get(preset, Gemms()) <= told
+    told -= MISREAD.get(preset, Gemms())
     found = looked_at(preset)
     assert Counter({(g.m, g.k, g.n): g.count for g in found.gemms}) == told + rest
     # Weights of the GEMMs above; what remains is biases, norms and a few vectors.
@@ -125,29 +134,11 @@ def test_the_composite_has_both_published_shapes_of_the_external_large_fm() -> N
     assert found.issuperset(anchors)
 
 
-def test_mlperf_counts_its_parameters() -> None:
-    """From the layers of the reference: weights and biases, a cross layer's on its outer map alone."""
-    bottom = [(13, 512), (512, 256), (256, 128)]
-    dlrm = [*bottom, (479, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
-    assert looked_at("dlrm:mlperf").parameters == sum(k * n + n for k, n in dlrm)
-    over = [(3456, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
-    cross = 3 * (2 * 3456 * 512 + 3456)
-    assert looked_at("dcnv2:mlperf").parameters == cross + sum(k * n + n for k, n in bottom + over)
-
-
 def test_flop_are_those_of_the_products() -> None:
     """DLRM: its Linears, and the dots of 27 tokens of 128."""
     found = looked_at("dlrm:mlperf")
     products = sum(g.count * g.m * g.k * g.n for g in found.gemms) / 2048 + 27 * 128 * 27
     assert found.gflop == pytest.approx(2e-9 * products, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("size", "gflop"), [("0.5gf", 0.438), ("2gf", 1.47), ("6gf", 6.07), ("22gf", 23.4), ("108gf", 118)]
-)
-def test_wukong_sizes_are_gflop_in_training(size: str, gflop: float) -> None:
-    """Three GEMMs a Linear, and as many products a bmm. The paper counts 0.5, 2, 22 and 108."""
-    assert 3 * looked_at(f"wukong:{size}").gflop == pytest.approx(gflop, rel=0.005)
 
 
 def test_linears_are_noted_call_by_call() -> None:

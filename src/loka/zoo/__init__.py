@@ -2,7 +2,8 @@
 
 Every linear map is an `nn.Linear`; every model is `forward(dense [B, D], sparse [B, F]) -> logits [B]`,
 and with a `HistoryTable` `forward(dense, sparse, sequence [B, L], lengths [B])`.
-`dense_part(model)` is the same without the tables, called with looked-up rows [B, F, dim].
+`dense_part(model)` is the same without the tables, called with looked-up rows [B, F, dim]. For sizes of
+one's own: a class and its `Front`, `DLRM(Front(...), top=(256, 128))`.
 """
 
 from loka.zoo.dcn import DCNv2
@@ -13,6 +14,7 @@ from loka.zoo.history import HistoryTable
 from loka.zoo.hstu import HSTU
 from loka.zoo.interformer import InterFormer
 from loka.zoo.inventory import inventory
+from loka.zoo.layers import Front
 from loka.zoo.presets import build, needs_sequences, presets, takes_history
 from loka.zoo.wukong import Wukong
 
@@ -21,6 +23,7 @@ __all__ = [
     "DLRM",
     "HSTU",
     "DCNv2",
+    "Front",
     "HistoryTable",
     "InterFormer",
     "Wukong",

@@ -1,7 +1,7 @@
 """DCN-V2 (arXiv 2008.13535): cross layers that raise the degree of interaction by one each.
 
-    full rank   x_{l+1} = x_0 * (W x_l + b) + x_l
-    low rank    x_{l+1} = x_0 * (U (V x_l) + b) + x_l      V [rank, N], U [N, rank]
+    full rank   x_{l+1} = x_0 * (W x_l + b) + x_l          (1)
+    low rank    x_{l+1} = x_0 * (U (V x_l) + b) + x_l      (2)   V [rank, N], U [N, rank]
 
 Stacked: the deep MLP reads the last x. Parallel: it reads x_0, and the logit reads both. MLPerf's DLRM-DCNv2
 is stacked and low rank, with DLRM's bottom MLP in front. Low rank trades 2 rank / N of the work for capacity.
@@ -33,16 +33,13 @@ class CrossLayer(nn.Module):
 class DCNv2(nn.Module):
     """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
 
-    `bottom` None gives every dense feature a vector of its own (BARS); widths give one token (MLPerf).
+    Dense features are one token in front of MLPerf's, and one each in front of BARS'.
     """
 
     def __init__(
         self,
+        front: Front,
         *,
-        dense_features: int,
-        vocab_sizes: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int] | None,
         cross_layers: int,
         rank: int | None,
         deep: Sequence[int],
@@ -51,15 +48,8 @@ class DCNv2(nn.Module):
         norm: bool = False,
     ) -> None:
         super().__init__()
-        self.front = Front(
-            dense_features=dense_features,
-            vocab_sizes=vocab_sizes,
-            dim=embedding_dim,
-            bottom=bottom,
-            activation=activation,
-            norm=norm,
-        )
-        features = self.front.tokens * embedding_dim
+        self.front = front
+        features = front.tokens * front.dim
         self.cross = nn.ModuleList(CrossLayer(features, rank=rank) for _ in range(cross_layers))
         self.deep = mlp(features, deep, activation=activation, norm=norm)
         self.parallel = parallel

@@ -7,10 +7,11 @@
     linear      W_m X
     attention   W_m Encoder(X)                        one Transformer encoder layer, norms after each part
 
-The shared layer, shortcut and norm are the paper's section 3.1, the modules its section 3.2. It lets the
-ensemble be a concatenation, a sum or a weighted sum: here a concatenation, so each module writes `m` tokens.
-What it leaves open, and what we chose: W_m maps tokens (a Linear on X^T); dots are taken between
-compressed tokens, since all pairs of 770 tokens are 296,065 features; its convolution module is left out.
+Layer and shortcut are the paper's equations 1 and 2, the modules its 3 (dot, there "AdvancedDLRM"), 4
+(attention), 6 (linear) and 7 (cross), as others quote it: its own text was not at hand. The ensemble may be
+a concatenation, a sum or a weighted sum: here a concatenation, so each module writes `m` tokens. The paper's
+cross module has no skip of its own, ours is DCN-V2's with one; dots are taken between compressed tokens, as
+all pairs of 770 are 296,065 features, and no MLP follows them; its convolution (5) is left out.
 
 As composite of Wukong's and DCN's parts it stands in for LoKA's External Large FM, which is not published
 beyond two GEMM shapes; `presets` has a size with both of them. A history, if the rows have one,
@@ -27,7 +28,6 @@ from torch import nn
 from loka.zoo.attention import AttentionPool, SelfAttention
 from loka.zoo.dcn import CrossLayer
 from loka.zoo.dlrm import PairwiseDots
-from loka.zoo.history import HistoryTable
 from loka.zoo.layers import Front, TokenLinear, mlp
 
 
@@ -99,11 +99,8 @@ class DHEN(nn.Module):
 
     def __init__(
         self,
+        front: Front,
         *,
-        dense_features: int,
-        vocab_sizes: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int] | None,
         layers: int,
         module_tokens: int,
         dot_tokens: int,
@@ -114,34 +111,26 @@ class DHEN(nn.Module):
         pooled: int,
         activation: str = "relu",
         norm: bool = False,
-        history: HistoryTable | None = None,
     ) -> None:
         super().__init__()
-        self.front = Front(
-            dense_features=dense_features,
-            vocab_sizes=vocab_sizes,
-            dim=embedding_dim,
-            bottom=bottom,
-            activation=activation,
-            norm=norm,
-            history=history,
-        )
-        self.pool = AttentionPool(embedding_dim, heads=heads, outputs=pooled) if history else None
-        tokens = self.front.tokens + (pooled if history else 0)
+        self.front = front
+        dim, reads = front.dim, front.history is not None
+        self.pool = AttentionPool(dim, heads=heads, outputs=pooled) if reads else None
+        tokens = front.tokens + (pooled if reads else 0)
         stack = []
         for _ in range(layers):
-            size = {"tokens": tokens, "dim": embedding_dim, "out_tokens": module_tokens}
+            size = {"tokens": tokens, "dim": dim, "out_tokens": module_tokens}
             interactions = {
                 "dot": DotInteraction(**size, dot_tokens=dot_tokens),
                 "cross": CrossInteraction(**size, rank=rank),
                 "linear": TokenLinear(tokens, module_tokens),
                 "attention": AttentionInteraction(**size, heads=heads, hidden=hidden, activation=activation),
             }
-            layer = DHENLayer(tokens, embedding_dim, interactions=interactions, module_tokens=module_tokens)
+            layer = DHENLayer(tokens, dim, interactions=interactions, module_tokens=module_tokens)
             stack.append(layer)
             tokens = layer.out_tokens
         self.layers = nn.Sequential(*stack)
-        self.top = mlp(tokens * embedding_dim, top, activation=activation, norm=norm)
+        self.top = mlp(tokens * dim, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
     def forward(

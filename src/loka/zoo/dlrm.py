@@ -33,33 +33,21 @@ class PairwiseDots(nn.Module):
 class DLRM(nn.Module):
     """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
 
-    `bottom` leaves out its last width, the embedding's.
+    The front has the bottom MLP. Raises ValueError for one without.
     """
 
     def __init__(
-        self,
-        *,
-        dense_features: int,
-        vocab_sizes: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int],
-        top: Sequence[int],
-        activation: str = "relu",
-        norm: bool = False,
+        self, front: Front, *, top: Sequence[int], activation: str = "relu", norm: bool = False
     ) -> None:
         super().__init__()
-        if not dense_features:
-            raise ValueError("dense_features=0: DLRM needs dense features for its bottom MLP")
-        self.front = Front(
-            dense_features=dense_features,
-            vocab_sizes=vocab_sizes,
-            dim=embedding_dim,
-            bottom=bottom,
-            activation=activation,
-            norm=norm,
-        )
-        self.dots = PairwiseDots(self.front.tokens)
-        self.top = mlp(embedding_dim + self.dots.out_features, top, activation=activation, norm=norm)
+        if front.dense_tokens != 1:
+            raise ValueError(
+                f"DLRM needs the one dense token of a bottom MLP, and its front has {front.dense_tokens}: "
+                "give it dense features and `bottom` widths"
+            )
+        self.front = front
+        self.dots = PairwiseDots(front.tokens)
+        self.top = mlp(front.dim + self.dots.out_features, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
     def forward(

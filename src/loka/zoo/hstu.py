@@ -18,8 +18,10 @@ token is the item's embedding plus a vector for "action not known yet"; an event
 vector for the action. The paper interleaves items and actions; its authors' DLRM-v3 adds them, as here,
 and a history here has one kind of action. A target per row: the paper's amortized many are not here.
 
-Ours where the paper is silent: 1 / sqrt(d_k) and the LayerNorm before W1 are its reference code's; N_i counts
-the tokens that i sees, where that code takes the padded length, so that a row does not depend on padding.
+Where the paper is silent: the LayerNorm before W1 is that of its authors' code; 1 / sqrt(d_k) and W1's bias
+are their DLRM-v3's, their research code has neither. N_i counts the tokens that i sees, where both take the
+padded length, so that a row does not depend on padding. DLRM-v3 has no rab but adds positions to its inputs;
+here every size has rab^p. Their research code buckets times by powers of 1.35, here by powers of two.
 
 Rows without a history: the row's features are the context, the history is empty, and the target's
 token is the learned vector alone, which reads the features. No feature is treated as an event.
@@ -34,7 +36,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from loka.zoo.history import HistoryTable
 from loka.zoo.layers import Front, mlp
 
 
@@ -140,11 +141,8 @@ class HSTU(nn.Module):
 
     def __init__(
         self,
+        front: Front,
         *,
-        dense_features: int,
-        vocab_sizes: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int] | None,
         width: int,
         layers: int,
         heads: int,
@@ -156,28 +154,18 @@ class HSTU(nn.Module):
         concat: bool = False,
         activation: str = "relu",
         norm: bool = False,
-        history: HistoryTable | None = None,
     ) -> None:
         super().__init__()
-        if time_buckets and history is None:
+        if time_buckets and front.history is None:
             raise ValueError("time_buckets need a history: only events have times")
-        self.front = Front(
-            dense_features=dense_features,
-            vocab_sizes=vocab_sizes,
-            dim=embedding_dim,
-            bottom=bottom,
-            activation=activation,
-            norm=norm,
-            history=history,
-        )
-        self.target_column = history.column if history else None
-        self.enter = nn.Identity() if embedding_dim == width else nn.Linear(embedding_dim, width)
-        self.target = nn.Parameter(torch.empty(embedding_dim))
-        nn.init.normal_(self.target, std=1 / math.sqrt(embedding_dim))
+        self.front = front
+        self.enter = nn.Identity() if front.dim == width else nn.Linear(front.dim, width)
+        self.target = nn.Parameter(torch.empty(front.dim))
+        nn.init.normal_(self.target, std=1 / math.sqrt(front.dim))
         self.acted: nn.Parameter | None = None
-        if history:
-            self.acted = nn.Parameter(torch.empty(embedding_dim))
-            nn.init.normal_(self.acted, std=1 / math.sqrt(embedding_dim))
+        if front.history is not None:
+            self.acted = nn.Parameter(torch.empty(front.dim))
+            nn.init.normal_(self.acted, std=1 / math.sqrt(front.dim))
         self.layers = nn.ModuleList(
             HSTULayer(
                 width,
@@ -210,8 +198,8 @@ class HSTU(nn.Module):
             )
         batch = context.shape[0]
         target = self.target.expand(batch, 1, -1)
-        if self.target_column is not None:
-            at = self.front.dense_tokens + self.target_column
+        if self.front.history_column is not None:
+            at = self.front.dense_tokens + self.front.history_column
             target = target + context[:, at : at + 1]
             context = torch.cat([context[:, :at], context[:, at + 1 :]], dim=1)
         if events is None or self.acted is None:

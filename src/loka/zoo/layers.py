@@ -95,6 +95,11 @@ class Front(nn.Module):
 
     With `bottom` widths the dense features make one token, MLP(bottom + [dim]); with None each makes its own,
     as in FuxiCTR. Without dense features there is no dense token. `history` adds `events`.
+
+    Attributes:
+        dim, tokens, dense_tokens: width of a token, how many there are, and how many of them are dense.
+        history: the table of `events`, None without a history.
+        history_column: the sparse feature whose table that is, None if it is the history's own.
     """
 
     def __init__(
@@ -109,7 +114,9 @@ class Front(nn.Module):
         history: HistoryTable | None = None,
     ) -> None:
         super().__init__()
+        self.dim = dim
         self.history = None if history is None else history.place(vocab_sizes)
+        self.history_column = None if history is None else history.column
         own = [history.vocab_size] if history and history.vocab_size else []
         self.embeddings = Embeddings([*vocab_sizes, *own], dim)
         self.dense: nn.Module | None = None

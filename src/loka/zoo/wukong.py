@@ -100,16 +100,13 @@ class WukongLayer(nn.Module):
 class Wukong(nn.Module):
     """dense [B, D], sparse [B, F] -> logits [B]; histories are taken but not read.
 
-    `bottom` widths make one dense token, as in the paper; None makes one per dense feature (FuxiCTR).
+    Dense features are one token, as in the paper, or one each (FuxiCTR), as the front makes them.
     """
 
     def __init__(
         self,
+        front: Front,
         *,
-        dense_features: int,
-        vocab_sizes: Sequence[int],
-        embedding_dim: int,
-        bottom: Sequence[int] | None,
         layers: int,
         fm_tokens: int,
         lc_tokens: int,
@@ -121,20 +118,13 @@ class Wukong(nn.Module):
         norm: bool = False,
     ) -> None:
         super().__init__()
-        self.front = Front(
-            dense_features=dense_features,
-            vocab_sizes=vocab_sizes,
-            dim=embedding_dim,
-            bottom=bottom,
-            activation=activation,
-            norm=norm,
-        )
+        self.front = front
         out_tokens = fm_tokens + lc_tokens
         self.layers = nn.Sequential(
             *(
                 WukongLayer(
-                    tokens=out_tokens if index else self.front.tokens,
-                    dim=embedding_dim,
+                    tokens=out_tokens if index else front.tokens,
+                    dim=front.dim,
                     fm_tokens=fm_tokens,
                     lc_tokens=lc_tokens,
                     rank=rank,
@@ -146,7 +136,7 @@ class Wukong(nn.Module):
                 for index in range(layers)
             )
         )
-        self.top = mlp(out_tokens * embedding_dim, top, activation=activation, norm=norm)
+        self.top = mlp(out_tokens * front.dim, top, activation=activation, norm=norm)
         self.logit = nn.Linear(top[-1], 1)
 
     def forward(
