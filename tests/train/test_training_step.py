@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_run import RandomRows, small_model
 from torch import nn
 
+from loka.data import SyntheticClicks
+from loka.data.batch import Source
 from loka.train import TrainConfig, TrainResult, train
 from loka.train.forward import matrix_precision
-from loka.zoo import build
+from loka.zoo import HistoryTable, build
 
 module = importlib.import_module("loka.train.step")
 
@@ -26,10 +30,10 @@ def of_zoo(device: str = "cpu") -> nn.Module:
 
 
 def weights_after(
-    config: TrainConfig, model: nn.Module | None = None, **others
+    config: TrainConfig, model: nn.Module | None = None, *, rows: Source = ROWS, **others
 ) -> tuple[torch.Tensor, TrainResult]:
     model = of_zoo(config.device) if model is None else model
-    result = train(model, ROWS, config=config, **others)
+    result = train(model, rows, config=config, **others)
     return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()]), result
 
 
@@ -54,6 +58,31 @@ def test_parts_are_one_update_on_their_rows() -> None:
     train(model, ROWS, config=replace(CONFIG, accumulate=4), on_step=steps.append)
     assert sizes == [16] * 24 + [3, 3, 3, 1]
     assert steps[-1] == 7
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_row_counts_alike_in_a_short_batch(accumulate: int) -> None:
+    """Gradients are the rows' sum over the 64 of a whole batch, for dense weights and for tables."""
+    model, before = of_zoo(), {}
+
+    def keep(step: int) -> None:
+        if step == 6:
+            before.update({name: value.clone() for name, value in model.state_dict().items()})
+
+    train(model, ROWS, config=replace(CONFIG, accumulate=accumulate), on_step=keep)
+    *_, last = ROWS.batches(64)
+    assert len(last) == 10
+    twin = of_zoo()
+    twin.load_state_dict(before)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        twin(last.dense, last.sparse), last.label, reduction="none"
+    )
+    (losses.sum() / 64).backward()
+    for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        found, exact = weight.grad.to_dense(), expected.grad.to_dense()
+        # float32, whose sums over 10 rows are taken in another order.
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-7, msg=name)
+        assert exact.abs().max() > 1e-4, name  # far above that tolerance
 
 
 @pytest.fixture
@@ -103,10 +132,15 @@ def test_a_graph_needs_a_gpu() -> None:
     assert torch.equal(found, exact)
 
 
-def test_tables_beside_the_graph_learn_as_inside_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the capture: lookups outside, their gradient handed back."""
+@pytest.fixture
+def tables_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
     monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(module, "compiled", lambda model: model)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_tables_beside_the_graph_learn_as_inside_of_the_model() -> None:
     found, exact = (weights_after(replace(CONFIG, step=step))[0] for step in ("graph", "eager"))
     assert torch.equal(found, exact)
     parts = replace(CONFIG, accumulate=2)  # a table's rows are then added up in another order
@@ -114,9 +148,49 @@ def test_tables_beside_the_graph_learn_as_inside_of_the_model(monkeypatch: pytes
     close(found, exact)
 
 
-def test_tables_of_an_unknown_model_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_graphs", lambda device: True)
-    monkeypatch.setattr(module, "compiled", lambda model: model)
+HISTORIES = SyntheticClicks(rows=64 * 4 + 10, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
+ITEM, OWN = HistoryTable(column=0), HistoryTable(vocab_size=30)
+
+
+def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"dense_features": 4, "vocab_sizes": HISTORIES.vocab_sizes}
+    return build(name, **sizes, history=history) if history else build(name, **sizes)
+
+
+@pytest.mark.usefixtures("tables_beside")
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)],
+)
+def test_histories_are_looked_up_beside_the_graph_too(name: str, history: HistoryTable | None) -> None:
+    """To the bits, the table of both included; a model that does not read them gets them as they are."""
+    found, exact = (
+        weights_after(replace(CONFIG, step=step), reading_history(name, history), rows=HISTORIES)[0]
+        for step in ("graph", "eager")
+    )
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
+    def stop(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    def trained(step: str, seed: int = 0, **others: Any) -> torch.Tensor:
+        config = replace(CONFIG, step=step, accumulate=2)
+        return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
+
+    found = trained("graph")
+    close(found, trained("eager"))
+    with pytest.raises(KeyboardInterrupt):
+        trained("graph", checkpoints=tmp_path, on_step=stop)
+    assert torch.equal(trained("graph", seed=1, checkpoints=tmp_path), found)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_tables_of_an_unknown_model_are_a_reason() -> None:
     _, result = weights_after(replace(CONFIG, step="graph"), small_model())
     assert "sparse gradients" in result.step_reason
     assert "SmallModel has no `front`" in result.step_reason
@@ -166,6 +240,17 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> 
         weights_after(config, checkpoints=tmp_path, on_step=interrupt)
     resumed, _ = weights_after(config, checkpoints=tmp_path)
     assert torch.equal(resumed, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dhen", "interformer", "hstu"])
+def test_a_graph_with_a_history_trains_alike(name: str) -> None:
+    config = replace(CONFIG, device="cuda", step="graph")
+    rows = SyntheticClicks(rows=64 * 8, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
+    found, result = weights_after(config, reading_history(name, ITEM).cuda(), rows=rows)
+    assert result.step_reason is None
+    exact, _ = weights_after(replace(config, step="eager"), reading_history(name, ITEM).cuda(), rows=rows)
+    close(found, exact)
 
 
 @pytest.mark.gpu

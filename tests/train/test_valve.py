@@ -134,11 +134,12 @@ def test_a_valve_resumes_with_its_run(tmp_path: Path, plan: Plan, stop: int) -> 
 
 
 def test_what_drifts_on_any_rank_is_closed_on_all(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gather(data: bytes, group: None) -> list[bytes]:
-        return [json.dumps({"mlp.4": "of rank 0"}).encode(), data]
+    def together(work: Callable[[], Any], say: Callable[[Any], str] = str) -> tuple[Any, list[str]]:
+        found = work()
+        other = json.dumps({"mlp.4": "of rank 0"}) if isinstance(found, dict) else ""
+        return found, [other, say(found)]
 
-    monkeypatch.setattr("loka.train.valve.ranks_of", lambda: 2)
-    monkeypatch.setattr("loka.train.valve.gather", gather)
+    monkeypatch.setattr("loka.train.valve.together", together)
     model, valve, _ = trained(plan, jumping)
     assert list(valve.closed) == ["mlp.4", "mlp.0"], "the other's at its first look, this one's at its third"
     assert not running_chains(model)

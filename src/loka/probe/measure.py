@@ -1,20 +1,19 @@
 """The offline half of Probe: error and time of every candidate at every site.
 
-Errors of all layers come first (probe/errors.py), for they need the least and decide the most.
-On a GPU the sites are then timed (probe/times.py), what shared quantization saves
-(probe/sharing.py), chains and stacks of cross layers as a whole (probe/chain_times.py,
-probe/cross_times.py), and layers over tokens in both forms (probe/turned_times.py), until
-everything is done or the time is up. The report is saved on the way,
-and measuring again goes on with what is missing.
+Of each layer the errors (probe/errors.py); on a GPU then the times of its sites (probe/times.py) and what
+shared quantization saves (probe/sharing.py), of chains and stacks of cross layers as a whole
+(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms
+(probe/turned_times.py). The largest first (probe/agenda.py), until everything is done or the time is up. The
+report is saved on the way, and measuring again goes on with what is missing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from loka.core.stats import LinearStats, Stats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
 from loka.nn.chain_kernels import inner_kernels
+from loka.probe.agenda import agenda
 from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.chain_times import chain_key, time_chain
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
@@ -67,7 +67,7 @@ def measure(
         cache: folder of times measured before, on this machine and with these kernels.
         time_limit: seconds after which no further layer is begun, and a race under way ends
             after its batch. `Report.notes` says what is missing; call again to go on.
-        track: wraps the loops over layers, for a progress bar.
+        track: wraps the loops over what is to do, for a progress bar.
 
     Raises:
         UnknownName: a candidate that does not exist.
@@ -109,11 +109,9 @@ def measure(
     work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
     try:
         _compile_ahead(work, track or untracked)
-        _draw_all(work, track or untracked)
-        if timeable(device):
-            _time_all(work, track or untracked)
-            _time_chains(work, track or untracked)
-            _time_turned(work, track or untracked)
+        jobs = agenda(stats, work.wholes(), timed=timeable(device))
+        for job in (track or untracked)(jobs, "measuring", len(jobs)):
+            _DO[job.kind](work, job.name)
     finally:
         work.save(now=True)
     return work.report
@@ -161,6 +159,7 @@ class _Work:
     time_limit: float | None
     out: Path | None
     report: Report
+    shared: dict[str, Mapping[str, Measurement]] = field(default_factory=dict)  # of wholes and turned layers
     _saved: float = field(default=-float("inf"))
     _seconds: float = 0.0
 
@@ -190,12 +189,14 @@ class _Work:
         return [path for path, layer in self.stats.layers.items() if layer.turned]
 
     def _noted(self) -> Report:
-        """The report with `notes` and `complete` as they are at this moment."""
+        """The report with `notes` and `complete` as they are at this moment, in the model's order."""
         report = self.report
         missing: dict[str, list[str]] = {}
+        ordered: dict[str, SiteReport] = {}
         for path, layer in self.stats.layers.items():
             gemms, _ = gemms_of(path, layer)
             sites = [site_name(path, gemm) for gemm in gemms]
+            ordered.update((name, report.sites[name]) for name in sites if name in report.sites)
             unmeasured = [name for name in sites if name not in report.sites]
             if unmeasured:
                 missing.setdefault("not measured", []).extend(unmeasured)
@@ -215,7 +216,7 @@ class _Work:
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
-        return replace(report, notes=tuple(notes), complete=not missing)
+        return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
 
 
 def _compile_ahead(work: _Work, track: Track) -> None:
@@ -233,16 +234,14 @@ def _compile_ahead(work: _Work, track: Track) -> None:
     compile_ahead(tuple(problems), work.timer.candidates, track)
 
 
-def _draw_all(work: _Work, track: Track) -> None:
-    layers = list(work.stats.layers.items())
-    for path, layer in track(layers, "drawing errors", len(layers)):
-        if work.timer.late:
-            break
-        sites, skipped = _draw_layer(path, layer, work.report, work.timer)
-        report = work.report
-        work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
-        if sites:
-            work.save()
+def _draw(work: _Work, path: str) -> None:
+    if work.timer.late:
+        return
+    sites, skipped = _draw_layer(path, work.stats.layers[path], work.report, work.timer)
+    report = work.report
+    work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
+    if sites:
+        work.save()
 
 
 def _draw_layer(
@@ -292,83 +291,75 @@ def _self_check(name: str, gemm: Gemm, device: torch.device) -> str | None:
     return evidence
 
 
-def _time_all(work: _Work, track: Track) -> None:
-    layers = list(work.stats.layers.items())
-    for path, layer in track(layers, "timing", len(layers)):
-        report = work.report
-        sites = {
-            gemm: report.sites[site_name(path, gemm)]
-            for gemm in gemms_of(path, layer)[0]
-            if site_name(path, gemm) in report.sites
-        }
-        sharing = report.sharing.get(path)
-        if not sites or (sharing is not None and not any(site.unfinished for site in sites.values())):
-            continue
-        timed, sharing = time_layer(layer, sites, sharing, work.timer)
-        work.report = replace(
-            report,
-            sites={**report.sites, **{site.name: site for site in timed.values()}},
-            sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
-        )
+def _time(work: _Work, path: str) -> None:
+    """Also when it is late: what another layer of the shape took is known."""
+    layer, report = work.stats.layers[path], work.report
+    sites = {
+        gemm: report.sites[site_name(path, gemm)]
+        for gemm in gemms_of(path, layer)[0]
+        if site_name(path, gemm) in report.sites
+    }
+    sharing = report.sharing.get(path)
+    if not sites or (sharing is not None and not any(site.unfinished for site in sites.values())):
+        return
+    timed, sharing = time_layer(layer, sites, sharing, work.timer)
+    work.report = replace(
+        report,
+        sites={**report.sites, **{site.name: site for site in timed.values()}},
+        sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
+    )
+    work.save()
+
+
+def _time_whole(work: _Work, name: str) -> None:
+    """A chain or a stack of cross layers."""
+    if name in work.report.chain_times:
+        return
+    whole = next(whole for whole in work.wholes() if whole.name == name)
+    layers = {path: work.stats.layers[path] for path in whole.linears}
+    kernels = {
+        recipe.candidate: inner_kernels(whole, recipe, work.report.sites) for recipe in CHAIN_RECIPES.values()
+    }
+    if isinstance(whole, Chain):
+        key, time_it = chain_key(whole, layers, kernels), partial(time_chain, whole, layers, kernels)
+    else:
+        key, time_it = stack_key(whole, layers, kernels), partial(time_stack, whole, layers, kernels)
+    found = _shared(work, key, time_it, f"chain at {name}")
+    if found is not None:
+        work.report = replace(work.report, chain_times={**work.report.chain_times, name: found})
         work.save()
 
 
-def _time_chains(work: _Work, track: Track) -> None:
-    """And stacks of cross layers. Those of equal shape share their times."""
-    known: dict[str, Mapping[str, Measurement]] = {}
-    wholes = work.wholes()
-    for whole in track(wholes, "timing chains", len(wholes)):
-        if whole.name in work.report.chain_times:
-            continue
-        if work.timer.late:
-            break
-        layers = {path: work.stats.layers[path] for path in whole.linears}
-        kernels = {
-            recipe.candidate: inner_kernels(whole, recipe, work.report.sites)
-            for recipe in CHAIN_RECIPES.values()
-        }
-        if isinstance(whole, Chain):
-            key = chain_key(whole, layers, kernels)
-        else:
-            key = stack_key(whole, layers, kernels)
-        if key not in known:
-            timer = work.timer
-            options: dict[str, Any] = {
-                "device": timer.device,
-                "settings": timer.settings,
-                "deadline": timer.deadline,
-            }
-            try:
-                if isinstance(whole, Chain):
-                    known[key] = time_chain(whole, layers, kernels, **options)
-                else:
-                    known[key] = time_stack(whole, layers, kernels, **options)
-            except torch.OutOfMemoryError:
-                timer.notes.append(f"chain at {whole.name}: {NO_MEMORY}")
-                continue
-        times = {**work.report.chain_times, whole.name: known[key]}
-        work.report = replace(work.report, chain_times=times)
-        work.save()
-
-
-def _time_turned(work: _Work, track: Track) -> None:
-    known: dict[str, Mapping[str, Measurement]] = {}
-    paths = work.turned()
-    for path in track(paths, "timing layers over tokens", len(paths)):
-        if path in work.report.turned_times:
-            continue
-        if work.timer.late:
-            break
-        timer, layer, shape = work.timer, work.stats.layers[path], work.report.model.layers[path]
-        key = turned_key(layer, shape)
-        if key not in known:
-            try:
-                known[key] = time_turned(
-                    layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline
-                )
-            except torch.OutOfMemoryError:
-                timer.notes.append(f"{path}, turned: {NO_MEMORY}")
-                continue
-        found = known[key].get(TURNED, Measurement(unsupported="hp could not be timed"))
+def _time_turned(work: _Work, path: str) -> None:
+    if path in work.report.turned_times:
+        return
+    layer, shape = work.stats.layers[path], work.report.model.layers[path]
+    times = _shared(work, turned_key(layer, shape), partial(time_turned, layer, shape), f"{path}, turned")
+    if times is not None:
+        found = times.get(TURNED, Measurement(unsupported="hp could not be timed"))
         work.report = replace(work.report, turned_times={**work.report.turned_times, path: found})
         work.save()
+
+
+def _shared(
+    work: _Work, key: str, time_it: Callable[..., Mapping[str, Measurement]], what: str
+) -> Mapping[str, Measurement] | None:
+    """What `key` took before; else timed now, unless it is late or there is no memory for it."""
+    timer = work.timer
+    if key not in work.shared:
+        if timer.late:
+            return None
+        try:
+            work.shared[key] = time_it(device=timer.device, settings=timer.settings, deadline=timer.deadline)
+        except torch.OutOfMemoryError:
+            timer.notes.append(f"{what}: {NO_MEMORY}")
+            return None
+    return work.shared[key]
+
+
+_DO: Mapping[str, Callable[[_Work, str], None]] = {
+    "errors": _draw,
+    "times": _time,
+    "turned": _time_turned,
+    "whole": _time_whole,
+}

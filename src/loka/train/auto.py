@@ -23,7 +23,7 @@ import torch
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.drift import effects_of
 from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
-from loka.core.exchange import broadcast, ranks_of
+from loka.core.exchange import ranks_of
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.stats import Stats
@@ -34,6 +34,7 @@ from loka.probe import Probe, measure
 from loka.probe.measure import timeable
 from loka.probe.merging import gather_stats
 from loka.probe.settings import Settings
+from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Companion, Run
 from loka.train.step import Sight
 from loka.train.timeline import Timeline, events_from_json
@@ -44,6 +45,7 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
 _REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
+_CANNOT_RUN = (NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
 
 
@@ -62,7 +64,8 @@ class AutoConfig:
         budget: of the plan. None: an NE increase of 2e-4, or without any known effect the default `Budget()`.
         candidates: to measure; all by default.
         settings: how finely to measure.
-        measure_seconds: after which measuring begins nothing new; what was not timed stays in bf16.
+        measure_seconds: after which measuring begins nothing new; the largest chains and layers come first,
+            and what was not timed stays in bf16.
         cache: folder of times measured before.
         valve: of the FP8 phase.
     """
@@ -147,6 +150,7 @@ class Auto(Companion):
                 overhead=self.config.overhead,
                 base_rate=self.config.base_rate,
                 logits=_as_they_are,
+                seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
                 resume=self._stats,
             )
             self._probe.__enter__()
@@ -204,9 +208,10 @@ class Auto(Companion):
             return True
         if run.step < least or run.step % _LOOK_EVERY:
             return False
-        enough = self._sampled > self._looked_at and self._narrow()
+        looks = self._sampled > self._looked_at
         self._looked_at = self._sampled
-        return bool(broadcast(bytes([enough]), None)[0]) if ranks_of() > 1 else enough
+        _, narrow = together(lambda: looks and first_rank() and self._narrow())
+        return narrow[0] == str(True)
 
     def _narrow(self) -> bool:
         assert self._probe is not None
@@ -218,12 +223,11 @@ class Auto(Companion):
         stats = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
-        self._stats = gather_stats(stats) if ranks_of() > 1 else stats
-        if self._folder is not None:
-            self._stats.save(self._folder / "stats")
+        merged, _ = together(lambda: self._saved(gather_stats(stats)), lambda found: "")
+        self._stats = merged
         self.phase = "measure"
         run.save_due = True  # a run killed while measuring need not probe again
-        width = relative_width(self._stats)
+        width = relative_width(merged)
         known = f"effects on NE known to a factor of {width:.2f}" if width else "no effect on NE known"
         said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {known}"
         self._tell(f"step {run.step}: probed: {said}")
@@ -237,50 +241,90 @@ class Auto(Companion):
         devices = [run.device] if run.device.type == "cuda" else []
         if devices:
             torch.cuda.empty_cache()
-        try:
-            with torch.random.fork_rng(devices):
-                self.plan = self._decide(run)
-            low = sum(decision.candidate != HP for decision in self.plan.decisions.values())
-            if low:
-                run.adopt(self.plan)
-            self.phase, note = ("fp8" if low else "bf16"), self.plan.summary()
-        except (NoKernelFits, PlanMismatch, WrongResults) as error:
-            self.phase, note = "bf16", f"stays in bf16: {error}"
+        with torch.random.fork_rng(devices):
+            decided = json.loads(
+                by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check)
+            )
+        refused, self.plan = decided.get("refused"), None
+        if refused is None:
+            self.plan = Plan.from_json(decided["plan"])
+            refused = self._adopted(run)
+        if refused is not None:
+            self.phase, note = "bf16", f"stays in bf16: {refused}"
+        else:
+            assert self.plan is not None
+            self.phase, note = ("fp8" if run.plan else "bf16"), self.plan.summary()
         self._stats = None
         run.save_due = True
         self._tell(f"step {run.step}: {note}")
         self._begin(self.phase, run, note=note)
 
-    def _decide(self, run: Run) -> Plan:
+    def _decide(self, run: Run, alive: Callable[[], object]) -> str:
+        """The plan, or why there is none, as JSON. On rank 0 alone."""
+        try:
+            return json.dumps({"plan": self._planned(run, alive).to_json()}, allow_nan=False)
+        except _CANNOT_RUN as error:
+            return json.dumps({"refused": str(error)})
+
+    def _planned(self, run: Run, alive: Callable[[], object]) -> Plan:
         assert self._stats is not None
         if not timeable(run.device):
             self._tell("nothing is timed on a CPU: the plan goes by errors alone, and no speed is claimed")
-        config, files = self.config, self._folder if _first_rank() else None
+        config, folder = self.config, self._folder
         report = measure(
             self._stats,
             device=run.device,
             candidates=config.candidates,
             settings=config.settings,
-            out=files / "report.json" if files else None,
+            out=folder / "report.json" if folder else None,
             cache=config.cache,
             time_limit=config.measure_seconds,
-            track=self._tracked(run),
+            track=self._tracked(run, alive),
         )
-        decided = agree(plan_report(report, config.budget or self._default_budget()))
-        if files:
-            decided.save(files / "plan.json")
+        decided = plan_report(report, config.budget or self._default_budget())
+        if folder:
+            decided.save(folder / "plan.json")
         return decided
+
+    def _adopted(self, run: Run) -> str | None:
+        """Converts the model, on every rank or on none; why not, if so."""
+        plan = self.plan
+        assert plan is not None
+
+        def adopt() -> str:
+            try:
+                if any(decision.candidate != HP for decision in plan.decisions.values()):
+                    run.adopt(plan)
+            except _CANNOT_RUN as error:
+                return str(error)
+            return ""
+
+        try:
+            agree(plan)  # whether every rank is a machine that it was made for
+        except PlanMismatch as error:
+            return str(error)
+        _, refusals = together(adopt)
+        told = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
+        if told and run.plan:
+            run.adopt(None)
+        return "\n".join(told) or None
+
+    def _saved(self, stats: Stats) -> Stats:
+        if self._folder is not None and first_rank():
+            stats.save(self._folder / "stats")
+        return stats
 
     def _default_budget(self) -> Budget:
         assert self._stats is not None
         return Budget(ne=NE_ALLOWED) if any(effects_of(self._stats).values()) else Budget()
 
-    def _tracked(self, run: Run) -> Track:
+    def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
         """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
 
         def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
             for item in self._track(items, description, total) if self._track else items:
                 run.interrupt.check()
+                alive()
                 yield item
 
         return track
@@ -289,12 +333,12 @@ class Auto(Companion):
         self.timeline.begin(phase, step=run.step, rows=run.running.rows, device=run.device, note=note)
 
     def _tell(self, text: str) -> None:
-        if _first_rank():
+        if first_rank():
             self._say(text)
 
     @staticmethod
     def _timeline_file(folder: Path | None) -> Path | None:
-        return folder / "timeline.json" if folder is not None and _first_rank() else None
+        return folder / "timeline.json" if folder is not None and first_rank() else None
 
 
 def relative_width(stats: Stats) -> float | None:
@@ -307,7 +351,3 @@ def relative_width(stats: Stats) -> float | None:
 def _as_they_are(output: torch.Tensor) -> torch.Tensor:
     """`train` takes what a model returns for logits, so the probe need not guess."""
     return output
-
-
-def _first_rank() -> bool:
-    return ranks_of() == 1 or torch.distributed.get_rank() == 0

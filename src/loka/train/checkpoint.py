@@ -73,15 +73,17 @@ def save(
     return target
 
 
-def load_newest(folder: Path, *, identity: Mapping[str, Any] | None = None) -> Checkpoint | None:
+def load_newest(
+    folder: Path, *, identity: Mapping[str, Any] | None = None, at_most: int | None = None
+) -> Checkpoint | None:
     """The newest usable checkpoint in `folder` on the CPU, or None when it holds none.
 
-    Without an `identity` it may be of any run.
+    Without an `identity` it may be of any run. Later ones than of step `at_most` are passed over.
 
     Raises:
         CheckpointRefused: there are checkpoints and none is usable, or one is of another run.
     """
-    candidates = _newest_first(folder)
+    candidates = [path for path in _newest_first(folder) if at_most is None or _step_of(path) <= at_most]
     reasons = []
     for path in candidates:
         try:

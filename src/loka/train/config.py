@@ -19,6 +19,8 @@ class TrainConfig:
     """One pass in the source's order; defaults follow the Criteo recipe of Wukong (2403.02545).
 
     Attributes:
+        batch_size: rows of a step. A shorter last batch is a step too, its gradients the sum over its rows
+            divided by `batch_size`: each row counts alike, and `grad_clip` holds for that sum.
         max_rows: stop after this many rows, counted over all epochs; the last batch is cut.
         lr: dense learning rate, Adam.
         sparse_lr: learning rate of tables with sparse gradients, row-wise AdaGrad.

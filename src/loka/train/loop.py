@@ -24,12 +24,14 @@ from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
 from loka.core.files import canonical
 from loka.core.plan import Plan
 from loka.data.batch import Batch, Source
+from loka.probe.saving import own_folder
 from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest, save
 from loka.train.config import Precision, TrainConfig
 from loka.train.forward import arguments, matrix_precision, predict
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from
 from loka.train.metrics import Quality, normalized_entropy
+from loka.train.ranks import together, warn_if_apart
 from loka.train.run import Companion, Run
 from loka.train.running import Reading
 from loka.train.segments import Segments
@@ -109,6 +111,9 @@ def train(
 ) -> TrainResult:
     """Trains `model` in place and moves it to `config.device`.
 
+    In a process group all ranks call it, each with the model in DistributedDataParallel and rows of its own:
+    as many batches as the others, and results are of its own rows.
+
     Args:
         model: its weights at the start are the caller's: seed before building it.
         source: rows in training order.
@@ -117,7 +122,8 @@ def train(
         companion: what goes on beside the steps, such as a `Valve` or `Auto`.
         segments: metrics by segment too.
         identity_extra: JSON values that a checkpoint has to share.
-        checkpoints: folder to save to and resume from; None saves nothing.
+        checkpoints: folder to save to and resume from; None saves nothing. Among several ranks each has its
+            own inside, "rank-3", and they go on from the newest step that all of them hold.
         resume: False demands a folder without checkpoints.
         track: wraps the batches to show progress, `(batches, description, total)`.
         on_log: receives a `TrainLog` every `log_every` steps.
@@ -129,11 +135,21 @@ def train(
         CheckpointRefused: the folder's checkpoints are unusable or of another run.
         CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
             checkpoint before stays, and training goes on.
+        DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
+        RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: after the completed step was saved.
     """
     model.train()
     companion = companion or Companion()
     length = Length.of(source, config)
+    _, steps = together(lambda: str(length.steps))
+    if len(set(steps)) > 1:
+        raise DataRefused(
+            "the ranks would take different numbers of steps, and wait for each other in the end",
+            why=[f"rank {rank}: {count} steps" for rank, count in enumerate(steps)],
+            way_out="give them equally many rows, or set max_rows",
+        )
+    checkpoints = own_folder(checkpoints) if checkpoints else None
     identity = {
         "config": config.identity(),
         "source": {"identity": source.identity, "rows": source.rows},
@@ -152,7 +168,7 @@ def train(
     if found:
         run.restore(found.state, step=found.step, path=found.path)
         companion.restore(found.state["beside"])
-    saved = run.step
+    saved = first_step = run.step
     unsaved: list[str] = []
     between_steps = True
     log = _Log(run)
@@ -189,15 +205,17 @@ def train(
                 between_steps = False
                 run.learn(batch.to(run.device), sight=sight)
                 between_steps = True
+                if run.step == first_step + 1:
+                    warn_if_apart(run.dense_weights)
                 companion.after(run)
                 last = run.step == length.steps
                 if run.step % config.log_every == 0 or last:
-                    finish_checks()
+                    together(finish_checks)
                     line = log.line()
                     if on_log:
                         on_log(line)
                 if checkpoints and (run.step % config.checkpoint_every == 0 or last or run.save_due):
-                    finish_checks()
+                    together(finish_checks)
                     save_now(last=last)
                 if on_step:
                     on_step(run.step)
@@ -261,15 +279,31 @@ def evaluate(
 
 
 def _open(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> Checkpoint | None:
-    if resume:
-        return load_newest(folder, identity=identity)
-    if holds_checkpoints(folder):
+    def newest() -> Checkpoint | None:
+        if resume:
+            return load_newest(folder, identity=identity)
+        if holds_checkpoints(folder):
+            raise CheckpointRefused(
+                f"{folder} already holds checkpoints",
+                why=["a new run would mix its steps with theirs"],
+                way_out="choose another folder, delete this one, or pass resume=True",
+            )
+        return None
+
+    def step_of(found: Checkpoint | None) -> str:
+        return str(found.step if found else 0)
+
+    found, steps = together(newest, step_of)
+    if len(set(steps)) > 1:  # ranks that are killed have not all saved their last
+        least = min(map(int, steps))
+        found, steps = together(lambda: load_newest(folder, identity=identity, at_most=least), step_of)
+    if len(set(steps)) > 1:
         raise CheckpointRefused(
-            f"{folder} already holds checkpoints",
-            why=["a new run would mix its steps with theirs"],
-            way_out="choose another folder, delete this one, or pass resume=True",
+            "the ranks hold no checkpoint of one step to go on from",
+            why=[f"rank {rank}: step {step}" for rank, step in enumerate(steps)],
+            way_out="start over in an empty folder",
         )
-    return None
+    return found
 
 
 class _Log:

@@ -79,6 +79,12 @@ class Run:
         """Why steps do not run as the config asks."""
         return self._step.reason if self._step else None
 
+    @property
+    def dense_weights(self) -> list[torch.Tensor]:
+        """What the dense optimizer trains; of a model of tables alone, those."""
+        optimizer = next(iter(self.optimizers.values()))
+        return [weight for group in optimizer.param_groups for weight in group["params"]]
+
     def learn(self, batch: Batch, *, sight: Sight = "none") -> None:
         """One step on `batch`, which lies on the device."""
         if self._step is None:

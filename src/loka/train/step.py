@@ -6,6 +6,8 @@
 
 What cannot run as asked runs as the line above it, with the same result up to rounding, and `reason` says
 why. A batch of another size than the config's, such as the last one, runs eagerly: it is not worth a compile.
+Its gradients are as much smaller as it is shorter: Adam, which does not see a size that stays, would else
+move the weights by a few rows as far as by a whole batch.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 
 from loka.core.timing import first_line
 from loka.data.batch import Batch
+from loka.nn import unwrap
 from loka.nn.carried import carried, restore_carried
 from loka.train.config import TrainConfig
 from loka.train.forward import arguments, predict
@@ -56,7 +59,7 @@ class Step:
         if config.step == "graph":
             self._why_no_graph = self._split()
         if self._compiled:
-            compiled(model)
+            compiled(unwrap(model))
 
     @property
     def reason(self) -> str | None:
@@ -84,7 +87,7 @@ class Step:
             cause = getattr(error, "inner_exception", error)
             self._why_not_compiled = f"torch.compile failed: {first_line(cause)}"
             self._compiled = False
-            uncompiled(self._model)
+            uncompiled(unwrap(self._model))
             return self._inside(batch)
         self._tried = True
         return found
@@ -92,7 +95,7 @@ class Step:
     def close(self) -> None:
         """The model runs as it did before."""
         if self._compiled:
-            uncompiled(self._model)
+            uncompiled(unwrap(self._model))
         self._graphed = None
 
     def _inside(self, batch: Batch) -> Predicted:
@@ -165,6 +168,8 @@ class Step:
         device = next(self._model.parameters()).device
         if not has_graphs(device):
             return f"CUDA graphs need a CUDA device; the model is on {device}"
+        if isinstance(self._model, nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel sends gradients while backward runs, which is not captured"
         if "dense" not in self._optimizers:
             return "the model has nothing but tables, whose sparse gradients no graph can hold"
         if "sparse" not in self._optimizers:
@@ -187,17 +192,18 @@ def _rows_in(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 def _backward(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor, config: TrainConfig
 ) -> Predicted:
-    """Gradients of the mean loss of the batch, which goes through the model in `accumulate` parts."""
+    """Gradients of the sum of the rows' losses over `config.batch_size`: their mean, or less in a short
+    batch, so that each row counts alike. The batch goes through the model in `accumulate` parts."""
     rows, size = len(label), -(-len(label) // config.accumulate)
     losses, logits = [], []
     for first in range(0, rows, size):
         part = slice(first, first + size)
         found = predict(model, tuple(tensor[part] for tensor in inputs), config.precision)
         loss = functional.binary_cross_entropy_with_logits(found, label[part], reduction="none")
-        if config.accumulate == 1:
+        if size == config.batch_size:  # the whole batch at once
             loss.mean().backward()
         else:
-            (loss.sum() / rows).backward()
+            (loss.sum() / config.batch_size).backward()
         losses.append(loss.detach())
         logits.append(found.detach())
     return Predicted(torch.cat(losses), torch.cat(logits))

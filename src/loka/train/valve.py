@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.exchange import gather, ranks_of
 from loka.core.plan import Plan
 from loka.core.recipe import Format
 from loka.core.report import HP
@@ -30,6 +29,7 @@ from loka.nn import chain_snapshot, count_rounding, unwrap
 from loka.nn.chain import running_chains
 from loka.nn.chain_state import RunningChain
 from loka.nn.cross import running_crosses
+from loka.train.ranks import together
 from loka.train.run import Companion, Run
 from loka.train.step import Sight
 
@@ -91,14 +91,15 @@ class Valve(Companion):
         self._hooks = []
         if self._begun is None or run.step % self.config.every or run.plan is None:
             return
-        drifting = _together(self._drifting(run))
+        drifting = self._drifting_anywhere(run)
         self._count(run, False)
         if not drifting:
             return
         for name, reason in drifting.items():
             self.closed[name] = f"step {run.step}: {reason}"
             self._say(f"step {run.step}: the valve returns {name} to high precision: {reason}")
-        run.adopt(without(run.plan, drifting))
+        left = without(run.plan, drifting)
+        together(lambda: run.adopt(left))
         run.save_due = True
 
     def state(self) -> dict[str, Any]:
@@ -117,6 +118,14 @@ class Valve(Companion):
             self._begun = None
         elif self._begun is None:  # else a checkpoint was made while counting
             self._begun = chain_snapshot(run.model)
+
+    def _drifting_anywhere(self, run: Run) -> dict[str, str]:
+        """Of all ranks, with the reason that the first of them gives, in one order."""
+        _, told = together(lambda: self._drifting(run), json.dumps)
+        found: dict[str, str] = {}
+        for one in told:
+            found = {**json.loads(one), **found}
+        return dict(sorted(found.items()))
 
     def _drifting(self, run: Run) -> dict[str, str]:
         """The chains and stacks in which a tensor drifts, with the first one that does and how."""
@@ -207,11 +216,3 @@ def without(plan: Plan, closed: Mapping[str, str]) -> Plan:
         chains={name: chain for name, chain in plan.chains.items() if name not in closed},
         crosses={name: cross for name, cross in plan.crosses.items() if name not in closed},
     )
-
-
-def _together(found: dict[str, str]) -> dict[str, str]:
-    """What drifts on any rank, in one order on all."""
-    if ranks_of() > 1:
-        for other in gather(json.dumps(found).encode(), None):
-            found = {**json.loads(other), **found}
-    return dict(sorted(found.items()))

@@ -1,0 +1,119 @@
+"""What the ranks of a run do together, so that none decides for itself or waits for one that is gone.
+
+In a process group of several ranks `train` runs on each, with rows of its own. Gradients are averaged by what
+the model is wrapped in (DistributedDataParallel). What else they share goes through here: an answer of each
+rank to all, or rank 0's after work that takes longer than a collective may wait. Where one raises, all raise.
+Without a process group, or alone in it, all of this is what the one rank does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from loka.core.exceptions import LokaError
+from loka.core.exchange import gather, ranks_of
+from loka.core.timing import first_line
+
+T = TypeVar("T")
+
+_PAUSE = 0.1  # seconds between two looks for rank 0's answer
+_numbers = itertools.count()  # of the answers of rank 0, which all ranks wait for in the same order
+
+
+class RankFailed(LokaError):
+    """Another rank raised; this one cannot go on without it."""
+
+
+def first_rank() -> bool:
+    return ranks_of() == 1 or dist.get_rank() == 0
+
+
+def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, list[str]]:
+    """What `work` returns here, and what `say` makes of it on every rank, by rank. A collective.
+
+    Raises:
+        RankFailed: `work` raised on another rank. Where it raised here, that is what is raised.
+    """
+    if ranks_of() == 1:
+        result = work()
+        return result, [say(result)]
+    try:
+        result = work()
+        answer = {"said": say(result)}
+    except BaseException as error:
+        gather(json.dumps({"failed": first_line(error)}).encode(), None)
+        raise
+    answers = [json.loads(text) for text in gather(json.dumps(answer).encode(), None)]
+    failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
+    if failed:
+        raise _left_alone(failed)
+    return result, [a["said"] for a in answers]
+
+
+def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[[], None]) -> str:
+    """What `work` returns on rank 0, on every rank. The others do nothing meanwhile but call `idle`.
+
+    They wait at the store that the ranks met at: a collective would run into its timeout or NCCL's watchdog.
+    `work` gets a function to call now and then, by which they know that it goes on.
+
+    Raises:
+        RankFailed: `work` raised on rank 0, where that is what is raised; or rank 0 was not heard of for as
+            long as the process group waits.
+    """
+    if ranks_of() == 1:
+        return work(lambda: None)
+    store, number = dist.distributed_c10d._get_default_store(), next(_numbers)
+    answer, beat = f"loka/first/{number}", f"loka/first/{number}/alive"
+    if dist.get_rank() == 0:
+        try:
+            said = work(lambda: store.add(beat, 1))
+        except BaseException as error:
+            store.set(answer, json.dumps({"failed": first_line(error)}))
+            raise
+        store.set(answer, json.dumps({"said": said}))
+        return said
+    patience = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    heard, since = store.add(beat, 0), time.monotonic()
+    while not store.check([answer]):
+        idle()
+        time.sleep(_PAUSE)
+        if (beats := store.add(beat, 0)) != heard:
+            heard, since = beats, time.monotonic()
+        if (silent := time.monotonic() - since) > patience:
+            raise _left_alone([f"rank 0 was not heard of for {silent:.0f} s"])
+    found = json.loads(store.get(answer))
+    if "failed" in found:
+        raise _left_alone([f"rank 0: {found['failed']}"])
+    return str(found["said"])
+
+
+def warn_if_apart(weights: Iterable[torch.Tensor]) -> None:
+    """Warns where the ranks hold other values: nobody averages their gradients, or they began apart."""
+    if ranks_of() == 1:
+        return
+    sums = torch.stack([weight.detach().double().sum() for weight in weights])
+    _, told = together(lambda: [value.hex() for value in sums.tolist()], json.dumps)
+    if len(set(told)) > 1:
+        warnings.warn(
+            "the ranks' weights differ after their first step: each trains a model of its own. Give train() "
+            "the model wrapped in torch.nn.parallel.DistributedDataParallel, which begins alike and averages "
+            "gradients",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _left_alone(why: list[str]) -> RankFailed:
+    return RankFailed(
+        "this rank stops because another one cannot go on",
+        why=why,
+        way_out="see that rank's message; then start all ranks again, which go on from their checkpoints",
+    )

@@ -1,0 +1,201 @@
+"""`--auto` and the valve on two ranks, each with rows of its own: one plan, one set of weights. Over gloo."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fp8_run
+import pytest
+import torch.distributed as dist
+from fp8_run import CANDIDATES, digest, tower
+from ranks import on_ranks
+from small_run import RandomRows
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from loka.core.budget import Budget
+from loka.core.exceptions import WrongResults
+from loka.core.plan import Plan
+from loka.data.batch import Batch
+from loka.nn import chain_snapshot, fp8_linears
+from loka.nn.chain import running_chains
+from loka.probe.settings import Settings
+from loka.train import train
+from loka.train.auto import Auto, AutoConfig
+from loka.train.valve import ValveConfig
+
+runs = importlib.import_module("loka.train.run")
+WORLD, STEPS, PROBED = 2, 31, 12
+CONFIG = replace(fp8_run.CONFIG, checkpoint_every=6)
+AUTO = AutoConfig(
+    every=3,
+    least_steps=5,
+    most_steps=PROBED,
+    width=1.0001,  # never reached: the phase ends after its share
+    budget=Budget(chains="always", min_sqnr_db=None),
+    candidates=tuple(CANDIDATES),
+    settings=Settings(min_draws=2, max_draws=2, rows=32),
+    valve=ValveConfig(every=10, watch=3),
+)
+
+
+@dataclass(frozen=True)
+class Shard(RandomRows):
+    """Rows of one rank. On `jumps` they grow in steps 27 to 29 by more than delayed scales leave room for."""
+
+    rows: int = 16 * STEPS
+    jumps: bool = False
+
+    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+        for step, batch in enumerate(super().batches(batch_size, start=start), start):
+            grown = 16.0 ** max(0, min(step, 29) - 26) if self.jumps else 1.0
+            yield replace(batch, dense=batch.dense * grown)
+
+
+def run(rank: int, folder: Path, *, auto: AutoConfig = AUTO, track: Any = None, **others: Any) -> Any:
+    model = DistributedDataParallel(tower(seed=rank))
+    companion = Auto(auto, folder=folder, track=track)
+    others = {"config": CONFIG, "checkpoints": folder / "checkpoints", **others}
+    result = train(model, Shard(seed=rank, jumps=rank == 1), companion=companion, **others)
+    return model.module, companion, result
+
+
+def told(rank: int, folder: Path, **others: Any) -> dict[str, Any]:
+    """What has to be alike on both ranks, and what of this one was alone its own."""
+    model, auto, result = run(rank, folder, **others)
+    alike = {
+        "phases": [(event.phase, event.step) for event in auto.timeline.events],
+        "plan": json.dumps(auto.plan.to_json()),
+        "left": json.dumps(result.plan.to_json()),
+        "closed": dict(auto.valve.closed),
+        "fp8": [*running_chains(model), *fp8_linears(model)],
+        "weights": digest(dict(model.named_parameters())),
+    }
+    return {"alike": alike, "scales": chain_snapshot(model), "ne": result.train_ne}
+
+
+class Killed(Exception):
+    pass
+
+
+def resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """Both are killed just after they converted, rank 1 before it had saved that: they measure again."""
+
+    def kill(step: int) -> None:
+        if step == PROBED + 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(rank, folder, on_step=kill)
+    if rank == 1:
+        shutil.rmtree(folder / "checkpoints" / "rank-1" / f"step-{PROBED + 1:08d}")
+    dist.barrier()
+    return told(rank, folder)
+
+
+def refusal(rank: int, folder: Path, **others: Any) -> str:
+    try:
+        run(rank, folder, **others)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+    yield from []
+    raise Killed("the disk of rank 0 is full")
+
+
+def failures(rank: int, folder: Path) -> dict[str, Any]:
+    """What this rank says where another fails, or where they do not fit together."""
+    short = replace(AUTO, every=1, least_steps=1, most_steps=2)
+    brief = {"auto": short, "config": replace(CONFIG, max_rows=16 * 4), "checkpoints": None}
+    found = {
+        "measuring": refusal(rank, folder / "0", track=breaking, **brief),
+        "length": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=16 * (4 + rank))),
+    }
+    real = runs.convert
+
+    def unable(error: Exception) -> Any:
+        def convert(model: nn.Module, plan: Plan) -> None:
+            if rank == 1:
+                raise error
+            real(model, plan)
+
+        return convert
+
+    runs.convert = unable(RuntimeError("out of luck"))
+    found["converting"] = refusal(rank, folder / "2", **brief)
+    runs.convert = unable(WrongResults("a kernel is wrong here"))
+    model, auto, result = run(rank, folder / "3", **brief)
+    runs.convert = real
+    found["bf16"] = (auto.phase, result.plan, fp8_linears(model), auto.timeline.events[-2].note)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tower(), RandomRows(16, seed=rank), config=CONFIG)
+        apart = [str(one.message) for one in warned]
+        train(tower(), RandomRows(16), config=CONFIG)
+    return {**found, "apart": apart, "as one": [str(one.message) for one in warned[len(apart) :]]}
+
+
+def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+    found = {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
+    return {**found, "failures": failures(rank, folder / "failing")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_turn_to_fp8_as_one(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["straight"] for rank in ranks)
+    assert first["alike"] == second["alike"]
+    assert first["ne"] != second["ne"], "their rows differ"
+    assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
+
+
+def test_what_drifts_on_one_is_closed_on_both(ranks: list[dict[str, Any]]) -> None:
+    """Data moves on rank 1 alone; what is left runs by scales of each rank's own."""
+    first, second = (rank["straight"] for rank in ranks)
+    (reason,) = first["alike"]["closed"].values()
+    assert list(first["alike"]["closed"]) == ["mlp.0"]
+    assert reason.startswith("step 30: mlp.0/input: ")
+    assert first["alike"]["fp8"] == ["mlp.4", "side"]
+    assert first["scales"] != second["scales"]
+
+
+def test_they_go_on_from_the_newest_step_that_both_hold(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["resumed"] == rank["straight"]
+
+
+def test_a_rank_that_fails_stops_the_other(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["failures"] for rank in ranks)
+    assert first["measuring"] == "Killed: the disk of rank 0 is full"
+    assert second["measuring"].startswith("RankFailed: ")
+    assert "rank 0: Killed: the disk of rank 0 is full" in second["measuring"]
+    assert second["converting"] == "RuntimeError: out of luck"
+    assert "rank 1: RuntimeError: out of luck" in first["converting"]
+
+
+def test_where_one_cannot_run_the_plan_both_stay_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    note = "stays in bf16: rank 1: a kernel is wrong here"
+    for rank in ranks:
+        assert rank["failures"]["bf16"] == ("bf16", None, {}, note)
+
+
+def test_what_does_not_train_as_one_is_said(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "different numbers of steps" in rank["failures"]["length"]
+        assert "rank 1: 5 steps" in rank["failures"]["length"]
+        (warned,) = rank["failures"]["apart"]
+        assert "DistributedDataParallel" in warned
+        assert not rank["failures"]["as one"]
