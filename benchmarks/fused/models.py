@@ -5,7 +5,8 @@
 The dense part of a model: features in, looked-up rows of the embedding tables [B, F, dim] given. Training
 is forward, backward (the rows get a gradient) and fused Adam, in bf16 autocast over float32 weights;
 inference is in bf16 weights. All under CUDA graphs, all arms compiled alike block by block, random data,
-one race for each batch size. LoKA's arm runs what its planner decides; torchao's recipes run on every
+one race for each batch size. LoKA's arm runs what its planner decides, with
+another recipe of a chain admitted where one is named ("loka e4m3_row_z8"); torchao's recipes run on every
 layer they can.
 """
 
@@ -74,7 +75,8 @@ def main() -> None:
     if arguments.compile_only:
         _warm(*arguments.compile_only)
         return
-    _compile_ahead(arguments.model, [arm for arm in arguments.arm if arm != LOKA or arguments.unplanned])
+    ahead = [arm for arm in arguments.arm if arguments.unplanned or not arm.startswith(LOKA)]
+    _compile_ahead(arguments.model, ahead)
     results: dict[str, dict[str, object]] = {}
     machine = fingerprint(torch.device("cuda")).to_json()
     for name in arguments.model:
@@ -175,11 +177,12 @@ def _arm(
         return lambda: compiled(prepare(_fresh(name, mods=arm == BF16)))
     if arm == TURNED:
         return lambda: compiled(_turned(prepare(_fresh(name)), name))
-    if arm != LOKA:
+    if not arm.startswith(LOKA):
         return functools.partial(_torchao, name, arm.removeprefix("torchao "), prepare)
+    recipe = arm.removeprefix(LOKA).strip() or SAFE
     if stats is None:
-        return lambda: compiled(_formed(prepare(_fresh(name)), name))
-    plan = _plan(stats, path)
+        return lambda: compiled(_formed(prepare(_fresh(name)), name, recipe))
+    plan = _plan(stats, path, tuple({SAFE: None, recipe: None}))
     print(f"{path.name}: {plan.summary()}", flush=True)
     for decided in (*plan.chains.values(), *plan.crosses.values()):
         print(f"  {decided.recipe} {decided.speedup}x: {decided.reason}", flush=True)
@@ -188,13 +191,13 @@ def _arm(
     return lambda: compiled(loka.convert(prepare(_fresh(name)), plan))
 
 
-def _formed(model: nn.Module, name: str) -> nn.Module:
+def _formed(model: nn.Module, name: str, recipe: str) -> nn.Module:
     """Every chain with a layer of 256 features or more, and every stack of cross layers, in FP8."""
     dense, tokens, _ = _batch(name, 32, torch.bfloat16)
     with torch.autocast("cuda", torch.bfloat16):
         found = find_chains(model, dense, tokens)
     chains = [
-        (chain, SAFE, {})
+        (chain, recipe, {})
         for chain in found.chains
         if not chain.lone and max(link.out_features for link in chain.links) >= 256
     ]
@@ -223,11 +226,11 @@ def _probed(name: str, rows: int) -> loka.Stats:
     return probe.stats()
 
 
-def _plan(stats: loka.Stats, path: Path) -> loka.Plan:
+def _plan(stats: loka.Stats, path: Path, recipes: tuple[str, ...]) -> loka.Plan:
     begin = time.monotonic()
     settings = Settings(max_rounds=9, search_rounds=9, sharing_rounds=9, max_draws=4)
     report = loka.measure(stats, device="cuda", candidates=CANDIDATES, settings=settings)
-    plan = loka.plan(report, loka.Budget(min_speedup=1.0))
+    plan = loka.plan(report, loka.Budget(min_speedup=1.0, chain_recipes=recipes))
     plan.save(path)
     print(f"{path.name}: measured in {time.monotonic() - begin:.0f} s", flush=True)
     return plan
@@ -325,7 +328,7 @@ def _warm(name: str, arm: str) -> None:
     """LOKA's arm here is the unplanned one: no plan is known yet."""
     try:
         _training(_arm(arm, name, None, Path())(), name, MODELS[name][2])()
-        if arm in (BF16, TURNED, LOKA):
+        if arm in (BF16, TURNED) or arm.startswith(LOKA):
             for batch in SERVED:
                 torch._dynamo.reset()
                 _serving(_arm(arm, name, None, Path(), prepare=_serve)(), name, batch)()
