@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from loka.train.validate_runs import folder_of, held_out
 from loka.train.validate_segments import (
     by_segments,
     by_value,
+    cluster_named,
     dense_quantiles,
     divide,
     division_named,
@@ -246,3 +248,14 @@ def test_ties_and_missing_values_of_a_dense_feature_stay_together():
     constant, only = dense_quantiles(0).split(np.zeros(10))
     assert set(constant.tolist()) == {0}
     assert len(only) == 1
+
+
+def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
+    shutil.copytree(judged[0], tmp_path / "again")  # its runs are read back
+    found = run(tmp_path / "again", (SAME, WORSE), limit=0.5, segment_limit=0.6, cluster=0)
+    ids = {int(i) for batch in TEST.batches(64) for i in batch.sparse[:, 0]}
+    assert found.arms[0].average.spread.clusters == len(ids)
+    assert cluster_named("sparse:0", TEST) == 0
+    for wrong in ("sparse:99", "dense:0", "user"):
+        with pytest.raises(UnknownName, match="sparse:0 to sparse"):
+            cluster_named(wrong, TEST)

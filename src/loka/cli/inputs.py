@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from loka.core.exceptions import LokaError, UnknownName
 from loka.data import SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
+from loka.train.config import Precision, StepMode, TrainConfig
 from loka.zoo import HistoryTable, build, presets, takes_history
 
 Build = Callable[[Source], nn.Module]
@@ -141,3 +142,16 @@ def choose_device(name: str | None) -> str:
             f"--device {device}: torch sees no GPU here", way_out="leave --device out, or say cpu"
         )
     return device
+
+
+def train_config(**fields: object) -> TrainConfig:
+    """Raises UnknownName for a precision or a way to run steps that does not exist, LokaError for what else
+    cannot be."""
+    for name, known in (("precision", Precision), ("step", StepMode)):
+        names = get_args(known)
+        if fields.get(name, names[0]) not in names:
+            raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {', '.join(names)}")
+    try:
+        return TrainConfig(**fields)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise LokaError(str(error)) from None

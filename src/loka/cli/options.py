@@ -20,6 +20,12 @@ DataFile = Annotated[
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
+StepName = Annotated[
+    str,
+    typer.Option("--step", help="eager; compile: blocks compiled; graph: and the step in one CUDA graph."),
+]
+DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Of dense weights, Adam.")]
+SparseRate = Annotated[float, typer.Option("--sparse-lr", min=0, help="Of tables, row-wise AdaGrad.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[
     float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")

@@ -12,10 +12,30 @@ from torch import nn
 
 from loka import mods
 from loka.cli.demo import MODS
-from loka.cli.inputs import Data, choose_device, model_builder, open_data, share_of_labels, steps_between
+from loka.cli.inputs import (
+    Data,
+    choose_device,
+    model_builder,
+    open_data,
+    share_of_labels,
+    steps_between,
+    train_config,
+)
 from loka.cli.ne import named_budget
-from loka.cli.options import BatchSize, CacheFolder, DataFile, Device, ModelName, NoCache, Rows, Seed
-from loka.core.exceptions import LokaError, UnknownName
+from loka.cli.options import (
+    BatchSize,
+    CacheFolder,
+    DataFile,
+    DenseRate,
+    Device,
+    ModelName,
+    NoCache,
+    Rows,
+    Seed,
+    SparseRate,
+    StepName,
+)
+from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
 from loka.nn import check_finite, health_of
@@ -34,7 +54,6 @@ from loka.train import (
 )
 from loka.train import train as train_model
 from loka.train.auto import Auto, AutoConfig
-from loka.train.config import Precision, StepMode
 from loka.train.state import plan_in
 from loka.train.tensorboard import TensorBoard
 from loka.train.valve import Valve
@@ -59,14 +78,12 @@ def train(
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
     precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; of what no plan has in FP8.")] = "bf16",
-    step: Annotated[
-        str, typer.Option(help="eager; compile: blocks compiled; graph: and the step in one CUDA graph.")
-    ] = "eager",
+    step: StepName = "eager",
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
-    lr: Annotated[float, typer.Option(min=0, help="Of dense weights, Adam.")] = 1e-3,
-    sparse_lr: Annotated[float, typer.Option(min=0, help="Of tables, row-wise AdaGrad.")] = 0.1,
+    lr: DenseRate = 1e-3,
+    sparse_lr: SparseRate = 0.1,
     warmup: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")
     ] = 0.1,
@@ -110,7 +127,7 @@ def train(
 ) -> None:
     """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows."""
     device = choose_device(device)
-    config = _config(
+    config = train_config(
         batch_size=batch_size,
         epochs=epochs,
         lr=lr,
@@ -190,17 +207,6 @@ def show_log(line: TrainLog) -> None:
         f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
         f"{line.rows_per_second:.0f} rows/s"
     )
-
-
-def _config(**fields: object) -> TrainConfig:
-    for name, known in (("precision", Precision), ("step", StepMode)):
-        if fields[name] not in known.__args__:  # type: ignore[attr-defined]
-            names = ", ".join(known.__args__)  # type: ignore[attr-defined]
-            raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {names}")
-    try:
-        return TrainConfig(**fields)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise LokaError(str(error)) from None
 
 
 def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:

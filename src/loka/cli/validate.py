@@ -10,18 +10,28 @@ from torch import nn
 
 from loka import mods
 from loka.cli.demo import MODS
-from loka.cli.inputs import choose_device, model_builder, open_data
-from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, Seed
+from loka.cli.inputs import choose_device, model_builder, open_data, train_config
+from loka.cli.options import (
+    BatchSize,
+    DataFile,
+    DenseRate,
+    Device,
+    ModelName,
+    Rows,
+    Seed,
+    SparseRate,
+    StepName,
+)
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
 from loka.report.validation_table import validation_table, verdict_line
-from loka.train import TrainConfig, TrainLog
+from loka.train import TrainLog
 from loka.train.paired import NE_LIMIT_PERCENT
 from loka.train.validate import validate as validate_arms
 from loka.train.validate_arms import arm_named
 from loka.train.validate_record import Validation
-from loka.train.validate_segments import Division, default_divisions, division_named
+from loka.train.validate_segments import Division, cluster_named, default_divisions, division_named
 from loka.train.validate_spread import MIN_PAIRS
 
 PASS, FAIL, UNDECIDED = 0, 1, 4  # exit statuses; 2 is an error's
@@ -44,6 +54,10 @@ def validate(
             "first dense and the first sparse feature."
         ),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="sparse:FEATURE, such as the user: rows of one id are taken to come together."),
+    ] = None,
     limit: Annotated[float, typer.Option(help="Percent of NE, either way.")] = NE_LIMIT_PERCENT,
     segment_limit: Annotated[
         float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
@@ -53,6 +67,9 @@ def validate(
     ),
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
+    step: StepName = "eager",
+    lr: DenseRate = 1e-3,
+    sparse_lr: SparseRate = 0.1,
     seed: Seed = 0,
     device: Device = None,
     with_mods: Annotated[
@@ -80,7 +97,15 @@ def validate(
     def show(found: Validation) -> None:
         print(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
 
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device, checkpoint_every=200)
+    config = train_config(
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        checkpoint_every=200,
+        step=step,
+        lr=lr,
+        sparse_lr=sparse_lr,
+    )
     print(f"data: {opened.description}")
     found = validate_arms(
         build,
@@ -92,10 +117,16 @@ def validate(
         model=model,
         pairs=pairs,
         divisions=_divisions(segment, opened.test),
+        cluster=None if cluster is None else cluster_named(cluster, opened.test),
         limit=limit,
         segment_limit=segment_limit,
         identity={"mods": with_mods},
-        context={"data": opened.description, "batch_size": batch_size, "mods": with_mods},
+        context={
+            "data": opened.description,
+            "batch_size": batch_size,
+            "mods": with_mods,
+            **({"cluster": cluster} if cluster else {}),
+        },
         track=ProgressBars("validate"),
         on_log=_Tenths(),
         on_pair=show,

@@ -53,6 +53,9 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
         lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
+        if arm.average.spread.clusters is not None:
+            by, count = validation.context.get("cluster", "cluster"), arm.average.spread.clusters
+            lines.append(f"rows of one {by} count as one draw: {count} of them")
         lines.append(_note(arm, validation))
     if arm.broke:
         lines.append(f"FAIL: a run ended in NaN: {arm.broke}")

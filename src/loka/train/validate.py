@@ -11,6 +11,7 @@ chance, of 2.5 % at most, to pass with an effect that sits on the limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from loka.train.validate_arms import ArmSpec
 from loka.train.validate_judge import ERROR, Judgement
 from loka.train.validate_record import ArmVerdict, Validation
 from loka.train.validate_runs import Bench, Progress, Run, held_out, run
-from loka.train.validate_segments import Divided, Division, divide
+from loka.train.validate_segments import Divided, Division, clusters_of, divide
 from loka.train.validate_spread import MIN_PAIRS, spreads
 
 
@@ -43,6 +44,7 @@ def validate(
     model: str = "model",
     pairs: int = MIN_PAIRS,
     divisions: Sequence[Division] = (),
+    cluster: int | None = None,
     limit: float = NE_LIMIT_PERCENT,
     segment_limit: float | None = None,
     identity: Mapping[str, Any] | None = None,
@@ -62,6 +64,7 @@ def validate(
         arms: what to compare with the control (train/validate_arms.py).
         config: of all runs. Its `precision` is the control's; seeds are its `seed` and the next ones.
         divisions: of the held-out rows into segments, each judged by itself.
+        cluster: the sparse feature, such as the user, whose rows come together; None: rows are independent.
         limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
         identity: JSON values that tell this model from another that `build` might make.
         context: JSON values for readers of the record.
@@ -94,6 +97,10 @@ def validate(
     )
     base = ArmSpec(name=control, apply=lambda model: None, identity={})
     segments = divide(held_out_rows, divisions, batch_size=config.batch_size)
+    clusters = None
+    if cluster is not None:
+        clusters = clusters_of(held_out_rows, cluster, batch_size=config.batch_size)
+    judged_by = _By(control, segments, clusters, limit, segment_limit)
     seeds = tuple(range(config.seed, config.seed + pairs))
     runs: list[Run] = []
     done: Validation | None = None
@@ -108,10 +115,7 @@ def validate(
                 )
             runs.append(finished)
         known = {arm.name: arm.pairs for arm in done.arms} if done else {}
-        judged = [
-            _judge(bench, control, name, runs, segments, (limit, segment_limit), known.get(name, {}))
-            for name in names
-        ]
+        judged = [_judge(bench, judged_by, name, runs, known.get(name, {})) for name in names]
         done = Validation(
             model=model,
             control=control,
@@ -129,23 +133,29 @@ def validate(
     return done
 
 
+@dataclass(frozen=True)
+class _By:
+    """What arms are judged by: against which control, in which segments, under which limits; and which
+    rows of the evaluation come together."""
+
+    control: str
+    segments: Sequence[Divided]
+    clusters: npt.NDArray[np.int64] | None
+    limit: float
+    segment_limit: float
+
+
 def _judge(
-    bench: Bench,
-    control: str,
-    arm: str,
-    runs: Sequence[Run],
-    segments: Sequence[Divided],
-    limits: tuple[float, float],
-    known: Mapping[int, PairedDifference],
+    bench: Bench, by: _By, arm: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
 ) -> ArmVerdict:
-    """`limits` are those of the average and of segments; `known` are the pairs compared before."""
+    """`known` are the pairs compared before."""
     broken = [run for run in runs if run.arm == arm and run.broke]
     seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
     pairs = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
     losses = []
     for seed in seeds:
-        before, after = held_out(bench.out, control, seed), held_out(bench.out, arm, seed)
+        before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
         if seed not in pairs:
             pairs[seed] = paired_difference(before.logits, after.logits, labels, seed=seed)
@@ -155,10 +165,10 @@ def _judge(
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
     if not seeds:
         return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
-    several = sum(len(part.names) for part in segments)
+    several = sum(len(part.names) for part in by.segments)
 
     def judge(part: Divided, limit: float, tail: float) -> list[Judgement]:
-        found = spreads(losses, part.group, len(part.names))
+        found = spreads(losses, part.group, len(part.names), clusters=by.clusters)
         clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
         return [
             Judgement(name=name, spread=spread, clicks=int(count), limit=limit, tail=tail)
@@ -169,7 +179,7 @@ def _judge(
     return ArmVerdict(
         name=arm,
         pairs=pairs,
-        average=judge(everything, limits[0], ERROR)[0],
-        segments=tuple(j for part in segments for j in judge(part, limits[1], ERROR / several)),
+        average=judge(everything, by.limit, ERROR)[0],
+        segments=tuple(j for part in by.segments for j in judge(part, by.segment_limit, ERROR / several)),
         broke=broke,
     )

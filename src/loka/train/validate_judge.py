@@ -104,6 +104,7 @@ class Judgement:
             "mean": number_to_json(spread.mean),
             "between_pairs": number_to_json(spread.between),
             "rows_error": number_to_json(spread.rows_error),
+            "clusters": spread.clusters,
             "limit": self.limit,
             "tail": self.tail,
             "ne_percent": estimate_to_json(self.ne_percent),
@@ -121,6 +122,7 @@ class Judgement:
             rows=content["rows"],
             between=float(content["between_pairs"]),
             rows_error=float(content["rows_error"]),
+            clusters=content.get("clusters"),
         )
         return cls(
             name=content["name"],

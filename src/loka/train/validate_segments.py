@@ -21,6 +21,7 @@ from loka.train.segments import OTHER, Segments
 _MOST = 64  # of one division: more, and no interval is narrow enough to say anything
 
 Values = npt.NDArray[np.generic]
+Read = Callable[[Batch], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Division:
     with the groups' names. `name` says what it goes by."""
 
     name: str
-    read: Callable[[Batch], torch.Tensor]
+    read: Read
     split: Callable[[Values], tuple[npt.NDArray[np.int64], tuple[str, ...]]]
 
 
@@ -77,7 +78,7 @@ def frequent_ids(feature: int, count: int = 4) -> Division:
     return Division(f"sparse:{feature}", lambda batch: batch.sparse[:, feature], split)
 
 
-def by_value(name: str, read: Callable[[Batch], torch.Tensor]) -> Division:
+def by_value(name: str, read: Read) -> Division:
     """By `read(batch) -> [B]`, which must not look at labels: a segment for each value."""
 
     def split(values: Values) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
@@ -124,6 +125,16 @@ def division_named(text: str, source: Source) -> Division:
     return dense_quantiles(feature, parts) if kind == "dense" else frequent_ids(feature, parts)
 
 
+def cluster_named(text: str, source: Source) -> int:
+    """The sparse feature that sparse:FEATURE names. Raises UnknownName where there is none."""
+    kind, _, number = text.partition(":")
+    count = len(source.vocab_sizes)
+    if kind != "sparse" or not number.isdecimal() or int(number) >= count:
+        way_out = f"sparse:0 to sparse:{count - 1}" if count else "these rows have no sparse features"
+        raise UnknownName(f"--cluster {text}: there is no such sparse feature", way_out=way_out)
+    return int(number)
+
+
 def default_divisions(source: Source) -> list[Division]:
     """Quarters of the first dense feature and the most frequent ids of the first sparse one."""
     found = [dense_quantiles(0)] if source.dense_features else []
@@ -132,18 +143,29 @@ def default_divisions(source: Source) -> list[Division]:
 
 def divide(source: Source, divisions: Sequence[Division], *, batch_size: int) -> list[Divided]:
     """Where each row of `source` falls, in order. Reads the rows once if there is anything to divide."""
-    if not divisions:
-        return []
-    read: list[list[npt.NDArray[np.generic]]] = [[] for _ in divisions]
-    for batch in source.batches(batch_size):
-        for column, division in zip(read, divisions, strict=True):
-            values = division.read(batch)
-            if values.shape != (len(batch),):
-                shape = tuple(values.shape)
-                raise DataRefused(f"{division.name} gives {shape} for a batch of {len(batch)}, not [B]")
-            column.append(values.detach().cpu().numpy())
     found = []
-    for column, division in zip(read, divisions, strict=True):
-        group, names = division.split(np.concatenate(column))
+    reads = [(division.name, division.read) for division in divisions]
+    for values, division in zip(_columns(source, reads, batch_size), divisions, strict=True):
+        group, names = division.split(values)
         found.append(Divided(names, group))
     return found
+
+
+def clusters_of(source: Source, feature: int, *, batch_size: int) -> npt.NDArray[np.int64]:
+    """The id [N] of each row in a sparse feature, such as its user: rows of one id come together."""
+    name = f"sparse:{feature}"
+    (ids,) = _columns(source, [(name, lambda batch: batch.sparse[:, feature])], batch_size)
+    return ids.astype(np.int64)
+
+
+def _columns(source: Source, reads: Sequence[tuple[str, Read]], batch_size: int) -> list[Values]:
+    """What each of `reads` gives of all rows, in order. Reads no row where there is nothing to read."""
+    found: list[list[Values]] = [[] for _ in reads]
+    for batch in source.batches(batch_size) if reads else ():
+        for column, (name, read) in zip(found, reads, strict=True):
+            values = read(batch)
+            if values.shape != (len(batch),):
+                shape = tuple(values.shape)
+                raise DataRefused(f"{name} gives {shape} for a batch of {len(batch)}, not [B]")
+            column.append(values.detach().cpu().numpy())
+    return [np.concatenate(column) for column in found]

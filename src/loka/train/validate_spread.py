@@ -16,7 +16,9 @@ rows' means over pairs, less what rest contributes to them (two-way layout; Came
     half^2 = t(S-1)^2 var(r) / S  +  t(N-1)^2 var(row) / N
 
 whose coverage is at least the nominal one for normal errors (Banerjee, Sankhya 22, 1960). Rows of one
-request or one user are taken for independent: where they are not, the second part is too small.
+user or one request come together and are no independent draws. Where it is known which they are, the sum
+of u over such a cluster takes the place of a row's, and their number that of N (Liang and Zeger,
+Biometrika 73, 1986); else each row counts by itself, and the second part may be too small.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Spread:
 
     `between` is the standard deviation between pairs; `rows_error` the standard error that the choice
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
+    `clusters` counts what was drawn independently; None: each row was.
     """
 
     mean: float
@@ -50,18 +53,23 @@ class Spread:
     rows: int
     between: float
     rows_error: float
+    clusters: int | None = None
+
+    @property
+    def draws(self) -> int:
+        return self.rows if self.clusters is None else self.clusters
 
     def half_width(self, tail: float, *, pairs: int | None = None) -> float:
         """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same spread."""
         count = pairs or self.pairs
-        if self.pairs < 2 or self.rows < 2 or not math.isfinite(self.between + self.rows_error):
+        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between + self.rows_error):
             return math.inf
         seeds = student_t(count - 1, tail) * self.between / math.sqrt(count) if count > 1 else math.inf
         return math.hypot(seeds, self.rows_half(tail))
 
     def rows_half(self, tail: float) -> float:
         """The part of the half-width that no number of pairs reduces."""
-        return student_t(self.rows - 1, tail) * self.rows_error
+        return student_t(self.draws - 1, tail) * self.rows_error
 
     def interval(self, tail: float) -> Estimate:
         """Of other seeds and other rows: what a verdict needs."""
@@ -99,16 +107,23 @@ class Spread:
 
 
 def spreads(
-    losses: Iterable[tuple[Floats, Floats]], groups: npt.NDArray[np.int64], count: int
+    losses: Iterable[tuple[Floats, Floats]],
+    groups: npt.NDArray[np.int64],
+    count: int,
+    *,
+    clusters: npt.NDArray[np.int64] | None = None,
 ) -> list[Spread]:
     """One `Spread` for each of `count` groups of rows, each relative to the control's loss in it.
 
     Args:
         losses: of each pair, the control's and the other's loss per row, both [N]; read once.
         groups: [N], the group of each row, 0 to count - 1.
+        clusters: [N], equal for rows that are not independent; None: all of them are.
     """
     sizes = np.bincount(groups, minlength=count).astype(np.float64)
-    row_sums = np.zeros(len(groups))
+    draw, of_draw = _draws(groups, count, clusters)
+    draws = np.bincount(of_draw, minlength=count).astype(np.float64)
+    draw_sums = np.zeros(len(of_draw))
     squares = np.zeros(count)
     ratios = []
     with np.errstate(divide="ignore", invalid="ignore"):  # an empty group has no mean: nan
@@ -117,16 +132,18 @@ def spreads(
             base = _sums(groups, control, count) / sizes
             ratio = _sums(groups, difference, count) / sizes / base
             residual = (difference - ratio[groups] * control) / base[groups]
-            row_sums += residual
-            squares += _sums(groups, residual * residual, count)
+            if draw is not None:
+                residual = _sums(draw, residual, len(of_draw))
+            draw_sums += residual
+            squares += _sums(of_draw, residual * residual, count)
             ratios.append(100 * ratio)
         pairs = len(ratios)
         of_pairs = np.stack(ratios)
         between = of_pairs.std(axis=0, ddof=1) if pairs > 1 else np.full(count, math.nan)
-        by_row = _sums(groups, np.square(row_sums / pairs), count)
-        rows_variance = by_row / (sizes - 1) / sizes
-        freedom = max(pairs - 1, 1) * (sizes - 1)  # one pair: `squares` equals `by_row`, and rest is 0
-        rest = (squares - pairs * by_row) / freedom / (pairs * sizes)
+        by_draw = _sums(of_draw, np.square(draw_sums / pairs), count)
+        rows_variance = by_draw * draws / (draws - 1) / sizes**2
+        freedom = max(pairs - 1, 1) * (draws - 1)  # one pair: `squares` equals `by_draw`, and rest is 0
+        rest = (squares - pairs * by_draw) / freedom * draws / (pairs * sizes**2)
         rows_error = 100 * np.sqrt(np.maximum(rows_variance - rest, 0))
     return [
         Spread(
@@ -135,9 +152,21 @@ def spreads(
             rows=int(sizes[group]),
             between=float(between[group]),
             rows_error=float(rows_error[group]),
+            clusters=None if clusters is None else int(draws[group]),
         )
         for group in range(count)
     ]
+
+
+def _draws(
+    groups: npt.NDArray[np.int64], count: int, clusters: npt.NDArray[np.int64] | None
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
+    """Of each row its draw, a cluster's part in a group, and of each draw its group; None: rows are draws."""
+    if clusters is None:
+        return None, groups
+    known, cluster = np.unique(clusters, return_inverse=True)
+    found, draw = np.unique(groups * len(known) + cluster, return_inverse=True)
+    return draw.astype(np.int64), found // max(len(known), 1)
 
 
 def _sums(groups: npt.NDArray[np.int64], values: Floats, count: int) -> Floats:
