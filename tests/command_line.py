@@ -10,6 +10,8 @@ from unittest import mock
 
 from loka.cli import main
 
+SMALL = ("--rows", "3000", "--batch-size", "256")
+
 
 def loka(*arguments: object, cwd: Path, fails: bool = False) -> str:
     """What it prints to both streams; `fails` says whether its exit status is to be other than 0."""

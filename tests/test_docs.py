@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 
-def run(code: str, folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(code: str, name: str, folder: Path) -> str:
+    """In a process of its own and an empty folder."""
+    (empty := folder / "empty").mkdir()
+    return run_script(code, name=name, cwd=empty, output=folder / "printed")
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
-    printed = run("\n".join(blocks), tmp_path)
+    printed = run("\n".join(blocks), page.name, tmp_path)
     for shown in re.findall(r"prints\n\n```text\n(.*?)```", page.read_text(), flags=re.S):
         assert shown.strip() in printed
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
-    run(example.read_text(), tmp_path)
+    run(example.read_text(), example.name, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import command_line
 import pytest
 from bench_fakes import install, libraries
+from forked import start_loka
 
 from loka.cli.gemm import GemmConfig, run_gemm_bench
 from loka.core.budget import Budget
@@ -201,23 +199,20 @@ def test_a_damaged_result_is_not_overwritten(config: GemmConfig, monkeypatch: py
     assert len(file.read_bytes()) == 300
 
 
-def loka(*arguments: object, cwd: Path, fails: bool = False) -> str:
-    """In a process of its own: kernels here are fakes."""
-    result = subprocess.run(
-        [sys.executable, "-m", "loka", "bench", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert (result.returncode != 0) == fails, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stdout + result.stderr
+def bench(*arguments: object, cwd: Path, fails: bool = False) -> str:
+    """What it prints in a process of its own: kernels here are fakes."""
+    output = cwd / "printed"
+    process = start_loka("bench", *arguments, cwd=cwd, output=output)
+    process.join()
+    text = output.read_text()
+    assert (process.exitcode != 0) == fails, text
+    assert "Traceback" not in text
+    return text
 
 
 def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) -> None:
     (tmp_path / "suite.csv").write_text(SUITE)
-    text = loka(
+    text = bench(
         "gemm", "--shapes", "suite.csv", "--candidate", "emulated:rowwise_e4m3", "--out", "o", cwd=tmp_path
     )
     assert "Times need a GPU: errors only" in text
@@ -230,10 +225,10 @@ def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) 
         "gemm.json",
         "gemm.txt",
     }
-    assert "no times to draw" in loka("plot", "o/gemm.json", cwd=tmp_path, fails=True)
-    assert "2 distinct linear shapes" in loka("show", "o/gemm.json", cwd=tmp_path)
+    assert "no times to draw" in bench("plot", "o/gemm.json", cwd=tmp_path, fails=True)
+    assert "2 distinct linear shapes" in bench("show", "o/gemm.json", cwd=tmp_path)
     # A part of LoKA's own suite; the same folder takes it over.
-    text = loka(
+    text = bench(
         "gemm", "--model", "torcheasyrec*", "--candidate", "emulated:rowwise_e4m3",
         "--draws", 2, "--out", "o", cwd=tmp_path,
     )  # fmt: skip

@@ -2,27 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
+import shutil
+import signal
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from command_line import loka
+from command_line import SMALL, loka
+from forked import start_loka
 
-SMALL = ["--rows", "3000", "--batch-size", "256"]
+from loka.cli import arms, demo
+from loka.core.exceptions import LokaError
+from loka.probe import Settings, measure
+from loka.train import newest_step
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which probe, measure and plan ran."""
-    folder = tmp_path_factory.mktemp("cli")
-    loka("probe", "--model", "dcnv2", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
-    loka("measure", "stats", "--out", "report.json", "--candidate", "emulated:rowwise_e4m3", cwd=folder)
+    folder = shutil.copytree(measured, tmp_path_factory.mktemp("cli") / "folder")
     loka("plan", "report.json", "--out", "plan.json", cwd=folder)
     return folder
+
+
+def kill_at_step(step: int, checkpoints: Path, process: BaseProcess) -> None:
+    deadline = time.monotonic() + 60
+    while newest_step(checkpoints) < step and process.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an own model, of two linear layers."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, dense_features, vocab_sizes):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(dense_features, 37)\n"
+        "        self.b = torch.nn.Linear(37, 1)\n"
+        "    def forward(self, dense, sparse):\n"
+        "        return self.b(torch.relu(self.a(dense))).squeeze(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return "mine:Net"
 
 
 def test_doctor_explains_every_candidate(tmp_path: Path) -> None:
@@ -33,27 +65,27 @@ def test_doctor_explains_every_candidate(tmp_path: Path) -> None:
 
 
 def test_stage_by_stage(folder: Path) -> None:
-    text = loka("train", "--model", "dcnv2", *SMALL, "--plan", "plan.json", cwd=folder)
+    text = loka("train", "--model", "dlrm", *SMALL, "--plan", "plan.json", cwd=folder)
     assert "sites in FP8" in text
     assert "held out: ne " in text
-    assert "deep.0/output" in text
-    loka("plan", "report.json", "--out", "other.json", "--force", "deep.*=hp", cwd=folder)
+    assert "top.0/output" in text
+    loka("plan", "report.json", "--out", "other.json", "--force", "top.*=hp", cwd=folder)
     text = loka("diff", "plan.json", "other.json", cwd=folder)
-    assert "deep.0/output" in text
-    assert "forced by 'deep.*'" in text
+    assert "top.0/output" in text
+    assert "forced by 'top.*'" in text
 
 
 def test_plan_for_another_model(folder: Path) -> None:
     text = loka("train", "--model", "wukong", *SMALL, "--plan", "plan.json", cwd=folder, fails=True)
     assert "PlanMismatch" in text
-    assert "cross.0.v" in text
+    assert "layers.0." in text
     assert "Way out" in text
 
 
 def test_damaged_plan(folder: Path, tmp_path: Path) -> None:
     plan = (folder / "plan.json").read_bytes()
     (tmp_path / "plan.json").write_bytes(plan[: len(plan) // 2])
-    text = loka("train", "--model", "dcnv2", "--plan", "plan.json", cwd=tmp_path, fails=True)
+    text = loka("train", "--model", "dlrm", "--plan", "plan.json", cwd=tmp_path, fails=True)
     assert "truncated" in text
     (tmp_path / "plan.json").write_bytes(
         plan.replace(b'"keep_prediction": true', b'"keep_prediction": false')
@@ -82,28 +114,22 @@ def test_what_was_replaced_is_counted_over_both_parts(tmp_path: Path) -> None:
     assert "rows read: 13 missing dense values" in text
 
 
-def test_own_model_by_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self, dense_features, vocab_sizes):\n"
-        "        super().__init__()\n"
-        "        self.a = torch.nn.Linear(dense_features, 37)\n"
-        "        self.b = torch.nn.Linear(37, 1)\n"
-        "    def forward(self, dense, sparse):\n"
-        "        return self.b(torch.relu(self.a(dense))).squeeze(1)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    text = loka("probe", "--model", "mine:Net", *SMALL, cwd=tmp_path)
+def test_own_model_by_factory(net: str, tmp_path: Path) -> None:
+    text = loka("probe", "--model", net, *SMALL, cwd=tmp_path)
     assert "written: stats" in text
     assert (tmp_path / "stats" / "stats.json").exists()
 
 
-def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path: Path) -> None:
-    arguments = ("demo", "--model", "dcnv2", *SMALL, "--pairs", 2, "--out", "out")
+def test_demo_writes_its_records_and_goes_on_when_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every candidate is measured, each coarsely."""
+    coarse = Settings(rows=64, max_draws=4)
+    monkeypatch.setattr(demo, "measure", functools.partial(measure, settings=coarse))
+    arguments = ("demo", "--model", "dlrm", *SMALL, "--pairs", 2, "--out", "out")
     text = loka(*arguments, cwd=tmp_path)
     for part in (
-        "Plan for DCNv2",
+        "Plan for DLRM",
         "FP8 GEMMs that ran",
         "paired difference",
         "mean of 2 pairs",
@@ -111,7 +137,7 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path: Path) 
     ):
         assert part in text
     assert "never ran" not in text
-    made = tmp_path / "out" / "dcnv2"
+    made = tmp_path / "out" / "dlrm"
     assert {"stats", "report.json", "plan.json", "train.json"} <= {p.name for p in made.iterdir()}
     content = json.loads((made / "train.json").read_text())["content"]
     assert len(content["pairs"]) == 2
@@ -119,26 +145,19 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path: Path) 
     again = loka(*arguments, cwd=tmp_path)
     assert again.splitlines()[-12:] == text.splitlines()[-12:] or "paired difference" in again
     assert json.loads((made / "train.json").read_text())["content"]["pairs"] == content["pairs"]
-    other = loka("demo", "--model", "dcnv2", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
+    other = loka("demo", "--model", "dlrm", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
     assert "holds another demo" in other
     assert "rows: 3000 there, 4000 now" in other
 
 
 def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoints, twice; then the same command, by plan."""
-    arguments = ["train", "--model", "dcnv2", *SMALL, "--plan", folder / "plan.json", "--checkpoint-every", 2]
+    arguments = ["train", "--model", "dlrm", *SMALL, "--plan", folder / "plan.json", "--checkpoint-every", 2]
     whole = loka(*arguments, "--checkpoints", "whole", cwd=tmp_path)
-    command = [sys.executable, "-m", "loka", *map(str, arguments), "--checkpoints", "killed"]
-    for wanted in ("step-00000002", "step-00000006"):
-        process = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "killed" / wanted).exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.kill()
-        process.wait()
+    for step in (2, 6):
+        command = (*arguments, "--checkpoints", "killed")
+        process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed")
+        kill_at_step(step, tmp_path / "killed", process)
     resumed = loka(*arguments, "--checkpoints", "killed", cwd=tmp_path)
     assert "continued from step" in resumed
 
@@ -149,37 +168,24 @@ def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path
     assert len(judged(whole)) > 3
 
 
-def test_a_killed_demo_watches_every_step_again(tmp_path: Path) -> None:
-    """SIGKILL during the probed run; the rerun's statistics cover all of its steps."""
-    arguments = [
-        "demo",
-        "--model",
-        "dcnv2",
-        "--rows",
-        18_000,
-        "--batch-size",
-        64,
-        "--pairs",
-        1,
-        "--out",
-        "out",
-    ]
-    command = [sys.executable, "-m", "loka", *map(str, arguments)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, env=environ)
-    checkpoint = tmp_path / "out" / "dcnv2" / "arms" / "bf16-0" / "checkpoints" / "step-00000200"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**environ, "PYTHONUNBUFFERED": "1"}
-    ) as again:
-        assert again.stdout is not None
-        assert any("of 225 steps sampled" in line for line in again.stdout)
-        again.kill()  # what comes after it, other tests run
+def test_a_killed_demo_watches_every_step_again(
+    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL during the probed run, after a checkpoint; the rerun's statistics cover all of its steps."""
+    command = ("demo", "--model", net, "--rows", 18_000, "--batch-size", 64, "--pairs", 1, "--out", "out")
+    process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed", _CHECKPOINT_EVERY=20)
+    arm = tmp_path / "out" / "mine-Net" / "arms" / "bf16-0"
+    kill_at_step(20, arm / "checkpoints", process)
+    assert not (arm / "arm.json").exists(), "the probed run had ended"
+
+    def enough(*args: object, **options: object) -> None:
+        raise LokaError("what comes after it, other tests run")
+
+    monkeypatch.setattr(arms, "_CHECKPOINT_EVERY", 20)
+    monkeypatch.setattr(demo, "measure", enough)
+    text = loka(*command, cwd=tmp_path, fails=True)
+    assert "of 225 steps sampled" in text
+    assert "other tests run" in text
 
 
 @pytest.mark.parametrize(

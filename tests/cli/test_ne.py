@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_cli import SMALL, loka
+from command_line import loka
 from typer.testing import CliRunner
 
 from loka.cli.app import app
@@ -16,12 +17,8 @@ from loka.core.stats import Stats
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ne")
-    loka("probe", "--model", "dcnv2", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
-    candidates = [f"--candidate=emulated:{name}" for name in ("rowwise_e4m3", "tensorwise_e4m3")]
-    loka("measure", "stats", "--out", "report.json", *candidates, cwd=folder)
-    return folder
+def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(measured, tmp_path_factory.mktemp("ne") / "folder")
 
 
 def test_a_budget_is_spent_and_told(folder: Path) -> None:

@@ -84,7 +84,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> FakeSteps:
 
 def config_in(out: Path, **changes: Any) -> StepConfig:
     config = StepConfig(
-        model="wukong",
+        model="dlrm",
         batch_size=32,
         out=out,
         command="loka bench step",
@@ -104,7 +104,7 @@ def data() -> Data:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, data: Data) -> Report:
-    """A report over emulated kernels at all sites of a small Wukong."""
+    """A report over emulated kernels at all sites of a small DLRM."""
     config = config_in(tmp_path_factory.mktemp("measured"))
     return step._report(config, data)
 
@@ -131,7 +131,7 @@ def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.M
     """The command from end to end; a failing arm stands in the table with its reason."""
     broken = f"{EVERYWHERE[1]} everywhere"
     steps.failures = {broken: "RuntimeError: no kernel image"}
-    command = ["bench", "step", "--model", "wukong", "--batch-size", "32", "--device", "cpu", "--eager"]
+    command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
     command += ["--candidate", ROWWISE, "--rounds", "11", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0
@@ -152,7 +152,7 @@ def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.M
     assert content["arms"][DISPATCH]["microseconds"] == [1000.0, 950.0, 1050.0]
     assert content["arms"][DISPATCH]["speedup"] == [2.0, 1.9, 2.1]
     assert content["arms"][DISPATCH]["low_precision"] == 1
-    assert (content["model"], content["batch"], content["compiled"]) == ("wukong", 32, False)
+    assert (content["model"], content["batch"], content["compiled"]) == ("dlrm", 32, False)
     assert content["machine"]["torch"] == torch.__version__
 
     decided = Plan.load(tmp_path / "plan.json")

@@ -246,7 +246,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -
 
 def test_bench_step_from_the_command_line(losses: list[dict[str, float]], tmp_path: Path) -> None:
     """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
-    command = ["bench", "step", "--model", "wukong", "--batch-size", "32", "--device", "cpu", "--eager"]
+    command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
     command += ["--candidate", "emulated:rowwise_e4m3", "--candidate", "torch:tensorwise_e4m3"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
@@ -261,7 +261,7 @@ def test_bench_step_from_the_command_line(losses: list[dict[str, float]], tmp_pa
 
 
 def test_bench_step_refuses_an_unknown_arm(tmp_path: Path, losses: list[dict[str, float]]) -> None:
-    command = ["bench", "step", "--model", "wukong", "--device", "cpu", "--batch-size", "32"]
+    command = ["bench", "step", "--model", "dlrm", "--device", "cpu", "--batch-size", "32"]
     done = CliRunner().invoke(app, [*command, "--arm", "magic", "--out", str(tmp_path)])
     assert "no arm is called magic" in str(done.exception)
     assert "dispatch (plan)" in str(done.exception)
