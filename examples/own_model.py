@@ -20,7 +20,7 @@ optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 def train(steps: int) -> float:
     loss = torch.tensor(0.0)
     for _ in range(steps):
-        x = torch.randn(256, 13, device=device)
+        x = torch.randn(128, 13, device=device)
         clicked = (x[:, :4].prod(dim=1, keepdim=True) > 0).float()
         with torch.autocast(device, torch.bfloat16):
             logits = model(x)
@@ -31,12 +31,12 @@ def train(steps: int) -> float:
     return loss.item()
 
 
-with loka.Probe(model, every=10) as probe:
-    print("bf16 loss", train(50))
+with loka.Probe(model, every=5) as probe:
+    print("bf16 loss", train(20))
 plan = loka.plan(loka.measure(probe.stats(), device=device))
 print(plan)
 loka.convert(model, plan)
-print("loss by plan", train(50))
+print("loss by plan", train(20))
 for site, counts in loka.health_of(model).items():
     print(f"{site}: {counts['runs']} FP8 GEMMs")
 loka.revert(model)

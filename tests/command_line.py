@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
 from pathlib import Path
 from unittest import mock
 
 from loka.cli import main
+from loka.probe import Settings, measure
 
 SMALL = ("--rows", "3000", "--batch-size", "256")
+measure_coarsely = functools.partial(measure, settings=Settings(rows=64, max_draws=4))
+"""Takes the place of `measure` in commands where every error is wanted, and none to a tenth of a dB."""
 
 
 def loka(*arguments: object, cwd: Path, fails: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -39,6 +40,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
     with contextlib.suppress(ImportError, AttributeError):  # no triton, or one with another interpreter
         _without_repeated_work()
+
+gc.freeze()  # torch and triton stay to the end: no collection of garbage needs to look through them
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or their libraries would report leaks at exit
 
 
 @pytest.fixture

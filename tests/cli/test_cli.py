@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
@@ -12,12 +11,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, loka
+from command_line import SMALL, loka, measure_coarsely
 from forked import start_loka
 
 from loka.cli import arms, demo
 from loka.core.exceptions import LokaError
-from loka.probe import Settings, measure
 from loka.train import newest_step
 
 
@@ -123,9 +121,7 @@ def test_own_model_by_factory(net: str, tmp_path: Path) -> None:
 def test_demo_writes_its_records_and_goes_on_when_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every candidate is measured, each coarsely."""
-    coarse = Settings(rows=64, max_draws=4)
-    monkeypatch.setattr(demo, "measure", functools.partial(measure, settings=coarse))
+    monkeypatch.setattr(demo, "measure", measure_coarsely)
     arguments = ("demo", "--model", "dlrm", *SMALL, "--pairs", 2, "--out", "out")
     text = loka(*arguments, cwd=tmp_path)
     for part in (
@@ -154,7 +150,7 @@ def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path
     """SIGKILL after the first checkpoints, twice; then the same command, by plan."""
     arguments = ["train", "--model", "dlrm", *SMALL, "--plan", folder / "plan.json", "--checkpoint-every", 2]
     whole = loka(*arguments, "--checkpoints", "whole", cwd=tmp_path)
-    for step in (2, 6):
+    for step in (2, 4):
         command = (*arguments, "--checkpoints", "killed")
         process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed")
         kill_at_step(step, tmp_path / "killed", process)

@@ -7,12 +7,13 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import measure_coarsely
 from torch import nn
 from typer.testing import CliRunner
 
@@ -71,6 +72,13 @@ class FakeSteps:
             speedup = Estimate(1.0 + place, 0.9 + place, 1.1 + place)
             on_result(StepTime(name=name, microseconds=time, speedup=speedup, low_precision=place))
         return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def measured_coarsely() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "measure", measure_coarsely)
+        yield
 
 
 @pytest.fixture

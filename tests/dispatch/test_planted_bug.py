@@ -54,6 +54,15 @@ def result(example: ModuleType, stats: loka.Stats):
     return example.measured(stats)
 
 
+def test_the_page_shows_the_table_that_the_example_prints(example: ModuleType, result) -> None:
+    """Row by row; last digits may differ from processor to processor."""
+    page = (ROOT / "docs" / "self_check.md").read_text()
+    shown = re.findall(r"^\| ((?:standard normal|learnt) \| .*?) \| [-\d]", page, flags=re.M)
+    assert len(shown) == 16
+    printed = example.table(*result).splitlines()[1:]
+    assert [" | ".join(re.split(r"\s{2,}", line)[:3]) for line in printed] == shown
+
+
 def test_standard_normal_inputs_miss_it(result) -> None:
     found, same = result
     for bug in BUGS:

@@ -376,7 +376,7 @@ def test_folders_from_before_there_were_chains(tmp_path: Path) -> None:
 def test_as_many_steps_as_the_overhead_allows() -> None:
     """Here a sampled step costs tens of plain ones: the two on trust, and then none for long."""
     torch.manual_seed(0)
-    plain = odd_mlp()
+    plain = nn.Sequential(nn.Linear(13, 37), nn.ReLU(), nn.Linear(37, 1))
     watched = copy.deepcopy(plain)
     train_steps(plain, 80)
     with loka.Probe(watched, every="auto", overhead=0.01) as probe:

@@ -1,18 +1,18 @@
 """Trains by a plan in a fork for each folder that it is told, so that each can be killed.
 
 What every process would do first (imports, self-checks of kernels) is done once, before the first fork.
-In: a line with a folder. Out: `pid N`, `step N` after each, `end {..}` where it gets that far, `gone`.
+In: folders. Out: `pid N`, `step N` after each, `end {..}` where it gets that far, `gone`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-import torch._dynamo  # building the first optimizer imports it, which takes as long as torch
 from fp8_run import CONFIG, digest, make_plan, tower
 from small_run import RandomRows
 
@@ -21,12 +21,27 @@ from loka.dispatch import convert
 from loka.train import load_newest, train
 from loka.train.state import plan_in
 
-
-def say(text: str) -> None:
-    print(text, flush=True)
+Say = Callable[[str], None]
 
 
-def run(folder: Path, plan: Plan, steps: int) -> None:
+def serve(client: Connection, steps: int) -> None:
+    torch.set_num_threads(1)
+    plan = make_plan()
+    convert(tower(), plan)
+    while True:
+        try:
+            folder = client.recv()
+        except EOFError:
+            return
+        if not (pid := os.fork()):
+            client.send(f"pid {os.getpid()}")
+            run(folder, plan, steps, client.send)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        client.send("gone")
+
+
+def run(folder: Path, plan: Plan, steps: int, say: Say) -> None:
     """A process that finds a checkpoint goes on by the plan in it, and from other weights than the first."""
     found = load_newest(folder)
     by = plan_in(found.state, "given_plan") if found else plan
@@ -43,16 +58,3 @@ def run(folder: Path, plan: Plan, steps: int) -> None:
     assert end is not None
     said = {"resumed": result.resumed_from, "state": digest(end.state), "reading": repr(result.reading)}
     say(f"end {json.dumps(said)}")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    plan, steps = make_plan(), int(sys.argv[1])
-    convert(tower(), plan)
-    for line in sys.stdin:
-        if not (pid := os.fork()):
-            say(f"pid {os.getpid()}")
-            run(Path(line.strip()), plan, steps)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        say("gone")

@@ -7,15 +7,16 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import SERVER
 from fp8_run import CONFIG, digest, make_plan, tower
+from fp8_server import serve
 from small_run import RandomRows
 
 from loka.core.exceptions import CheckpointRefused
@@ -26,7 +27,6 @@ from loka.train.state import plan_in
 
 KILLS = 20
 STEPS = 90
-Server = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -38,38 +38,32 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    command = [sys.executable, str(Path(__file__).with_name("fp8_server.py")), str(STEPS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as server:
-        yield server
-        assert server.stdin is not None
-        server.stdin.close()
+def server() -> Iterator[Connection]:
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=serve, args=(theirs, STEPS))
+    process.start()
+    theirs.close()
+    yield ours
+    ours.close()
+    process.join()
 
 
-def start(server: Server, folder: Path) -> int:
-    assert server.stdin is not None
-    print(folder, file=server.stdin, flush=True)
+def start(server: Connection, folder: Path) -> int:
+    server.send(folder)
     return int(heard(server, "pid"))
 
 
-def heard(server: Server, wanted: str) -> str:
-    assert server.stdout is not None
-    kind, _, text = server.stdout.readline().strip().partition(" ")
+def heard(server: Connection, wanted: str) -> str:
+    kind, _, text = server.recv().partition(" ")
     assert kind == wanted, f"{kind} {text}"
     return text
 
 
-def rest(server: Server) -> list[str]:
-    assert server.stdout is not None
-    lines = list(iter(lambda: server.stdout.readline().strip(), "gone"))
-    assert "" not in lines, "the server ended"
-    return lines
+def rest(server: Connection) -> list[str]:
+    return list(iter(server.recv, "gone"))
 
 
-def test_twenty_kills_change_no_bit(tmp_path: Path, server: Server) -> None:
+def test_twenty_kills_change_no_bit(tmp_path: Path, server: Connection) -> None:
     """SIGKILL some steps and a part of a step or of a save after the start, twenty times over. Weights,
     optimizers, scales with histories, counters, metrics, random state and plan end as without."""
     moments, reached, resumed = random.Random(0), 0, 0

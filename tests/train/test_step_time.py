@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import measure_coarsely
 from torch import nn
 from typer.testing import CliRunner
 
+from loka.cli import step
 from loka.cli.app import app
 from loka.core.error import Estimate
 from loka.core.files import read_record
@@ -244,8 +246,11 @@ def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -
     assert len(graph) == 3, "one graph of all its layers"
 
 
-def test_bench_step_from_the_command_line(losses: list[dict[str, float]], tmp_path: Path) -> None:
+def test_bench_step_from_the_command_line(
+    losses: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
+    monkeypatch.setattr(step, "measure", measure_coarsely)
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
     command += ["--candidate", "emulated:rowwise_e4m3", "--candidate", "torch:tensorwise_e4m3"]
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)], catch_exceptions=False)

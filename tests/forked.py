@@ -1,0 +1,65 @@
+"""Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
+
+What they are forks of has imported `loka`, what its first optimizer or probe would, and pytest, which files
+with tests need where a child runs a function in them. It has run nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka", "pytest"])
+
+
+def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
+    """What `code` prints, to both streams, as a script in the folder `cwd`; asserts that it ends well."""
+    process = _start(_script, code, name, cwd=cwd, output=output)
+    process.join()
+    assert process.exitcode == 0, output.read_text()
+    return output.read_text()
+
+
+def start_loka(*arguments: object, cwd: Path, output: Path, **replaced: object) -> BaseProcess:
+    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, replaced in that process."""
+    return _start(_loka, [str(argument) for argument in arguments], replaced, cwd=cwd, output=output)
+
+
+def _start(work: Callable[..., None], *arguments: object, cwd: Path, output: Path) -> BaseProcess:
+    process = SERVER.Process(target=_work, args=(work, arguments, cwd, output))
+    process.start()
+    return process
+
+
+def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+def _script(code: str, name: str) -> None:
+    main = types.ModuleType("__main__")
+    with mock.patch.object(sys, "argv", [name]), mock.patch.dict(sys.modules, {"__main__": main}):
+        exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
+
+
+def _loka(arguments: list[str], replaced: dict[str, object]) -> None:
+    from loka.cli import arms, main
+
+    for name, value in replaced.items():
+        assert hasattr(arms, name), name
+        setattr(arms, name, value)
+    sys.argv = ["loka", *arguments]
+    main()
