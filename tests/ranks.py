@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,16 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import SERVER
 
 Job = Callable[[int, Path], dict[str, Any]]
 
 
 def on_ranks(job: Job, world: int, folder: Path) -> list[dict[str, Any]]:
     """What `job(rank, folder)` returned, by rank; asserts that it raised on none. `job` is pickled."""
-    server = multiprocessing.get_context("forkserver")  # torch is imported once for all of them
-    server.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka"])
-    answers = server.Queue()
-    processes = [server.Process(target=_work, args=(job, r, world, folder, answers)) for r in range(world)]
+    answers = SERVER.Queue()
+    processes = [SERVER.Process(target=_work, args=(job, r, world, folder, answers)) for r in range(world)]
     for process in processes:
         process.start()
     try:

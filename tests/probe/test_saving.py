@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import SERVER
 from torch import nn
 
 import loka
@@ -250,13 +250,11 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     folder holds a whole record, at most an interval old, or two where a save was under way; the last
     process ends with the bits of a run that nobody touched."""
     folder = tmp_path / "stats"
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka"])
     moments = random.Random(0)
     at = 0
     for _ in range(20):
-        reached = server.Value("i", -1)
-        child = server.Process(
+        reached = SERVER.Value("i", -1)
+        child = SERVER.Process(
             target=learn, args=(folder,), kwargs={"until": 1 << 30, "resume": True, "reached": reached}
         )
         child.start()

@@ -162,8 +162,11 @@ def _column_values(counts: torch.Tensor, values: torch.Tensor, generator: torch.
     steps = torch.where(positive, cell - _SIDE - 1 + inside, _SIDE - cell - inside)
     size = torch.exp2(steps / _PER_OCTAVE + _LOWEST)
     sign = torch.sign(cell - _SIDE).to(size)
-    quantiles = (size * sign).t().to(values)
-    return torch.empty_like(values).scatter_(0, values.argsort(dim=0), quantiles)
+    quantiles = (size * sign).to(values)
+    ranked = (
+        values.t().contiguous().argsort(dim=1)
+    )  # by columns as they do not lie, it takes three times as long
+    return torch.empty_like(quantiles).scatter_(1, ranked, quantiles).t().contiguous()
 
 
 def _places(m: int, k: int, generator: torch.Generator) -> torch.Tensor:
