@@ -1,7 +1,7 @@
 """Fp8Linears that read one tensor, run as one (core/shared_input.py has what is computed).
 
-    first layer called    quantizes x once, [y_1, .., y_n] = x [W_1; ..; W_n]^T, keeps y_2 .. y_n
-    the others            take what was kept for this very tensor
+    first layer     quantizes x once, [y_1, .., y_n] = x [W_1; ..; W_n]^T, keeps y_2 .. y_n
+    the others      take what was kept for this very tensor
 
 The user's own forward runs as before, module by module; parameters, names and `state_dict` stay. What was
 kept is given out once, to a call with the same tensor, unchanged, under the same grad mode, autocast and
