@@ -17,6 +17,7 @@ from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
+from loka.core.shared_input import SharedInput, shared_from_json
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -81,6 +82,9 @@ class Report:
         chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
         chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
+        shared: the model's groups of linear layers that read one tensor.
+        shared_times: by the name of such a group or of a part of one: "hp", the layers by themselves in
+            FP8 ("apart"), and as one ("shared"); times are of all of them together.
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
             against the form that copies it (nn/turned.py), by path.
         no_effect: by layer, why its effect on the model's NE is not known, or is old.
@@ -98,6 +102,8 @@ class Report:
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
+    shared: tuple[SharedInput, ...] = ()
+    shared_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -246,6 +252,20 @@ def _measurement_from_json(content: Mapping[str, Any]) -> Measurement:
     )
 
 
+def _times_to_json(times: Mapping[str, Mapping[str, Measurement]]) -> dict[str, Any]:
+    return {
+        name: {candidate: _measurement_to_json(measured) for candidate, measured in each.items()}
+        for name, each in times.items()
+    }
+
+
+def _times_from_json(content: Mapping[str, Any]) -> dict[str, dict[str, Measurement]]:
+    return {
+        name: {candidate: _measurement_from_json(entry) for candidate, entry in each.items()}
+        for name, each in content.items()
+    }
+
+
 def _to_json(report: Report) -> dict[str, Any]:
     sites = {}
     for name, site in report.sites.items():
@@ -273,10 +293,9 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sharing": sharing,
         "chains": [chain.to_json() for chain in report.chains],
         "crosses": [stack.to_json() for stack in report.crosses],
-        "chain_times": {
-            name: {candidate: _measurement_to_json(measured) for candidate, measured in times.items()}
-            for name, times in report.chain_times.items()
-        },
+        "chain_times": _times_to_json(report.chain_times),
+        **({"shared": [group.to_json() for group in report.shared]} if report.shared else {}),
+        **({"shared_times": _times_to_json(report.shared_times)} if report.shared_times else {}),
         "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
@@ -310,10 +329,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
     }
     chains = chains_from_json(content.get("chains", ()), model)
     crosses = crosses_from_json(content.get("crosses", ()), chains, model)
-    chain_times = {
-        name: {candidate: _measurement_from_json(entry) for candidate, entry in times.items()}
-        for name, times in content.get("chain_times", {}).items()
-    }
+    chain_times = _times_from_json(content.get("chain_times", {}))
     wholes: list[Whole] = [*chains, *crosses]
     unknown = sorted(set(chain_times) - {whole.name for whole in wholes})
     if unknown:
@@ -329,6 +345,8 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         chains=chains,
         crosses=crosses,
         chain_times=chain_times,
+        shared=shared_from_json(content.get("shared", ()), model),
+        shared_times=_times_from_json(content.get("shared_times", {})),
         turned_times={
             path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
         },

@@ -10,7 +10,7 @@ make of it. Under a budget of NE it is the knapsack that weighs it against its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ def admitted_recipes(
 
     The comparison with its own sites is left to the caller.
     """
-    reason = _kept_apart(whole, report, budget, decisions)
+    reason = next((why for p in whole.linears if (why := kept_apart(p, report, budget, decisions))), None)
     if reason is None and isinstance(whole, Chain):
         reason = objection(whole)
     if reason is not None:
@@ -114,7 +114,7 @@ def admitted_recipes(
         if why is None and measured is not None and measured.unsupported:
             why = measured.unsupported
         if why is None and budget.chains == "measured":
-            why = _too_slow(measured, times.get(HP), budget)
+            why = too_slow(measured, times.get(HP), budget)
         if why is not None:
             refused[name] = why
         else:
@@ -138,7 +138,7 @@ def _decide(
         if granted is not None:
             why = None if granted.get(whole.name) == name else "its NE is better spent elsewhere"
         elif budget.chains == "measured":
-            why = _slower_than_sites(whole, measured, times[HP], decisions)
+            why = slower_than_sites(whole.linears, measured, times[HP], decisions)
         if why is not None:
             refused[name] = why
             continue
@@ -165,18 +165,16 @@ def _decide(
     return CrossDecision(stack=whole, **fields)
 
 
-def _kept_apart(
-    whole: Whole, report: Report, budget: Budget, decisions: Mapping[str, Decision]
-) -> str | None:
-    for path in whole.linears:
-        if budget.keep_prediction and is_prediction(report.model.layers[path].out_features):
-            return f"{path} is taken for a prediction layer"
-        for gemm in Gemm:
-            decision = decisions.get(site_name(path, gemm))
-            if decision is not None and decision.reason.startswith(("forced by", "kept by")):
-                return f"{decision.site} is {decision.reason}"
-        if site_name(path, Gemm.OUTPUT) not in decisions:
-            return f"{path} was not measured"
+def kept_apart(path: str, report: Report, budget: Budget, decisions: Mapping[str, Decision]) -> str | None:
+    """Why a linear layer may be in no whole, or None."""
+    if budget.keep_prediction and is_prediction(report.model.layers[path].out_features):
+        return f"{path} is taken for a prediction layer"
+    for gemm in Gemm:
+        decision = decisions.get(site_name(path, gemm))
+        if decision is not None and decision.reason.startswith(("forced by", "kept by")):
+            return f"{decision.site} is {decision.reason}"
+    if site_name(path, Gemm.OUTPUT) not in decisions:
+        return f"{path} was not measured"
     return None
 
 
@@ -229,7 +227,8 @@ def _of_recipe(candidate: str, recipe: str) -> bool:
     return candidate.partition("@")[0].endswith(f":{recipe}")
 
 
-def _too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budget) -> str | None:
+def too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budget) -> str | None:
+    """Why a whole is not faster than hp by as much as the budget asks, or None."""
     if measured is None or measured.speedup is None or measured.microseconds is None:
         return "not timed"
     if hp is None or hp.microseconds is None:
@@ -239,18 +238,24 @@ def _too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budg
     return None
 
 
-def _slower_than_sites(
-    whole: Whole, measured: Measurement, hp: Measurement, decisions: Mapping[str, Decision]
+def slower_than_sites(
+    linears: Sequence[str], measured: Measurement, hp: Measurement, decisions: Mapping[str, Decision]
 ) -> str | None:
+    """Why a whole that is not `too_slow` is slower than its sites as `decisions` have them, or None."""
     assert measured.microseconds is not None  # or it had been too slow
     assert hp.microseconds is not None
+    by_sites = hp.microseconds.value - max(saved_by_sites(linears, decisions), 0.0)
+    if measured.microseconds.value > by_sites:
+        return f"{measured.microseconds} us, where its sites by themselves need about {by_sites:.1f}"
+    return None
+
+
+def saved_by_sites(linears: Iterable[str], decisions: Mapping[str, Decision]) -> float:
+    """Microseconds that the sites of `linears` by themselves save over hp."""
     saved = 0.0
-    for path in whole.linears:
+    for path in linears:
         for gemm in Gemm:
             site = decisions.get(site_name(path, gemm))
             if site and site.microseconds and site.hp_microseconds:
                 saved += site.hp_microseconds.value - site.microseconds.value + site.saved_us
-    by_sites = hp.microseconds.value - max(saved, 0.0)
-    if measured.microseconds.value > by_sites:
-        return f"{measured.microseconds} us, where its sites by themselves need about {by_sites:.1f}"
-    return None
+    return saved

@@ -24,8 +24,10 @@ from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.dispatch.chains import decide_chains
+from loka.dispatch.decision import decision_of
 from loka.dispatch.joint import Choice, Layer, Option, Sharing, choose, combine, option_of, speedup_of, tied
 from loka.dispatch.ne_budget import WAY_OUT, cost_of, grant, is_forced
+from loka.dispatch.shared import decide_shared
 from loka.dispatch.turned import decide_turned
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
@@ -60,10 +62,13 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     chains, crosses, apart = decide_chains(
         report, budget, decisions, _objection, granted=granted.wholes if granted else None
     )
+    shared = decide_shared(report, budget, decisions, chains, crosses, _objection)
+    decisions = {**decisions, **shared.sites}
+    chains = {name: decided for name, decided in chains.items() if name not in shared.given_way}
     inside = {path for decided in chains.values() for path in decided.chain.linears}
     inside |= {path for decided in crosses.values() for path in decided.stack.linears}
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*apart, *(granted.notes if granted else ()), *report.notes]
+    notes += [*apart, *shared.notes, *(granted.notes if granted else ()), *report.notes]
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -74,6 +79,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         decisions=decisions,
         chains=chains,
         crosses=crosses,
+        shared=shared.groups,
         turned=decide_turned(report, budget, decisions, inside),
         notes=tuple(notes),
     )
@@ -164,9 +170,9 @@ def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str,
         if _matches(site, pattern):
             candidate = _measured_name(site, wanted)
             _check_forced(site, candidate)
-            return _decision(site, candidate, f"forced by {pattern!r}", {})
+            return decision_of(site, candidate, f"forced by {pattern!r}", {})
     kept = _kept(site, report.model, budget)
-    return None if kept is None else _decision(site, HP, kept, {})
+    return None if kept is None else decision_of(site, HP, kept, {})
 
 
 def _measured_name(site: SiteReport, wanted: str) -> str:
@@ -212,7 +218,7 @@ def _admit(
             chosen, why, lost = _least_effect(admitted)
         others = [name for name in admitted if name != chosen]
         runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
-        decision = _decision(site, chosen, why, {**rejected, **lost})
+        decision = decision_of(site, chosen, why, {**rejected, **lost})
         return replace(decision, runner_up=runner_up), {}, rejected
     options = {name: option_of(site, name) for name in (HP, *admitted)}
     return None, {name: option for name, option in options.items() if option}, rejected
@@ -248,7 +254,7 @@ def _chosen(
     if name == HP:
         return _no_candidate(site, budget, rejected)
     reason = "fastest within the budget" + _ties(ties) + _shares(choice, gemm)
-    decision = _decision(site, name, reason, rejected)
+    decision = decision_of(site, name, reason, rejected)
     runner_up = min(others, key=lambda other: others[other], default=HP)
     return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
 
@@ -332,7 +338,7 @@ def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str])
     closest = _closest(site, runnable)
     if closest:
         reason = f"{reason}; {closest}: {rejected[closest]}"
-    return _decision(site, HP, reason, rejected)
+    return decision_of(site, HP, reason, rejected)
 
 
 def _closest(site: SiteReport, runnable: list[str]) -> str | None:
@@ -345,21 +351,3 @@ def _closest(site: SiteReport, runnable: list[str]) -> str | None:
         return -measured.errors["sqnr_db"].value
 
     return min(runnable, key=rank) if runnable else None
-
-
-def _decision(site: SiteReport, candidate: str, reason: str, rejected: Mapping[str, str]) -> Decision:
-    measured = site.measurements.get(candidate, Measurement())
-    hp = site.measurements.get(HP, Measurement())
-    return Decision(
-        path=site.path,
-        problem=site.problem,
-        candidate=candidate,
-        reason=reason,
-        sqnr_db=measured.errors.get("sqnr_db"),
-        mere=measured.errors.get("mere"),
-        ne=measured.errors.get("ne"),
-        microseconds=measured.microseconds,
-        hp_microseconds=hp.microseconds,
-        speedup=measured.speedup,
-        rejected=rejected,
-    )

@@ -7,6 +7,7 @@ from loka.nn.chain import chain_snapshot, count_rounding, forget_weights
 from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
+from loka.nn.shared_input import shared_runs
 from loka.nn.unwrap import unwrap
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "is_prediction",
     "reset_health",
     "restore_linear",
+    "shared_runs",
     "signature",
     "unwrap",
 ]

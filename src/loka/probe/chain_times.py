@@ -91,7 +91,7 @@ def time_chain(
 
 def race(
     arms: Mapping[str, nn.Module],
-    sides: tuple[int, int],
+    sides: tuple[int, ...],
     first: LinearStats,
     *,
     device: torch.device,
@@ -102,7 +102,8 @@ def race(
     """Times of the same computation by several modules, "hp" among them, against each other.
 
     Args:
-        arms: by candidate; each maps `inputs` tensors [rows, sides[0]] to [rows, sides[1]].
+        arms: by candidate; each maps `inputs` tensors [rows, sides[0]] to one of each further side,
+            [rows, sides[1]], in a tuple where there are several.
         first: statistics of the first linear layer: rows, dtypes, which gradients are wanted.
     """
     steps: dict[str, Callable[[], object]] = {}
@@ -177,14 +178,14 @@ def _epilogue_modules(epilogue: Epilogue, features: int) -> Sequence[nn.Module]:
 
 
 def _step(
-    model: nn.Module, sides: tuple[int, int], first: LinearStats, device: torch.device, inputs: int
+    model: nn.Module, sides: tuple[int, ...], first: LinearStats, device: torch.device, inputs: int
 ) -> Callable[[], object]:
     generator = torch.Generator(device).manual_seed(0)
     compute = DTYPES[first.dtype]
     xs = [torch.randn(first.rows, sides[0], generator=generator, device=device) for _ in range(inputs)]
     xs = [x.to(compute).requires_grad_(first.needs_input_grad) for x in xs]
-    grad = torch.randn(first.rows, sides[1], generator=generator, device=device)
-    grad = (grad / max(first.rows, 1)).to(compute)
+    grads = [torch.randn(first.rows, side, generator=generator, device=device) for side in sides[1:]]
+    grads = [(grad / max(first.rows, 1)).to(compute) for grad in grads]
     leaves = [*xs, *model.parameters()]
     training = first.needs_input_grad or first.needs_weight_grad
     autocast = compute != DTYPES[first.weight_dtype]
@@ -198,6 +199,6 @@ def _step(
         ):
             out = model(*xs)
         if training:
-            out.backward(grad)
+            torch.autograd.backward(out, grads)
 
     return step

@@ -4,7 +4,7 @@ Between sampled steps nothing is attached to the layers: a step costs one hook o
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
 gives the same weights, bit for bit, as training without. The first sampled step also shows which
-layers feed each other: the chains and the stacks of cross layers (nn/dataflow.py). After its forward
+layers feed each other or read the same (nn/dataflow.py). After its forward
 pass one extra backward shows what quantizing each layer would cost the model (probe/sensitivity.py).
 """
 
@@ -19,13 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from loka.core.chain import Chain
-from loka.core.cross_record import CrossStack
 from loka.core.exceptions import LokaError, NotConverted
 from loka.core.problem import dtype_name
 from loka.core.stats import Stats
 from loka.nn.chain import runs_fused
-from loka.nn.dataflow import Dataflow, detach, unseen
+from loka.nn.dataflow import Dataflow, Found, detach, unseen
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
@@ -133,8 +131,7 @@ class Probe:
         self._eager = False
         self._filter = filter
         self._dataflow: Dataflow | None = None
-        self._chains: tuple[Chain, ...] | None = None
-        self._crosses: tuple[CrossStack, ...] = ()
+        self._found: Found | None = None
         self._sensitivity = Sensitivity(
             samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed
         )
@@ -228,14 +225,16 @@ class Probe:
             else "no step was sampled: the probed module itself was never called with gradients "
             "enabled (probe the wrapper that you call)"
         )
+        found = self._found or Found((), {})
         return Stats(
             model=self._signature,
             steps=self._steps,
             sampled_steps=self._sampled,
             layers={},
             skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
-            chains=self._chains or (),
-            crosses=self._crosses,
+            chains=found.chains,
+            crosses=found.crosses,
+            shared=found.shared,
         )
 
     def _advance(self) -> bool:
@@ -266,7 +265,7 @@ class Probe:
         self._sampled += 1
         eager.acquire()
         self._eager = True
-        if self._chains is None:
+        if self._found is None:
             self._dataflow = Dataflow(self._model, filter=self._filter)
             self._dataflow.start()
         for generator in (self._generator, self._depth_generator):
@@ -283,7 +282,7 @@ class Probe:
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._dataflow is not None and output is not None:  # None: the step failed
-            self._chains, _, self._crosses = self._dataflow.finish(output)
+            self._found = self._dataflow.finish(output)
         sampled, returned, over_tokens = self._eager, self._returned, self._over_tokens
         self._detach(failing=module if output is None else None)
         if output is None:
@@ -391,8 +390,8 @@ class Probe:
     def _restore(self, stats: Stats) -> None:
         refuse(stats, self._signature, full_covariance=self._full_covariance)
         self._steps, self._sampled = stats.steps, stats.sampled_steps
-        if stats.chains or stats.crosses:  # statistics of an older LoKA have none
-            self._chains, self._crosses = stats.chains, stats.crosses
+        if stats.chains or stats.crosses or stats.shared:  # statistics of an older LoKA have none
+            self._found = Found(stats.chains, {}, stats.crosses, stats.shared)
         for path, layer in stats.layers.items():
             if path in self._linears:
                 self._learnt[path] = from_record(layer, self._linears[path].weight.device)

@@ -65,7 +65,7 @@ def plan_section(plan: Plan) -> Html:
         known.append(("budget of NE", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
-    if plan.wholes:
+    if plan.wholes or plan.shared:
         parts.append(_wholes(plan))
     if low:
         parts.append(_layers(low, plan.timed))
@@ -118,8 +118,8 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
 
 
 def _wholes(plan: Plan) -> Html:
-    header = ("chain", "layers", "recipe", "hp us", "us", "speed-up", "NE", "why")
-    rows = []
+    header = ("chain, or shared input", "layers", "recipe", "hp us", "us", "speed-up", "NE", "why")
+    rows: list[tuple[object, ...]] = []
     several: list[tuple[str, tuple[str, ...], ChainDecision | CrossDecision]] = [
         *((d.chain.name, d.chain.linears, d) for d in plan.chains.values()),
         *((d.stack.name, d.stack.linears, d) for d in plan.crosses.values()),
@@ -138,7 +138,21 @@ def _wholes(plan: Plan) -> Html:
                 Cell(decided.reason, decided.reason, "wrap"),
             )
         )
-    return table(header, rows, caption="What runs as a whole, by the fused path")
+    for group in plan.shared.values():
+        hp, us, speedup = group.hp_microseconds, group.microseconds, group.speedup
+        rows.append(
+            (
+                code(group.group.name),
+                number(len(group.group.branches), "{:d}"),
+                "shared input",
+                number(hp.value if hp else None),
+                number(us.value if us else None),
+                number(speedup.value if speedup else None, "{:.2f}x"),
+                "by its layers",
+                Cell(group.reason, group.reason, "wrap"),
+            )
+        )
+    return table(header, rows, caption="What runs as a whole")
 
 
 def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:

@@ -1,0 +1,26 @@
+"""What a report says of a candidate at a site, as a decision for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loka.core.plan import Decision
+from loka.core.report import HP, Measurement, SiteReport
+
+
+def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping[str, str]) -> Decision:
+    measured = site.measurements.get(candidate, Measurement())
+    hp = site.measurements.get(HP, Measurement())
+    return Decision(
+        path=site.path,
+        problem=site.problem,
+        candidate=candidate,
+        reason=reason,
+        sqnr_db=measured.errors.get("sqnr_db"),
+        mere=measured.errors.get("mere"),
+        ne=measured.errors.get("ne"),
+        microseconds=measured.microseconds,
+        hp_microseconds=hp.microseconds,
+        speedup=measured.speedup,
+        rejected=rejected,
+    )
