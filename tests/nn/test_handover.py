@@ -308,7 +308,8 @@ def test_the_chain_by_itself_and_other_tensors(served: None, device: torch.devic
         first = model.deep(x)
         result = model.crossed(x)
         assert result.shape == (ROWS, OUT), "the chain's own"
-        assert torch.equal(model.deep(x), first), "what was served before leaves no trace"
+        own = model.deep(x)  # kept, for a tensor that came to lie where the last result lay would pass for it
+        assert torch.equal(own, first), "what was served before leaves no trace"
         with pytest.raises(ValueError, match=f"{OUT} features"):
             model.deep(result.clone())
         assert torch.equal(model.logit(model.deep(model.crossed(x))), model(x))
