@@ -264,3 +264,16 @@ def test_unknown_names_list_the_known_ones() -> None:
         build("dlrm", dense_features=0, vocab_sizes=(2, 2))
     with pytest.raises(ValueError, match="its front has 5"):
         DLRM(Front(dense_features=5, vocab_sizes=VOCAB, dim=6, bottom=None), top=(16,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_another_activation_in_all_mlps(name: str) -> None:
+    def kinds(activation: str | None) -> list[type]:
+        model = build(name, dense_features=3, vocab_sizes=VOCAB, activation=activation)
+        return [type(m) for m in model.modules() if isinstance(m, nn.ReLU | nn.SiLU | nn.GELU)]
+
+    own, of_mlps = kinds(None), [kind is nn.ReLU for kind in kinds("relu")]  # HSTU's SiLU is its attention's
+    assert any(of_mlps)
+    assert kinds("gelu") == [nn.GELU if of else kind for of, kind in zip(of_mlps, own, strict=True)]
+    with pytest.raises(UnknownName, match="relu, silu, gelu"):
+        build(name, dense_features=3, vocab_sizes=VOCAB, activation="mish")

@@ -296,6 +296,7 @@ def build(
     vocab_sizes: Sequence[int],
     size: str = "small",
     history: HistoryTable | None = None,
+    activation: str | None = None,
 ) -> nn.Module:
     """A freshly initialized model, `forward(dense [B, D], sparse [B, F]) -> logits [B]`.
 
@@ -308,9 +309,11 @@ def build(
         size: of the model.
         history: what the rows' sequences hold. The model is then called with
             (dense, sparse, sequence [B, L] int64, lengths [B] int64).
+        activation: of its MLPs, "relu", "silu" or "gelu", in place of the size's own.
 
     Raises:
-        UnknownName: there is no such name or size, or no history for this model; with those there are.
+        UnknownName: there is no such name, size or activation, or no history for this model; with those
+            there are.
     """
     if (name, size) not in _PRESETS:
         known = [f"{model}: {', '.join(s for m, s in _PRESETS if m == model)}" for model in MODELS]
@@ -324,6 +327,8 @@ def build(
             way_out=f"one of {', '.join(TAKE_HISTORIES)}",
         )
     arguments = dict(_PRESETS[name, size])
+    if activation is not None:
+        arguments["activation"] = activation
     front = Front(
         dense_features=dense_features,
         vocab_sizes=vocab_sizes,
