@@ -560,3 +560,19 @@ def test_on_a_gpu_in_a_graph(device: torch.device) -> None:
     assert sqnr_db(out.float(), expected.float()) > 40
     for name, grad in wanted.items():
         assert sqnr_db(model.get_parameter(name).grad.float(), grad.float()) > 40
+
+
+def test_losses_of_several_branches_go_backward_together_or_say_so() -> None:
+    torch.manual_seed(0)
+    model, _, run = twins(Odd(lambda m, x: (m.q(x), m.k(x), m.v(x))))
+    x = torch.randn(6, 24)
+    q, k, _ = model(x)
+    q.sum().backward()
+    with pytest.raises(
+        RuntimeError, match=rf"{run.group.name.replace('+', '.')} run as one.*retain_graph=True"
+    ):
+        k.sum().backward()
+    q, k, _ = model(x)
+    q.sum().backward(retain_graph=True)
+    k.sum().backward()
+    assert model.k.weight.grad.abs().sum() > 0

@@ -253,8 +253,12 @@ def test_ties_and_missing_values_of_a_dense_feature_stay_together():
 def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
     shutil.copytree(judged[0], tmp_path / "again")  # its runs are read back
     found = run(tmp_path / "again", (SAME, WORSE), limit=0.5, segment_limit=0.6, cluster=0)
-    ids = {int(i) for batch in TEST.batches(64) for i in batch.sparse[:, 0]}
-    assert found.arms[0].average.spread.clusters == len(ids)
+    ids = torch.cat([batch.sparse[:, 0] for batch in TEST.batches(64)])
+    unknown = int((ids == 0).sum())
+    assert unknown
+    spread = found.arms[0].average.spread
+    assert spread.clusters == len(ids.unique()) - 1 + unknown
+    assert 1 < spread.effective < spread.clusters
     assert cluster_named("sparse:0", TEST) == 0
     for wrong in ("sparse:99", "dense:0", "user"):
         with pytest.raises(UnknownName, match="sparse:0 to sparse"):

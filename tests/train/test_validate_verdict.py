@@ -204,11 +204,26 @@ def test_rows_that_come_together_count_as_one_draw():
             if clusters is None:
                 alone += held
             else:
-                assert (spread.rows, spread.clusters) == (rows, users)
+                assert (spread.rows, spread.clusters, spread.effective) == (rows, users, users)
                 together += held
     # 95 % over 300 simulations has a standard deviation of 1.3 %: three of them below.
     assert together / simulations >= 0.912
     assert alone / simulations < 0.6
+
+
+def test_a_cluster_of_half_the_rows_is_nearly_alone():
+    """200 users and one that has as many rows: what t of 200 degrees would cover two times in three."""
+    rng = np.random.default_rng(6)
+    user = np.concatenate([np.zeros(1000, np.int64), np.repeat(np.arange(1, 201), 5)])
+    rows, held, simulations = len(user), 0, 300
+    for _ in range(simulations):
+        base = rng.gamma(2.0, 0.25, rows)
+        moved = 1 + (0.05 + 2.0 * rng.normal(size=201)[user]) / 100
+        losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
+        (spread,) = spreads(losses, np.zeros(rows, np.int64), 1, clusters=user)
+        assert (spread.clusters, spread.effective) == (201, 3)
+        held += spread.interval(ERROR).low <= 0.05 <= spread.interval(ERROR).high
+    assert held / simulations > 0.85  # its own residual is small because it pulls the mean: not 95 %
 
 
 def test_clusters_of_one_row_are_rows():

@@ -5,10 +5,10 @@ values, else a delayed one. What differs is the gradient: the safe default is a 
 grad_input (by units, core/producer.py) and a tensor scale for grad_weight. A tensor scale for both
 saves the units; e5m2, the usual default elsewhere, biases training (docs/chains.md).
 
-What backward needs of a link is Z in high precision, or, of recipes that end in _z8, before a norm Z in
-eight bits (core/producer.Rounded): half the bytes. Then grad_weight's operand A^T is rounded a second time,
-and dZ has the rounding of Z in its slopes. Noise energies add: a GEMM has those of its two operands, and
-what `Z8_NOISE` adds to them.
+What backward needs of a link is Z in high precision, or, of recipes that end in _z8, before a norm that
+takes off no mean Z in eight bits (core/producer.Rounded): half the bytes. Then grad_weight's operand A^T is
+rounded a second time, and dZ has the rounding of Z in its slopes. Noise energies add: a GEMM has those of its
+two operands, and what `Z8_NOISE` adds to them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Z8_NOISE = {
 @dataclass(frozen=True, kw_only=True)
 class ChainRecipe:
     """`units`: gradients travel in units of their rows. `errors` names the recipe whose measured
-    errors stand for those of each GEMM inside a chain: same formats, same granularities. `z8`: before
-    a norm, Z is kept for backward in eight bits."""
+    errors stand for those of each GEMM inside a chain: same formats, same granularities. `z8`: Z is
+    kept for backward in eight bits where that keeps its signs (core/producer.keeps_signs)."""
 
     name: str
     units: bool

@@ -14,11 +14,12 @@ All scales are powers of two, so moving r_i from one side to the other changes n
 
 Backward starts from Z, or behind a norm from Z in eight bits (`Rounded`):
 
-    Z ~ s (floor(Z / s) + 1/2)      s a power of two, 127 s not below the largest |Z| of a row and block
+    Z ~ s (ceil(Z / s) - 1/2)       s a power of two, 127 s not below the largest |Z| of a row and block
 
 Uniform steps suit what a norm reads: of 256 normal values the largest is three times the rms, so that s is
-a 32nd of the rms and the noise s^2 / 12 lies 41 dB below, where e4m3's lies 31.5. No step is at zero, so
-every sign stays, and with it ReLU's slope.
+a 32nd of the rms and the noise s^2 / 12 lies 41 dB below, where e4m3's lies 31.5. Steps end at zero, which
+counts as negative: so every sign stays, and with it ReLU's slope, as long as nothing but a factor lies
+between Z and the activation. A bias, a mean taken off and a beta are more (`keeps_signs`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ NO_PARAMETERS = Parameters()
 
 
 class Rounded(NamedTuple):
-    """What backward starts from instead of Z: values uint8 [T, N], floor(Z / s) + 128, and the steps s
+    """What backward starts from instead of Z: values uint8 [T, N], ceil(Z / s) + 127, and the steps s
     float32 [T, blocks], of each row and block of the norm: 0 where all of Z is, NaN where some of it is
     not finite."""
 
@@ -150,13 +151,19 @@ def _activated(y: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, t
     return y, torch.ones_like(y)
 
 
+def keeps_signs(epilogue: Epilogue, *, bias: bool) -> bool:
+    """Whether Z and what its activation sees have the same signs and the same relative noise: behind a norm
+    that takes off no mean, and without a linear layer's bias or the norm's beta."""
+    return epilogue.norm in (Norm.BLOCK, Norm.RMS) and not epilogue.beta and not bias
+
+
 def keep_rounded(z: torch.Tensor, epilogue: Epilogue, into: Rounded) -> None:
     """Writes z [T, N], any float dtype, in eight bits, for backward."""
     for place, block in enumerate(_blocks(z.float(), epilogue)):
         steps = _step(block.abs().amax(dim=1)) if len(block) else block.new_empty(0)
         inverse = torch.where(steps == 0, 0.0, steps.reciprocal()).unsqueeze(1)
         # A NaN's byte says nothing: its step is NaN.
-        parts = (block * inverse * ROUNDED_PARTS).nan_to_num(0).round().to(torch.int32)
+        parts = (block.double() * inverse * ROUNDED_PARTS - 1).nan_to_num(0).round().to(torch.int32)
         first = place * block_of(epilogue, z.shape[1])
         into.values[:, first : first + block.shape[1]] = (parts // ROUNDED_PARTS + 128).to(torch.uint8)
         into.steps[:, place] = steps

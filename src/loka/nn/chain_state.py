@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.chain import Chain, Epilogue, Norm, constant_scale
+from loka.core.chain import Chain, Epilogue, constant_scale
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
+from loka.core.producer import keeps_signs
 from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
 from loka.nn.cross_state import Formed, RunningCross, give_slots
@@ -91,7 +92,8 @@ class RunningChain:
 
     def rounds_z(self, link: int) -> bool:
         """Whether forward keeps Z of `link` in eight bits for backward."""
-        return self.recipe.z8 and self.chain.links[link].epilogue.norm is not Norm.NONE
+        spec = self.chain.links[link]
+        return self.recipe.z8 and keeps_signs(spec.epilogue, bias=spec.bias)
 
     def input_scale(self, link: int) -> torch.Tensor:
         """float32 [1] of the FP8 operand that link `link` reads."""

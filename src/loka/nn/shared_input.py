@@ -175,9 +175,10 @@ def _state(input: torch.Tensor, compiling: bool) -> tuple[Any, ...]:
     state = (torch.is_grad_enabled(), autocast, input.requires_grad)
     if compiling:  # versions and hooks cannot be asked for there
         return state
-    # A checkpoint may compute one layer again without the other.
+    # A checkpoint may compute one layer again without the other; another stream may not have waited for this.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return *state, torch.is_inference_mode_enabled(), _version(input), hooks
+    stream = torch.cuda.current_stream(input.device) if input.is_cuda else None
+    return *state, torch.is_inference_mode_enabled(), _version(input), hooks, stream
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -219,7 +220,16 @@ class SharedGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        x, x_scale, weight_scale, *weights = ctx.saved_tensors
+        try:
+            x, x_scale, weight_scale, *weights = ctx.saved_tensors
+        except RuntimeError as error:
+            if ctx.run is None:
+                raise
+            raise RuntimeError(
+                f"{ctx.run.group.name} run as one and so have one backward, which ran already: call it "
+                "for the sum of their losses, pass retain_graph=True to all but the last, or keep them apart "
+                "with loka.Budget(keep=...)"
+            ) from error
         if ctx.run is not None:  # a checkpoint that computed this layer again may not want the others
             ctx.run.forget()
         _, grad_input, grad_weight = ctx.candidates

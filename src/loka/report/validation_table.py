@@ -54,8 +54,9 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         lines.append(format_table(header, rows))
         lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
         if arm.average.spread.clusters is not None:
-            by, count = validation.context.get("cluster", "cluster"), arm.average.spread.clusters
-            lines.append(f"rows of one {by} count as one draw: {count} of them")
+            by, spread = validation.context.get("cluster", "cluster"), arm.average.spread
+            worth = f"{spread.clusters} of them, worth {spread.effective} of one size"
+            lines.append(f"rows of one {by} count as one draw: {worth}")
         lines.append(_note(arm, validation))
     if arm.broke:
         lines.append(f"FAIL: a run ended in NaN: {arm.broke}")

@@ -223,7 +223,8 @@ class Auto(Companion):
         stats = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
-        merged, _ = together(lambda: self._saved(gather_stats(stats)), lambda found: "")
+        merged = gather_stats(stats)  # exchanges by itself
+        together(lambda: self._save(merged))
         self._stats = merged
         self.phase = "measure"
         run.save_due = True  # a run killed while measuring need not probe again
@@ -309,10 +310,9 @@ class Auto(Companion):
             run.adopt(None)
         return "\n".join(told) or None
 
-    def _saved(self, stats: Stats) -> Stats:
+    def _save(self, stats: Stats) -> None:
         if self._folder is not None and first_rank():
             stats.save(self._folder / "stats")
-        return stats
 
     def _default_budget(self) -> Budget:
         assert self._stats is not None

@@ -142,12 +142,16 @@ def train(
     model.train()
     companion = companion or Companion()
     length = Length.of(source, config)
-    _, steps = together(lambda: str(length.steps))
-    if len(set(steps)) > 1:
+    # What all ranks do together has to come at the same steps on each.
+    saves = f"a checkpoint every {config.checkpoint_every}" if checkpoints else "no checkpoints"
+    _, told = together(lambda: f"{length.steps} steps, a log line every {config.log_every}, {saves}")
+    if len(set(told)) > 1:
         raise DataRefused(
-            "the ranks would take different numbers of steps, and wait for each other in the end",
-            why=[f"rank {rank}: {count} steps" for rank, count in enumerate(steps)],
-            way_out="give them equally many rows, or set max_rows",
+            "the ranks would take different numbers of steps, or log or save at different ones, and wait for "
+            "each other",
+            why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
+            way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
+            "all a folder for checkpoints or none: each saves to one of its own inside of it",
         )
     checkpoints = own_folder(checkpoints) if checkpoints else None
     identity = {

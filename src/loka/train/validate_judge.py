@@ -105,6 +105,7 @@ class Judgement:
             "between_pairs": number_to_json(spread.between),
             "rows_error": number_to_json(spread.rows_error),
             "clusters": spread.clusters,
+            "effective_clusters": spread.effective,
             "limit": self.limit,
             "tail": self.tail,
             "ne_percent": estimate_to_json(self.ne_percent),
@@ -123,6 +124,7 @@ class Judgement:
             between=float(content["between_pairs"]),
             rows_error=float(content["rows_error"]),
             clusters=content.get("clusters"),
+            effective=content.get("effective_clusters"),
         )
         return cls(
             name=content["name"],

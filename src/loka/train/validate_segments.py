@@ -152,10 +152,14 @@ def divide(source: Source, divisions: Sequence[Division], *, batch_size: int) ->
 
 
 def clusters_of(source: Source, feature: int, *, batch_size: int) -> npt.NDArray[np.int64]:
-    """The id [N] of each row in a sparse feature, such as its user: rows of one id come together."""
+    """The cluster [N] of each row by a sparse feature, such as its user: rows of one id come together.
+
+    Id 0 is a missing or unknown value: of these nobody knows that they are one, and each is by itself.
+    """
     name = f"sparse:{feature}"
     (ids,) = _columns(source, [(name, lambda batch: batch.sparse[:, feature])], batch_size)
-    return ids.astype(np.int64)
+    ids = ids.astype(np.int64)
+    return np.where(ids == 0, -1 - np.arange(len(ids)), ids)
 
 
 def _columns(source: Source, reads: Sequence[tuple[str, Read]], batch_size: int) -> list[Values]:

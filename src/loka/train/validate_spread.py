@@ -45,7 +45,8 @@ class Spread:
 
     `between` is the standard deviation between pairs; `rows_error` the standard error that the choice
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
-    `clusters` counts what was drawn independently; None: each row was.
+    `clusters` counts what was drawn independently, `effective` how many of one size would say as much:
+    (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
     """
 
     mean: float
@@ -54,10 +55,12 @@ class Spread:
     between: float
     rows_error: float
     clusters: int | None = None
+    effective: int | None = None
 
     @property
     def draws(self) -> int:
-        return self.rows if self.clusters is None else self.clusters
+        """How many draws the rows' part is of: a cluster that holds most rows is nearly alone."""
+        return self.rows if self.effective is None else self.effective
 
     def half_width(self, tail: float, *, pairs: int | None = None) -> float:
         """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same spread."""
@@ -123,6 +126,10 @@ def spreads(
     sizes = np.bincount(groups, minlength=count).astype(np.float64)
     draw, of_draw = _draws(groups, count, clusters)
     draws = np.bincount(of_draw, minlength=count).astype(np.float64)
+    effective = draws
+    if draw is not None:
+        together = np.bincount(draw, minlength=len(of_draw)).astype(np.float64)
+        effective = sizes**2 / np.maximum(_sums(of_draw, together**2, count), 1)
     draw_sums = np.zeros(len(of_draw))
     squares = np.zeros(count)
     ratios = []
@@ -153,6 +160,7 @@ def spreads(
             between=float(between[group]),
             rows_error=float(rows_error[group]),
             clusters=None if clusters is None else int(draws[group]),
+            effective=None if clusters is None else int(effective[group]),
         )
         for group in range(count)
     ]

@@ -1,9 +1,9 @@
 """Z in eight bits, as forward keeps it for backward. Twin: core/producer.Rounded.
 
-    byte = floor(z / s) + 128          z ~ s (byte - 127.5)
+    byte = ceil(z / s) + 127           z ~ s (byte - 127.5)
 
-Neither way converts anything, for conversions run at a quarter of the rate of additions. 256 z / s added to
-1.5 * 2^23 is an integer, whose second byte is the floor. And 2^23 + 256 byte + 128 is a float32 whose bytes
+Neither way converts anything, for conversions run at a quarter of the rate of additions. 256 z / s - 1 added
+to 1.5 * 2^23 is an integer, whose second byte is a floor. And 2^23 + 256 byte + 128 is a float32 whose bytes
 are put together; less 2^23 + 2^15 it is 256 times what was meant.
 """
 
@@ -23,7 +23,7 @@ from loka.kernels.triton.pack import INTERPRETED
 
 _CARRY, _EXPONENT, _LEAST = (tl.constexpr(bits) for bits in (STEP_CARRY, STEP_EXPONENT, STEP_LEAST))
 _LARGEST, _PARTS = tl.constexpr(ROUNDED_LARGEST), tl.constexpr(float(ROUNDED_PARTS))
-_INTEGERS = tl.constexpr(1.5 * 2.0**23 + 128 * ROUNDED_PARTS)
+_INTEGERS = tl.constexpr(1.5 * 2.0**23 + 128 * ROUNDED_PARTS - 1)
 _BASE = tl.constexpr(2.0**23 + 128.0)
 _MIDDLE = tl.constexpr(2.0**23 + 128.0 * ROUNDED_PARTS)
 _COMPILED = tl.constexpr(not INTERPRETED)
