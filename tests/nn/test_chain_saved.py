@@ -7,7 +7,17 @@ import math
 
 import pytest
 import torch
-from test_chain import OPERAND_NOISE, Ragged, backward, both, device, form, sqnr_db, tower
+from test_chain import (
+    OPERAND_NOISE,
+    Ragged,
+    assert_backward_runs_twice,
+    backward,
+    both,
+    device,
+    form,
+    sqnr_db,
+    tower,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,14 +103,7 @@ def test_a_byte_an_element_is_kept(dtype: torch.dtype) -> None:
 
 def test_memory_is_given_back_and_backward_runs_twice() -> None:
     _, low, x, grad, _ = both(Z8)
-    out = low(x.requires_grad_())
-    out.backward(grad, retain_graph=True)
-    first = [p.grad.clone() for p in low.parameters()]
-    out.backward(grad)
-    for parameter, one in zip(low.parameters(), first, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * one)
-    with pytest.raises(RuntimeError, match="a second time"):
-        out.backward(grad)
+    assert_backward_runs_twice(low, x, grad)
 
 
 def test_checkpoints_and_compilation_change_nothing() -> None:

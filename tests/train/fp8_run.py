@@ -15,12 +15,27 @@ from small_run import IDS, RandomRows
 from torch import nn
 
 import loka
+from loka.core.budget import Budget
 from loka.core.plan import Plan
 from loka.nn import BlockNorm, HardSwish
+from loka.probe.settings import Settings
 from loka.train import TrainConfig, train
+from loka.train.auto import AutoConfig
+from loka.train.valve import ValveConfig
 
 CANDIDATES = ["emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"]
 CONFIG = TrainConfig(batch_size=16, checkpoint_every=3, log_every=5, window=40)
+PROBED = 12  # steps
+AUTO = AutoConfig(
+    every=3,
+    least_steps=5,
+    most_steps=PROBED,
+    width=1.0001,  # never reached: the phase ends after its share
+    budget=Budget(chains="always", min_sqnr_db=None),
+    candidates=tuple(CANDIDATES),
+    settings=Settings(min_draws=2, max_draws=2, rows=32),
+    valve=ValveConfig(every=10, watch=2),
+)
 
 
 class Tower(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_run import CANDIDATES, CONFIG, digest, tower
+from fp8_run import AUTO, CONFIG, PROBED, digest, tower
 from small_run import RandomRows
 
 import loka
@@ -31,18 +31,8 @@ from loka.train.timeline import load_timeline
 from loka.train.valve import ValveConfig
 from loka.zoo import build
 
-STEPS, PROBED = 30, 12
+STEPS = 30
 ROWS = RandomRows(16 * STEPS)
-AUTO = AutoConfig(
-    every=3,
-    least_steps=5,
-    most_steps=PROBED,
-    width=1.0001,  # never reached: the phase ends after its share
-    budget=Budget(chains="always", min_sqnr_db=None),
-    candidates=tuple(CANDIDATES),
-    settings=Settings(min_draws=2, max_draws=2, rows=32),
-    valve=ValveConfig(every=10, watch=2),
-)
 
 
 def run(

@@ -14,36 +14,25 @@ from typing import Any
 import fp8_run
 import pytest
 import torch.distributed as dist
-from fp8_run import CANDIDATES, digest, tower
+from fp8_run import PROBED, digest, tower
 from ranks import on_ranks
 from small_run import RandomRows
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from loka.core.budget import Budget
 from loka.core.exceptions import WrongResults
 from loka.core.plan import Plan
 from loka.data.batch import Batch
 from loka.nn import chain_snapshot, fp8_linears
 from loka.nn.chain import running_chains
-from loka.probe.settings import Settings
 from loka.train import train
 from loka.train.auto import Auto, AutoConfig
 from loka.train.valve import ValveConfig
 
 runs = importlib.import_module("loka.train.run")
-WORLD, STEPS, PROBED = 2, 31, 12
+WORLD, STEPS = 2, 31
 CONFIG = replace(fp8_run.CONFIG, checkpoint_every=6)
-AUTO = AutoConfig(
-    every=3,
-    least_steps=5,
-    most_steps=PROBED,
-    width=1.0001,  # never reached: the phase ends after its share
-    budget=Budget(chains="always", min_sqnr_db=None),
-    candidates=tuple(CANDIDATES),
-    settings=Settings(min_draws=2, max_draws=2, rows=32),
-    valve=ValveConfig(every=10, watch=3),
-)
+AUTO = replace(fp8_run.AUTO, valve=ValveConfig(every=10, watch=3))
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,13 @@ class Rounded(NamedTuple):
 # A step's bits from those of the largest |Z|: a power of two is an exponent; 127 = 1.984375 * 2^6.
 STEP_CARRY = 0x1FFFF  # carries mantissas above 1.984375 into the exponent
 STEP_EXPONENT = 6 << 23
-STEP_LEAST = 27 << 23  # 2^-100: its reciprocal is finite; all smaller values keep their sign
+STEP_LEAST = 27 << 23  # 2^-100: its reciprocal is finite
 ROUNDED_PARTS = 256  # of a step: what a value's place in it is rounded to first
 ROUNDED_LARGEST = 2.0**118  # 3e35; restoring what is larger would overflow, so it counts as infinite
 
 
 def empty_rounded(rows: int, features: int, epilogue: Epilogue, device: torch.device) -> Rounded:
-    blocks = -(-features // epilogue.block) if epilogue.norm is Norm.BLOCK else 1
+    blocks = -(-features // block_of(epilogue, features))
     return Rounded(
         torch.empty(rows, features, dtype=torch.uint8, device=device),
         torch.empty(rows, blocks, dtype=torch.float32, device=device),

@@ -147,7 +147,7 @@ def fused_link(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A link in one launch, by kernel `name`: its output in FP8 under `following`, or in bf16; and Z.
 
-    `into`: where to keep norm(Z) instead of Z.
+    `into`: where to keep Z in eight bits, instead of in bf16.
     """
     spec = running.chain.links[link]
     if dtype != torch.bfloat16:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Derived, Parameters, Rounded
+from loka.core.producer import Derived, Parameters, Rounded, block_of
 from loka.core.recipe import Format
 from loka.kernels.producer import WIDEST_BLOCK
 from loka.kernels.triton.pack import (
@@ -860,7 +860,7 @@ def _tile_width(epilogue: Epilogue, features: int, padded: int) -> tuple[int, in
     """Features a program owns, and the power of two that holds them and the padding after the last."""
     if epilogue.norm is Norm.NONE:
         return _PLAIN, _PLAIN
-    block = min(epilogue.block, features) if epilogue.norm is Norm.BLOCK else features
+    block = block_of(epilogue, features)
     blocks = triton.cdiv(features, block)
     beyond = max(padded - (blocks - 1) * block, block)
     return block, max(triton.next_power_of_2(beyond), 16)
