@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from loka.core.chain import Activation, Norm
 from loka.core.chain_recipe import CHAIN_RECIPES, Z8_NOISE, chain_recipe_named
 from loka.core.recipe import Gemm
-from loka.nn import BlockNorm
+from loka.nn import BlockNorm, chain_ops
 from loka.nn.chain import form_chains, running_chains
 from loka.nn.dataflow import find_chains
 
@@ -104,6 +106,35 @@ def test_a_byte_an_element_is_kept(dtype: torch.dtype) -> None:
 def test_memory_is_given_back_and_backward_runs_twice() -> None:
     _, low, x, grad, _ = both(Z8)
     assert_backward_runs_twice(low, x, grad)
+
+
+def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a launch of backward begins, of what the earlier ones made only what is yet to be read is left."""
+    _, low, x, grad, _ = both(Z8, layers=3)
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[tuple[str, int]] = []
+
+    def noted(name: str) -> None:
+        kept = getattr(chain_ops, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            alive.append((name, sum(ref() is not None for ref in made)))
+            found = kept(*args, **options)
+            if name != "weight_gradient":  # those are results of the whole
+                several = [found] if name == "grad_input" else [found.row, found.turned, found.activation]
+                made.extend(weakref.ref(one) for one in several if one is not None)
+            return found
+
+        monkeypatch.setattr(chain_ops, name, run)
+
+    out = low(x.requires_grad_())
+    for name in ("derive", "grad_input", "weight_gradient"):
+        noted(name)
+    out.backward(grad)
+    # dA and dZ^T of the link above; these without dA, and what derive made; dZ and dZ^T.
+    derived = [("derive", 2), ("weight_gradient", 4), ("grad_input", 2)]
+    last = [("derive", 2), ("weight_gradient", 4), ("weight_gradient", 2), ("grad_input", 1)]
+    assert alive == [("derive", 0), ("grad_input", 2), *derived, *last]
 
 
 def test_checkpoints_and_compilation_change_nothing() -> None:

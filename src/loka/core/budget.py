@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from loka.core.chain_recipe import SAFE, chain_recipe_named
+from loka.core.chain_recipe import ADMITTED, SAFE, chain_recipe_named
 from loka.core.error import Estimate
 
 
@@ -33,8 +33,8 @@ class Budget:
         chains: "measured" forms the chains that were timed and are faster as a whole; "always"
             those within the error limits, timed or not; "never" none. So too stacks of cross layers, and
             layers that read one tensor.
-        chain_recipes: how chains may quantize (core/chain_recipe.py). The default is the one that
-            does not bias training; faster ones are admitted by name.
+        chain_recipes: how chains may quantize (core/chain_recipe.py); of equals the first is taken. By
+            default those that do not bias training; faster ones are admitted by name.
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
@@ -45,7 +45,7 @@ class Budget:
     keep: tuple[str, ...] = ()
     keep_prediction: bool = True
     chains: Literal["measured", "always", "never"] = "measured"
-    chain_recipes: tuple[str, ...] = (SAFE,)
+    chain_recipes: tuple[str, ...] = ADMITTED
     on_miss: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:

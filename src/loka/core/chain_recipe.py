@@ -111,6 +111,7 @@ CHAIN_RECIPES: dict[str, ChainRecipe] = {
     )
 }
 SAFE = "e4m3_row"
+ADMITTED = ("e4m3_row_z8", SAFE)  # what a budget admits unless it says otherwise; ties go to less memory
 
 
 def chain_recipe_named(name: str) -> ChainRecipe:

@@ -20,6 +20,7 @@ from loka.core.chain_recipe import ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole
 from loka.core.error import Estimate
 from loka.core.plan import ChainDecision, CrossDecision, Decision
+from loka.core.producer import keeps_signs
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.nn.chain import objection
@@ -108,7 +109,7 @@ def admitted_recipes(
     admitted: dict[str, Measurement] = {}
     for name in budget.chain_recipes:
         recipe = chain_recipe_named(name)
-        why = recipe_objection(recipe) if isinstance(whole, CrossStack) else None
+        why = recipe_objection(recipe) if isinstance(whole, CrossStack) else _nothing_kept(whole, recipe)
         why = why or _inadmissible(whole, recipe, report, budget, objects)
         measured = times.get(recipe.candidate)
         if why is None and measured is not None and measured.unsupported:
@@ -176,6 +177,12 @@ def kept_apart(path: str, report: Report, budget: Budget, decisions: Mapping[str
     if site_name(path, Gemm.OUTPUT) not in decisions:
         return f"{path} was not measured"
     return None
+
+
+def _nothing_kept(chain: Chain, recipe: ChainRecipe) -> str | None:
+    if not recipe.z8 or any(keeps_signs(link.epilogue, bias=link.bias) for link in chain.links):
+        return None
+    return "nothing in it can be kept in eight bits"
 
 
 def _inadmissible(

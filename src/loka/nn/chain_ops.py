@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loka.core.problem import round_up
-from loka.core.producer import empty_rounded
+from loka.core.producer import Rounded, empty_rounded
 from loka.core.recipe import Format
 from loka.kernels.launches import note_launch
 from loka.kernels.producer import derive, row_units
@@ -115,7 +115,7 @@ def chain_backward(
     running = running_chain(handle, place)
     chain, state = running.chain, running.state
     prologue, links = split_parameters(chain, parameters)
-    rows = grad.shape[0]
+    rows, dtype = grad.shape[0], grad.dtype
     zs, kept_x = saved_of(running, saved)
     found = Gradients(chain, parameters, wanted)
     through = want_input or not chain.prologue.identity
@@ -127,19 +127,17 @@ def chain_backward(
         factors = (running.gradient_scale(0), state.bank.scale(chain.links[0].path)) if want_input else ()
         note_launch("units")
         units, row_scale = row_units(grad, largest, factors=factors)
-    pending: tuple[torch.Tensor, torch.Tensor] | None = None
-    real = True
+    pending: Sequence[torch.Tensor] = ()  # dZ^T of the link before, and its scale
+    nothing, real = grad.new_empty(0), True
     for link in range(len(chain.links) - 1, -1, -1):
         spec, (_, own) = chain.links[link], links[link]
         down = link > 0 or through
-        above = pending
         slot = running.gradients[link]
         unit_in_turned = units is not None and link == 0 and chain.prologue.identity
-        z = zs[link]
         note_launch("derive")
         made = derive(
             grad,
-            z,
+            zs[link],
             spec.epilogue,
             own,
             sides=(round_up(spec.out_features, 16), round_up(rows, 16)),
@@ -151,40 +149,32 @@ def chain_backward(
             row=down,
             turned=found.wants_weight(link),
             unit_in_turned=unit_in_turned,
-            activation_scale=running.input_scale(link + 1) if above is not None else None,
+            activation_scale=running.input_scale(link + 1) if pending else None,
             seen=state.book.seen(slot),
             counts=state.book.counted(slot),
         )
-        if release and z is not None:
-            for tensor in (z,) if isinstance(z, torch.Tensor) else z:
-                tensor.untyped_storage().resize_(0)
+        # What was read is let go before the GEMMs make more: the peak of a step's memory lies here.
+        grad = nothing
+        if release:
+            _give_back(zs[link])
         found.put_vectors(link, made.bias, made.gamma, made.beta)
-        if above is not None:
-            assert made.activation is not None
-            assert made.activation_scale is not None
-            found.put_weight(
-                link + 1,
-                weight_gradient(
-                    running, link + 1, rows, links, *above, made.activation, made.activation_scale
-                ),
-            )
-        pending = None
-        if made.turned is not None:
-            assert made.turned_scale is not None
-            pending = made.turned, made.turned_scale
-        real = False
+        row, turned = made.row, _scaled(made.turned, made.turned_scale)
+        activation = _scaled(made.activation, made.activation_scale)
+        del made
+        if pending:
+            found.put_weight(link + 1, weight_gradient(running, link + 1, rows, links, *pending, *activation))
+        pending, turned, activation, real = turned, (), (), False
+        if link == 0 and chain.prologue.identity and pending:
+            found.put_weight(0, weight_gradient(running, 0, rows, links, *pending, *kept_x))
+            pending = ()
+            if release:
+                _give_back(kept_x[0])
         if down:
-            assert made.row is not None
-            grad = grad_input(
-                running,
-                link,
-                rows,
-                grad.dtype,
-                made.row,
-                row_scale if link == 0 and chain.prologue.identity else None,
-            )
+            assert row is not None
+            by_row = row_scale if link == 0 and chain.prologue.identity else None
+            grad = grad_input(running, link, rows, dtype, row, by_row)
+        row = None
     if not chain.prologue.identity:
-        slot_scale = running.input_scale(0)
         note_launch("derive")
         made = derive(
             grad,
@@ -194,20 +184,26 @@ def chain_backward(
             sides=(round_up(x.shape[1], 16), round_up(rows, 16)),
             units=units,
             largest=largest,
-            activation_scale=slot_scale if pending is not None else None,
+            activation_scale=running.input_scale(0) if pending else None,
             hp=want_input,
         )
         found.put_vectors(-1, None, made.gamma, made.beta)
-        if pending is not None:
-            assert made.activation is not None
-            assert made.activation_scale is not None
-            found.put_weight(
-                0, weight_gradient(running, 0, rows, links, *pending, made.activation, made.activation_scale)
-            )
-        grad = made.hp if made.hp is not None else grad
-    elif pending is not None:
-        found.put_weight(0, weight_gradient(running, 0, rows, links, *pending, *kept_x))
-    return [grad if want_input else grad.new_empty(0), *found.values]
+        grad = nothing if made.hp is None else made.hp
+        activation = _scaled(made.activation, made.activation_scale)
+        del made
+        if pending:
+            found.put_weight(0, weight_gradient(running, 0, rows, links, *pending, *activation))
+    return [grad if want_input else nothing, *found.values]
+
+
+def _scaled(data: torch.Tensor | None, scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """(data, scale), or nothing where it was not asked for."""
+    return () if data is None or scale is None else (data, scale)
+
+
+def _give_back(kept: torch.Tensor | Rounded | None) -> None:
+    for tensor in (kept,) if isinstance(kept, torch.Tensor) else kept or ():
+        tensor.untyped_storage().resize_(0)
 
 
 @chain_backward.register_fake
