@@ -3,7 +3,9 @@
 Input, activations and weights are e4m3 with one scale a tensor: a constant where a norm bounds the
 values, else a delayed one. What differs is the gradient: the safe default is a row scale for
 grad_input (by units, core/producer.py) and a tensor scale for grad_weight. A tensor scale for both
-saves the units; e5m2, the usual default elsewhere, biases training (docs/chains.md).
+saves the units; e5m2, the usual default elsewhere, biases training (docs/chains.md). By recipes that end
+in _current all scales but the weights' come from the very tensor where no bound gives them
+(core/current.py): a pass more for each.
 
 What backward needs of a link is Z in high precision, or, of recipes that end in _z8, before a norm that
 takes off no mean Z in eight bits (core/producer.Rounded): half the bytes. Then grad_weight's operand A^T is
@@ -49,13 +51,15 @@ Z8_NOISE = {
 class ChainRecipe:
     """`units`: gradients travel in units of their rows. `errors` names the recipe whose measured
     errors stand for those of each GEMM inside a chain: same formats, same granularities. `z8`: Z is
-    kept for backward in eight bits where that keeps its signs (core/producer.keeps_signs)."""
+    kept for backward in eight bits where that keeps its signs (core/producer.keeps_signs). `current`:
+    scales that no bound gives come from the tensor itself, not from those of earlier steps."""
 
     name: str
     units: bool
     gradient: Format
     errors: Mapping[Gemm, str]
     z8: bool = False
+    current: bool = False
 
     @property
     def candidate(self) -> str:
@@ -92,6 +96,7 @@ CHAIN_RECIPES: dict[str, ChainRecipe] = {
     for recipe in (
         _E4M3_ROW,
         replace(_E4M3_ROW, name="e4m3_row_z8", z8=True),
+        replace(_E4M3_ROW, name="e4m3_row_current", current=True),
         ChainRecipe(
             name="e4m3_tensor",
             units=False,

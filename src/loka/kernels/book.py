@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from loka.core.current import LIMIT, scale_for
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import quantize
 from loka.kernels.launches import note_launch
@@ -23,9 +24,7 @@ from loka.kernels.launches import note_launch
 if TYPE_CHECKING:
     from loka.kernels.triton.bank import Table
 
-LIMIT = 100  # of |exponent|: far from zero, subnormals and infinity, for a scale and its inverse
 _INFINITY = 0x7F800000
-_MANTISSA = 0x7FFFFF
 _E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
 
 
@@ -87,7 +86,7 @@ def update_scales(scales: Scales) -> None:
     pushed = torch.where(taken[:, None] & here, bits.view(torch.float32)[:, None], scales.history)
     scales.history.copy_(pushed)
     scales.cursor.copy_(torch.where(taken, (scales.cursor + 1) % length, scales.cursor))
-    following = _scale_for(pushed.amax(dim=1), scales.rules)
+    following = scale_for(pushed.amax(dim=1), *scales.rules.unbind(1))
     scales.scale[::4].copy_(torch.where(taken, following, scales.scale[::4]))
     scales.seen.zero_()
     scales.units.zero_()
@@ -101,7 +100,7 @@ def prime_scale(scales: Scales, slot: int, amax: torch.Tensor) -> None:
     amax = amax.detach().to(scales.history.device, torch.float32).reshape(1)
     taken = _usable(amax.view(torch.int32))
     history, scale = scales.history[slot], scales.scale[4 * slot : 4 * slot + 1]
-    following = _scale_for(amax, scales.rules[slot : slot + 1])
+    following = scale_for(amax, *scales.rules[slot])
     history.copy_(torch.where(taken, amax, history))
     scale.copy_(torch.where(taken, following, scale))
     scales.seen[4 * slot].zero_()
@@ -109,17 +108,6 @@ def prime_scale(scales: Scales, slot: int, amax: torch.Tensor) -> None:
 
 def _usable(bits: torch.Tensor) -> torch.Tensor:
     return (bits > 0) & (bits < _INFINITY)
-
-
-def _scale_for(amax: torch.Tensor, rules: torch.Tensor) -> torch.Tensor:
-    """With amax = m 2^e and largest = m' 2^e', mantissas in [1, 2): the exponent is e - e' + (m > m').
-
-    A subnormal amax counts as 2^-127: any margin leaves that below the lower limit.
-    """
-    bits, largest = amax.view(torch.int32), rules[:, 0]
-    exponent = (bits >> 23) - (largest >> 23) + rules[:, 1]
-    exponent = exponent + ((bits & _MANTISSA) > (largest & _MANTISSA)).to(torch.int32)
-    return ((exponent.clamp(-LIMIT, LIMIT) + 127) << 23).view(torch.float32)
 
 
 def batches(entries: Sequence[Entry]) -> tuple[Batch, ...]:

@@ -17,7 +17,7 @@ def note_launch(name: str, launches: int = 1) -> None:
 
 def launches() -> dict[str, int]:
     """Since the last reset: "gemm", "produce", "derive", "units", "book", "bank", "keep", "quantize",
-    and of cross layers "cross_produce", "cross_derive" and "cross_gather"."""
+    of current scales "scale", and of cross layers "cross_produce", "cross_derive" and "cross_gather"."""
     return dict(_LAUNCHES)
 
 

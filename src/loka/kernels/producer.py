@@ -33,7 +33,7 @@ def produce(z: torch.Tensor, epilogue: Epilogue, parameters: Parameters, **optio
     if z.is_cuda:
         from loka.kernels.triton.producer import produce_fused
 
-        return produce_fused(_lying(z), epilogue, parameters, **options)
+        return produce_fused(lying(z), epilogue, parameters, **options)
     return reference.produce(z, epilogue, parameters, **options)
 
 
@@ -44,7 +44,7 @@ def row_units(
     if grad.is_cuda:
         from loka.kernels.triton.units import row_units_fused
 
-        return row_units_fused(_lying(grad), largest, factors=factors)
+        return row_units_fused(lying(grad), largest, factors=factors)
     return reference.row_units(grad, largest, factors=factors)
 
 
@@ -59,11 +59,11 @@ def derive(
     if grad.is_cuda:
         from loka.kernels.triton.producer import derive_fused
 
-        z = _lying(z) if isinstance(z, torch.Tensor) else z
-        return derive_fused(_lying(grad), z, epilogue, parameters, **options)
+        z = lying(z) if isinstance(z, torch.Tensor) else z
+        return derive_fused(lying(grad), z, epilogue, parameters, **options)
     return reference.derive(grad, z, epilogue, parameters, **options)
 
 
-def _lying(tensor: torch.Tensor) -> torch.Tensor:
+def lying(tensor: torch.Tensor) -> torch.Tensor:
     """With rows that lie in memory; any distance between them."""
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] == 1 else tensor.contiguous()

@@ -253,19 +253,23 @@ def _fused_kernels(
     if device.type != "cuda":
         return {}
     fused, target = f"{FUSED_GEMM}:{recipe.gemm_recipe(Gemm.OUTPUT)}", target_of(device)
-    links = [k for k in chain.links if fused_objection(chain, k, target, training=training) is None]
+    noted = training or recipe.current
+    links = [k for k in chain.links if fused_objection(chain, k, target, training=noted) is None]
     return {site_name(link.path, Gemm.OUTPUT): fused for link in links}
 
 
 def fused_objection(chain: Chain, link: Link, target: str, *, training: bool = True) -> str | None:
-    """Why the GEMM with a producer in its epilogue cannot run this link, or None."""
+    """Why the GEMM with a producer in its epilogue cannot run this link, or None.
+
+    Serving with delayed scales needs no maximum: for that and nothing else `training` is False.
+    """
     if link.bias:
         return "the linear layer has a bias"
     if link.epilogue.identity:
         return "nothing follows the linear layer that could be fused"
     unbounded = link is not chain.links[-1] and link.epilogue.bound(link.out_features) is None
     if training and unbounded:
-        return "what it produces has no bound, and a delayed scale needs the maximum"
+        return "what it produces has no bound, and its scale needs the maximum"
     return fused_unsupported(link.epilogue, columns=link.out_features, inner=link.in_features, target=target)
 
 

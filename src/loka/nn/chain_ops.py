@@ -24,6 +24,7 @@ from loka.nn.chain_state import running_chain
 from loka.nn.chain_steps import (
     Gradients,
     grad_input,
+    gradient_scale,
     prime_gradients,
     produce_input,
     quantize_input,
@@ -49,8 +50,8 @@ def chain_forward(
     `dtype` is what it computes in outside of FP8; x may be wider where a prologue reads it first.
 
     What backward wants: Z of each link that has a producer behind it, or it in eight bits and steps; then
-    x^T in FP8 and its scale where `keep_input` and the chain has no prologue. Nothing but the output
-    without `training`.
+    x^T in FP8 and its scale where `keep_input` and the chain has no prologue; then forward's scales where
+    they are current. Nothing but the output without `training`.
     The state it reads and moves (scales, weight copies) is no input: no result depends on the order
     of chains in a step.
     """
@@ -58,13 +59,14 @@ def chain_forward(
     chain = running.chain
     prologue, links = split_parameters(chain, parameters)
     running.state.begin(running, training=training)
+    current = running.current_scales()
     kept_x: list[torch.Tensor] = []
     if chain.prologue.identity:
-        a, kept_x = quantize_input(running, x, training=training, keep=training and keep_input)
+        a, kept_x = quantize_input(running, x, current, training=training, keep=training and keep_input)
     else:
-        a = produce_input(running, 0, x, chain.prologue, prologue, training=training)
-    out, saved = run_links(running, a, x.shape[0], dtype, links, training=training)
-    return [out, *saved, *kept_x]
+        a = produce_input(running, 0, x, chain.prologue, prologue, current, training=training)
+    out, saved = run_links(running, a, x.shape[0], dtype, links, current, training=training)
+    return [out, *saved, *kept_x, *([current] if training and current is not None else [])]
 
 
 @chain_forward.register_fake
@@ -92,6 +94,8 @@ def _(
     if keep_input and chain.prologue.identity:
         sides = round_up(x.shape[1], 16), round_up(x.shape[0], 16)
         kept_x = [x.new_empty(sides, dtype=Format.E4M3.dtype), x.new_empty(1, dtype=torch.float32)]
+    if running.recipe.current:
+        kept_x.append(x.new_empty(running.state.book.buffers.scale.shape, dtype=torch.float32))
     return [out, *saved, *kept_x]
 
 
@@ -116,7 +120,8 @@ def chain_backward(
     chain, state = running.chain, running.state
     prologue, links = split_parameters(chain, parameters)
     rows, dtype = grad.shape[0], grad.dtype
-    zs, kept_x = saved_of(running, saved)
+    zs, kept_x, scales = saved_of(running, saved)
+    current = running.current_scales()  # of gradients; `scales` are forward's
     found = Gradients(chain, parameters, wanted)
     through = want_input or not chain.prologue.identity
     units = row_scale = largest = None
@@ -124,7 +129,8 @@ def chain_backward(
     if running.recipe.units:
         # Of this backward alone: one bad gradient must not be in the units of all that follow.
         largest = running.largest_unit().zero_()
-        factors = (running.gradient_scale(0), state.bank.scale(chain.links[0].path)) if want_input else ()
+        known = want_input and current is None
+        factors = (running.gradient_scale(0), state.bank.scale(chain.links[0].path)) if known else ()
         note_launch("units")
         units, row_scale = row_units(grad, largest, factors=factors)
     pending: Sequence[torch.Tensor] = ()  # dZ^T of the link before, and its scale
@@ -134,6 +140,7 @@ def chain_backward(
         down = link > 0 or through
         slot = running.gradients[link]
         unit_in_turned = units is not None and link == 0 and chain.prologue.identity
+        scale = gradient_scale(running, link, grad, zs[link], own, units, current, real=real)
         note_launch("derive")
         made = derive(
             grad,
@@ -144,12 +151,12 @@ def chain_backward(
             units=units,
             largest=largest,
             real=real,
-            grad_scale=running.gradient_scale(link),
+            grad_scale=scale,
             format=running.recipe.gradient,
             row=down,
             turned=found.wants_weight(link),
             unit_in_turned=unit_in_turned,
-            activation_scale=running.input_scale(link + 1) if pending else None,
+            activation_scale=running.input_scale(link + 1, scales) if pending else None,
             seen=state.book.seen(slot),
             counts=state.book.counted(slot),
         )
@@ -172,7 +179,7 @@ def chain_backward(
         if down:
             assert row is not None
             by_row = row_scale if link == 0 and chain.prologue.identity else None
-            grad = grad_input(running, link, rows, dtype, row, by_row)
+            grad = grad_input(running, link, rows, dtype, row, scale, by_row)
         row = None
     if not chain.prologue.identity:
         note_launch("derive")
@@ -184,7 +191,7 @@ def chain_backward(
             sides=(round_up(x.shape[1], 16), round_up(rows, 16)),
             units=units,
             largest=largest,
-            activation_scale=running.input_scale(0) if pending else None,
+            activation_scale=running.input_scale(0, scales) if pending else None,
             hp=want_input,
         )
         found.put_vectors(-1, None, made.gamma, made.beta)

@@ -86,22 +86,28 @@ class RunningChain:
         return found
 
     def knows_scale(self, link: int) -> bool:
-        """Whether the scale of `link`'s input is a constant, or something was seen."""
+        """Whether the scale of `link`'s input is a constant, or something was seen that it follows."""
         slot = self.inputs[link]
-        return slot is None or self.state.book.primed(slot)
+        return slot is None or (not self.recipe.current and self.state.book.primed(slot))
+
+    def current_scales(self) -> torch.Tensor | None:
+        """Where a forward or a backward puts current scales, in the book's order: zeros; else None."""
+        return self.state.book.blank() if self.recipe.current else None
 
     def rounds_z(self, link: int) -> bool:
         """Whether forward keeps Z of `link` in eight bits for backward."""
         spec = self.chain.links[link]
         return self.recipe.z8 and keeps_signs(spec.epilogue, bias=spec.bias)
 
-    def input_scale(self, link: int) -> torch.Tensor:
-        """float32 [1] of the FP8 operand that link `link` reads."""
+    def input_scale(self, link: int, current: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [1] of the FP8 operand that link `link` reads: the book's, or of `current_scales`."""
         slot = self.inputs[link]
-        return self.state.constant(self.constants[link]) if slot is None else self.state.book.scale(slot)
+        if slot is None:
+            return self.state.constant(self.constants[link])
+        return self.state.book.scale(slot, current)
 
-    def gradient_scale(self, link: int) -> torch.Tensor:
-        return self.state.book.scale(self.gradients[link])
+    def gradient_scale(self, link: int, current: torch.Tensor | None = None) -> torch.Tensor:
+        return self.state.book.scale(self.gradients[link], current)
 
     def largest_unit(self) -> torch.Tensor:
         return self.state.book.unit(self.place)
@@ -179,17 +185,18 @@ class ChainState:
         before = [chain.prologue, *(link.epilogue for link in chain.links[:-1])]
         inputs: list[int | None] = []
         constants: list[float | None] = []
+        margin = 0 if running.recipe.current else MARGIN
         for link, epilogue in zip(chain.links, before, strict=True):
             bound = epilogue.bound(link.in_features)
             constants.append(None if bound is None else constant_scale(bound, Format.E4M3.max))
             inputs.append(None if bound is not None else len(slots))
             if bound is None:
-                slots.append(Slot(name=f"{link.path}/input", largest=Format.E4M3.max, margin=MARGIN))
+                slots.append(Slot(name=f"{link.path}/input", largest=Format.E4M3.max, margin=margin))
         running.inputs, running.constants = tuple(inputs), tuple(constants)
         running.gradients = tuple(range(len(slots), len(slots) + len(chain.links)))
         largest = running.recipe.gradient.max
         slots += [
-            Slot(name=f"{link.path}/grad_output", largest=largest, margin=MARGIN) for link in chain.links
+            Slot(name=f"{link.path}/grad_output", largest=largest, margin=margin) for link in chain.links
         ]
 
     def _all(self) -> list[RunningChain | RunningCross]:

@@ -1,4 +1,8 @@
-"""What the ops of a chain are made of: GEMMs on FP8 operands, producers with their scales, priming."""
+"""What the ops of a chain are made of: GEMMs on FP8 operands, producers with their scales, priming.
+
+`current`, in all of them: the scales of a forward or a backward that takes them from its own tensors
+(core/current.py), as `RunningChain.current_scales` gave them; None where they are the book's.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,21 @@ from collections.abc import Sequence
 
 import torch
 
-from loka.core.chain import Chain, Epilogue
+from loka.core.chain import NOTHING, Chain, Epilogue, Norm, constant_scale
 from loka.core.chain_recipe import FUSED_GEMM
 from loka.core.exceptions import NoKernelFits
 from loka.core.problem import dtype_name, linear_problem, round_up, target_of
-from loka.core.producer import Parameters, Rounded, apply_epilogue, differentiate, empty_rounded
+from loka.core.producer import (
+    NO_PARAMETERS,
+    Parameters,
+    Rounded,
+    apply_epilogue,
+    differentiate,
+    empty_rounded,
+)
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
+from loka.kernels.current import scale_derived, scale_produced
 from loka.kernels.fused_gemm import gemm_produce
 from loka.kernels.launches import note_launch
 from loka.kernels.producer import produce
@@ -24,6 +36,7 @@ from loka.nn.chain_state import RunningChain
 from loka.nn.scale_book import ScaleBook
 
 _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
+_STEEPEST = 1.5  # act' of hard swish, at 3; no other activation has a larger slope
 
 
 def split_parameters(
@@ -80,6 +93,7 @@ def run_links(
     rows: int,
     dtype: torch.dtype,
     links: Sequence[tuple[torch.Tensor, Parameters]],
+    current: torch.Tensor | None,
     *,
     training: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -89,7 +103,7 @@ def run_links(
     saved: list[torch.Tensor] = []
     out = a
     for place, (link, (_, own)) in enumerate(zip(chain.links, links, strict=True)):
-        weight = bank.row(link.path), bank.scale(link.path)
+        weight, scale = (bank.row(link.path), bank.scale(link.path)), running.input_scale(place, current)
         last = place + 1 == len(chain.links)
         keep = training and not (last and link.epilogue.identity)
         into = None
@@ -99,12 +113,16 @@ def run_links(
         name = running.kernel(place, Gemm.OUTPUT, dtype, training=training)
         if name.startswith(FUSED_GEMM) and (last or running.knows_scale(place + 1)):
             following = None if last else running.input_scale(place + 1)
-            a, z = fused_link(running, place, rows, dtype, a, weight, following, name, keep=keep, into=into)
+            a, z = fused_link(
+                running, place, rows, dtype, a, scale, weight, following, name, keep=keep, into=into
+            )
             out = a
         else:
-            z = chain_gemm(running, place, Gemm.OUTPUT, rows, dtype, a, running.input_scale(place), *weight)
+            z = chain_gemm(running, place, Gemm.OUTPUT, rows, dtype, a, scale, *weight)
             if not last:
-                a = produce_input(running, place + 1, z, link.epilogue, own, training=training, into=into)
+                a = produce_input(
+                    running, place + 1, z, link.epilogue, own, current, training=training, into=into
+                )
             elif link.epilogue.identity and own.bias is None:
                 out = z
             else:
@@ -118,8 +136,8 @@ def run_links(
 
 def saved_of(
     running: RunningChain, saved: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor | Rounded | None], list[torch.Tensor]]:
-    """What forward kept of each link, as `derive` reads it; and what it kept of the chain's input."""
+) -> tuple[list[torch.Tensor | Rounded | None], list[torch.Tensor], torch.Tensor | None]:
+    """What forward kept of each link, as `derive` reads it; of the chain's input; its scales, if current."""
     left = iter(saved)
     found: list[torch.Tensor | Rounded | None] = []
     for place, link in enumerate(running.chain.links):
@@ -129,7 +147,8 @@ def saved_of(
             found.append(Rounded(next(left), next(left)))
         else:
             found.append(next(left))
-    return found, list(left)
+    kept_x = list(left)
+    return found, kept_x, kept_x.pop() if running.recipe.current else None
 
 
 def fused_link(
@@ -138,6 +157,7 @@ def fused_link(
     rows: int,
     dtype: torch.dtype,
     a: torch.Tensor,
+    a_scale: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor],
     following: torch.Tensor | None,
     name: str,
@@ -161,7 +181,7 @@ def fused_link(
     return gemm_produce(
         fit(a, (rows, a.shape[1])),
         weight[0],
-        running.input_scale(link),
+        a_scale,
         weight[1],
         spec.epilogue,
         scale_out=following,
@@ -172,15 +192,17 @@ def fused_link(
 
 
 def quantize_input(
-    running: RunningChain, x: torch.Tensor, *, training: bool, keep: bool
+    running: RunningChain, x: torch.Tensor, current: torch.Tensor | None, *, training: bool, keep: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """x in FP8 for the first GEMM, and [x^T, its scale] for backward, in one launch."""
     slot, book = running.inputs[0], running.state.book
     assert slot is not None
-    if running.state.calibrates(slot):
+    scale = running.input_scale(0, current)
+    if current is not None:
+        scale_produced(x, NOTHING, NO_PARAMETERS, scale=scale)
+    elif running.state.calibrates(slot):
         book.prime(slot, _largest(book, slot, x))
     rows, columns = round_up(x.shape[0], 16), round_up(x.shape[1], 16)
-    scale = running.input_scale(0)
     note_launch("quantize")
     row, turned = quantize_pair(
         x,
@@ -206,20 +228,24 @@ def produce_input(
     z: torch.Tensor,
     epilogue: Epilogue,
     own: Parameters,
+    current: torch.Tensor | None,
     *,
     training: bool,
     into: Rounded | None = None,
 ) -> torch.Tensor:
     """The FP8 input of `link` from what lies before its producer; `into` as in core/producer.produce."""
     slot, book = running.inputs[link], running.state.book
-    if slot is not None and running.state.calibrates(slot):
+    scale = running.input_scale(link, current)
+    if slot is not None and current is not None:
+        scale_produced(z, epilogue, own, scale=scale)
+    elif slot is not None and running.state.calibrates(slot):
         book.prime(slot, _largest(book, slot, apply_epilogue(z.detach(), epilogue, own)))
     note_launch("produce")
     return produce(
         z,
         epilogue,
         own,
-        scale=running.input_scale(link),
+        scale=scale,
         columns=round_up(z.shape[1], 16),
         seen=None if slot is None or not training else book.seen(slot),
         counts=None if slot is None or not training else book.counted(slot),
@@ -280,19 +306,45 @@ def weight_gradient(
     )
 
 
+def gradient_scale(
+    running: RunningChain,
+    link: int,
+    grad: torch.Tensor,
+    z: torch.Tensor | Rounded | None,
+    own: Parameters,
+    units: torch.Tensor | None,
+    current: torch.Tensor | None,
+    *,
+    real: bool,
+) -> torch.Tensor:
+    """float32 [1]: the scale of dZ of `link` in units, for dA = `grad`; arguments as those of `derive`."""
+    epilogue, format = running.chain.links[link].epilogue, running.recipe.gradient
+    scale = running.gradient_scale(link, current)
+    if current is None:
+        return scale
+    if real and units is not None and epilogue.norm is Norm.NONE:  # a row's largest is 1 before its slopes
+        return running.state.constant(constant_scale(_STEEPEST, format.max))
+    scale_derived(grad, z, epilogue, own, scale=scale, units=units, real=real, format=format)
+    return scale
+
+
 def grad_input(
     running: RunningChain,
     link: int,
     rows: int,
     dtype: torch.dtype,
     row: torch.Tensor,
+    scale: torch.Tensor,
     row_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """grad_input of a link: in units, or where it leaves the chain as it is, by row scales."""
     bank, path = running.state.bank, running.chain.links[link].path
     turned, name = bank.turned(path), running.kernel(link, Gemm.GRAD_INPUT)
-    scales = running.gradient_scale(link), bank.scale(path)
+    scales = scale, bank.scale(path)
     if row_scale is not None and running.recipe.units:
+        if running.recipe.current:  # so far they are units: this scale came after them
+            note_launch("units", 2)
+            row_scale = row_scale * (scales[0] * scales[1])
         scales, name = (row_scale, running.state.ones(turned.shape[0])), _by_rows(name)
     return chain_gemm(
         running, link, Gemm.GRAD_INPUT, rows, dtype, row, scales[0], turned, scales[1], name=name
@@ -316,7 +368,7 @@ def prime_gradients(
 ) -> None:
     """Before the first step's gradients: their maxima, from a backward in high precision."""
     book = running.state.book
-    if all(book.primed(slot) for slot in running.gradients):
+    if running.recipe.current or all(book.primed(slot) for slot in running.gradients):
         return
     amax = grad.abs().amax(dim=1, keepdim=True).float() if grad.numel() else grad.new_ones(1, 1).float()
     flow = grad.float() / torch.where(amax > 0, amax, 1.0) if running.recipe.units else grad.float()

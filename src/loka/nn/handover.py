@@ -133,21 +133,22 @@ def serve_together(
     `chain` of the model `handle`, with the parameters of both. `joint`: x is x_0, the argument is not read.
 
     Whether x_L is handed over in FP8 is decided here, when it runs: not where the stack is served as it
-    is trained, and not while the chain's scale is still taken from the values at hand.
+    is trained, and not while, or where, the chain's scale is taken from the values at hand.
     """
     stack, reader = running_cross(handle, cross), running_chain(handle, chain)
     x = x0 if joint else x
     stack.state.begin(stack, training=False)
     slot = reader.inputs[0]
     assert slot is not None, "what a chain reads without a norm before it has no bound"
-    scale = None if reader.state.calibrating(slot) else reader.input_scale(0)
+    current = reader.current_scales()
+    scale = None if current is not None or reader.state.calibrating(slot) else reader.input_scale(0)
     last = serve(stack, x0, x, crossed, scale_out=scale)
     low = last.row
     if low is None:
         assert last.hp is not None, "one of both was written"
-        low, _ = quantize_input(reader, last.hp, training=False, keep=False)
+        low, _ = quantize_input(reader, last.hp, current, training=False, keep=False)
     _, links = split_parameters(reader.chain, chained)
-    out, _ = run_links(reader, low, x.shape[0], x.dtype, links, training=False)
+    out, _ = run_links(reader, low, x.shape[0], x.dtype, links, current, training=False)
     reader.last = out.data_ptr()
     return out
 

@@ -71,7 +71,7 @@ class ScaleBook:
     def scale(self, slot: int, kept: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [1], aligned to 16 bytes; dequantizes: hp = fp8 * scale. 1 before anything was seen.
 
-        As it is, or as it was when `keep` returned `kept`.
+        As it is, or as it was when `keep` returned `kept`, or as it is in what `blank` returned.
         """
         return (self.buffers.scale if kept is None else kept)[4 * slot : 4 * slot + 1]
 
@@ -79,6 +79,11 @@ class ScaleBook:
         """All scales as they are now, in a copy: for tensors that outlive the next update. One launch."""
         note_launch("keep")
         return self.buffers.scale.clone()
+
+    def blank(self) -> torch.Tensor:
+        """Zeros in place of all scales, for those that come from the tensor at hand. One launch."""
+        note_launch("scale")
+        return torch.zeros_like(self.buffers.scale)
 
     def seen(self, slot: int) -> torch.Tensor:
         """int32 [1]: the bits of max |value| as float32 since the last update; raise it by atomic max."""

@@ -9,7 +9,7 @@ clipped, and gradients that spread over more octaves than e4m3 has are flushed t
 the device for the last few steps of each period; counting takes a tenth of a producer's time, so it is off
 otherwise. A chain in which a tensor drifts runs in high precision from then on; the others keep their
 scales. A weight that saturates is off by no more than it moved in one step, so that is not looked at. Layers
-that run alone take each scale from the data at hand and cannot saturate.
+that run alone, and chains with current scales, take each scale from the data at hand and cannot saturate.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.chain import NOTHING
 from loka.core.plan import Plan
+from loka.core.producer import NO_PARAMETERS
 from loka.core.recipe import Format
 from loka.core.report import HP
+from loka.kernels.current import scale_produced
 from loka.nn import chain_snapshot, count_rounding, unwrap
 from loka.nn.chain import running_chains
 from loka.nn.chain_state import RunningChain
@@ -195,7 +198,11 @@ class _Seen:
             return
         slot = self.chain.inputs[0]
         assert slot is not None
-        scaled = x.float() / self.chain.input_scale(0)
+        current = self.chain.current_scales()
+        scale = self.chain.input_scale(0, current)
+        if current is not None:
+            scale_produced(x.reshape(-1, x.shape[-1]), NOTHING, NO_PARAMETERS, scale=scale)
+        scaled = x.float() / scale
         clipped = (scaled.abs() > Format.E4M3.max).sum()
         lost = ((scaled != 0) & (scaled.abs() <= Format.E4M3.smallest_subnormal / 2)).sum()
         self.chain.state.book.counts(slot).add_(torch.stack((clipped, lost)))

@@ -25,6 +25,7 @@ from loka.kernels.triton.pack import (
     TRITON_TYPES,
     inverse_of_power,
     magnitude_bits,
+    power_above,
     word,
 )
 
@@ -74,10 +75,7 @@ def _update(
     pushed = taken[:, None] & (place[None, :] == cursor[:, None])
     history = tl.where(pushed, bits.to(tl.float32, bitcast=True)[:, None], history)
     highest = tl.max(history, axis=1).to(tl.int32, bitcast=True)
-    exponent = (highest >> 23) - (largest >> 23) + margin
-    exponent += ((highest & 0x7FFFFF) > (largest & 0x7FFFFF)).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT)
-    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    scale = power_above(highest, largest, margin, LIMIT).to(tl.float32, bitcast=True)
     # Threads hold copies of a slot's values: none may store before all have loaded.
     tl.debug_barrier()
     tl.store(history_ptr + ring, history, mask=pushed)

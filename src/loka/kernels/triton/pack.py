@@ -89,3 +89,12 @@ def saturates(value, inverse, FMAX: tl.constexpr):
 def underflows(value, inverse, ZERO: tl.constexpr):
     scaled = tl.abs(value * inverse)
     return ((scaled > 0.0) & (scaled <= ZERO)).to(tl.int32)
+
+
+@triton.jit
+def power_above(bits, largest, margin, LIMIT: tl.constexpr):
+    """The bits of the least power of two that times a format's `largest` is not below a magnitude, given
+    as bits too, with `margin` octaves to spare. Twin: core/current.scale_for."""
+    exponent = (bits >> 23) - (largest >> 23) + margin
+    exponent += ((bits & 0x7FFFFF) > (largest & 0x7FFFFF)).to(tl.int32)
+    return (tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT) + 127) << 23

@@ -14,16 +14,29 @@ become one word of the transposed copies (triton/pack.py).
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 
 from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Derived, Parameters, Rounded, block_of
+from loka.core.producer import Derived, Parameters, Rounded
 from loka.core.recipe import Format
 from loka.kernels.producer import WIDEST_BLOCK
+from loka.kernels.triton.link import (
+    NO_NORM,
+    PLAIN_WIDTH,
+    SUMMED_NORM,
+    TILE_NORM,
+    activated,
+    applied,
+    differentiated,
+    epilogue_constants,
+    finite_or_nan,
+    launching_on,
+    take,
+    tile_width,
+    widened,
+)
 from loka.kernels.triton.pack import (
     INTERPRETED,
     TRITON_TYPES,
@@ -34,29 +47,7 @@ from loka.kernels.triton.pack import (
 )
 from loka.kernels.triton.rounded import from_byte, step_of, to_byte
 
-_PLAIN = 256  # features of a tile where nothing is reduced
-
-_ACTIVATION = {activation: index for index, activation in enumerate(Activation)}  # NONE, HARD_SWISH, RELU ..
-_HARD_SWISH, _RELU, _SWISH, _GELU = (
-    tl.constexpr(_ACTIVATION[a])
-    for a in (Activation.HARD_SWISH, Activation.RELU, Activation.SWISH, Activation.GELU)
-)
-_NO_NORM, _TILE_NORM, _SUMMED_NORM = (tl.constexpr(i) for i in range(3))
-
-
-# What the compiler spells longer, written out for the hardware; the interpreter takes the plain paths.
-# Two bfloat16 of one register to float32, an instruction each.
-_WIDEN = tl.constexpr(
-    "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
-    "mov.b32 $0, low; mov.b32 $1, high;}"
-)
-# The gate by a saturating FMA, and then the slope in its place: of a NaN (ltu is true) a NaN.
-_GATE = tl.constexpr(
-    "{.reg .pred within; .reg .f32 size, slope, out; "
-    "fma.rn.sat.f32 slope, $2, $3, 0f3F000000; mul.f32 out, $2, slope; "
-    "abs.f32 size, $2; setp.ltu.f32 within, size, $5; "
-    "@within fma.rn.f32 slope, $2, $4, 0f3F000000; mov.f32 $0, out; mov.f32 $1, slope;}"
-)
+# Casts, written out for the hardware; the interpreter takes the plain paths.
 # Four columns to the bytes of a word; two rows to its lower half; two more rows on top of them.
 _CAST_4 = (
     "{{.reg .b16 low, high; cvt.rn.satfinite.{0} low, $2, $1; "
@@ -70,80 +61,6 @@ _FOUR_E4M3, _LOW_E4M3, _HIGH_E4M3, _FOUR_E5M2, _LOW_E5M2, _HIGH_E5M2 = (
     for asm in (_CAST_4, _CAST_LOW, _CAST_HIGH)
 )
 _COMPILED = tl.constexpr(not INTERPRETED)
-
-
-@triton.jit
-def _hard_swish(y, sixth, third, limit):
-    """y * clamp(y / 6 + 1/2, 0, 1) and its slope. Or of f y, f > 0, with f in `sixth` and `third` and
-    1 / f in `limit`: then the first lacks f."""
-    if _COMPILED:
-        out, slope = tl.inline_asm_elementwise(
-            _GATE, "=f,=f,f,f,f,f", [y, sixth, third, limit], dtype=(tl.float32, tl.float32),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        gate = tl.minimum(tl.maximum(y * sixth + 0.5, 0.0), 1.0)
-        out = y * gate
-        slope = tl.where(tl.abs(y) >= limit, gate, y * third + 0.5)
-    return out, slope
-
-
-@triton.jit
-def _activated(y, ACTIVATION: tl.constexpr):
-    """act(y) and act'(y). Comparisons with NaN are false and let it through."""
-    if ACTIVATION == _HARD_SWISH:
-        out, slope = _hard_swish(y, 1.0 / 6.0, 1.0 / 3.0, 3.0)
-    elif ACTIVATION == _RELU:
-        out = tl.where(y <= 0.0, 0.0, y)
-        slope = tl.where(y <= 0.0, 0.0, 1.0)
-    elif ACTIVATION == _SWISH:
-        gate = 1.0 / (1.0 + tl.exp(-y))
-        out = y * gate
-        slope = gate * (1.0 + y * (1.0 - gate))
-    elif ACTIVATION == _GELU:
-        gate = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476))
-        out = y * gate
-        slope = gate + y * 0.3989422804014327 * tl.exp(-0.5 * y * y)
-    else:
-        out = y
-        slope = tl.zeros_like(y) + 1.0
-    return out, slope
-
-
-@triton.jit
-def _finite(value):
-    """Infinity would saturate and hide; it becomes NaN, which the cast keeps."""
-    return tl.where(tl.abs(value) < float("inf"), value, float("nan"))
-
-
-@triton.jit
-def _take(ptr, start, q, c, inside, rows, stride, EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """Rows start + q as they lie, by 32-bit offsets within the tile. Without masks where nothing lies
-    outside: a mask that the compiler cannot follow makes it load and store single elements."""
-    place = ptr + start * stride + (q[:, None] * stride + c[None, :])
-    live = q < rows - start
-    if EVEN and EVEN_ROWS:
-        value = tl.load(place)
-    elif EVEN:
-        value = tl.load(place, mask=live[:, None], other=0.0)
-    else:
-        value = tl.load(place, mask=live[:, None] & inside[None, :], other=0.0)
-    return value
-
-
-@triton.jit
-def _wide(value):
-    """To float32."""
-    if _COMPILED and value.dtype == tl.bfloat16:
-        value = tl.inline_asm_elementwise(_WIDEN, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
-    return value.to(tl.float32)
-
-
-@triton.jit
-def _vector(ptr, c, inside, EVEN: tl.constexpr):
-    """Of a parameter, as [1, C] float32."""
-    value = tl.load(ptr + c) if EVEN else tl.load(ptr + c, mask=inside, other=0.0)
-    return value.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -170,7 +87,7 @@ def _produce(
     first = tl.program_id(1) * block
     c = first + tl.arange(0, BLOCK_C)
     inside = (c < first + block) & (c < features)
-    value = _wide(_take(z_ptr, start, tl.arange(0, BLOCK_R), c, inside, rows, z_stride, EVEN_ROWS, EVEN))
+    value = widened(take(z_ptr, start, tl.arange(0, BLOCK_R), c, inside, rows, z_stride, EVEN_ROWS, EVEN))
     if ROUNDED:
         step = step_of(tl.max(magnitude_bits(value), axis=1).to(tl.float32, bitcast=True))
         byte = to_byte(value, inverse_of_power(step)[:, None])
@@ -182,21 +99,10 @@ def _produce(
         else:
             tl.store(place, byte, mask=(r < rows)[:, None] & inside[None, :])
         tl.store(steps_ptr + r * tl.num_programs(1) + tl.program_id(1), step, mask=r < rows)
-    if BIAS:
-        value += _vector(bias_ptr, c, inside, EVEN)
-    if NORMED:
-        size = tl.minimum(block, features - first).to(tl.float32)
-        if CENTERED:
-            value = value - (tl.sum(tl.where(inside[None, :], value, 0.0), axis=1) / size)[:, None]
-        if not EVEN:
-            value = tl.where(inside[None, :], value, 0.0)
-        square = tl.sum(value * value, axis=1) / size
-        value = value * tl.rsqrt(square + EPS)[:, None]
-    if GAMMA:
-        value *= _vector(gamma_ptr, c, inside, EVEN)
-    if BETA:
-        value += _vector(beta_ptr, c, inside, EVEN)
-    value, _ = _activated(value, ACTIVATION)
+    value = applied(
+        value, bias_ptr, gamma_ptr, beta_ptr, first, c, inside, features, block, NORMED, CENTERED, EPS,
+        ACTIVATION, BIAS, GAMMA, BETA, EVEN,
+    )  # fmt: skip
     if LOW:
         inverse = inverse_of_power(tl.load(scale_ptr))
         if not EVEN:
@@ -210,7 +116,7 @@ def _produce(
                 under = tl.sum(tl.sum(underflows(shown, inverse, ZERO), axis=1), axis=0)
                 _count(over, under, counts_ptr)
         if not NORMED:
-            value = _finite(value)
+            value = finite_or_nan(value)
         value = value * inverse
         if CLAMP:
             value = tl.where(value > FMAX, FMAX, tl.where(value < -FMAX, -FMAX, value))
@@ -229,106 +135,6 @@ def _produce(
 
 
 @triton.jit
-def _link(
-    grad, z, step, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, r, c, inside, rows, share, by, shown, unit,
-    NORMED: tl.constexpr, CENTERED: tl.constexpr, EPS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_Z: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, REAL: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, EVEN: tl.constexpr, ROUNDED: tl.constexpr,
-):  # fmt: skip
-    """Some rows of a tile: dZ in units times `by`, A times `shown` [rows], what gamma and beta get of each
-    element, and [rows] something that is not finite where the norm made a row so."""
-    grad = _wide(grad)
-    if REAL:
-        grad = grad * inverse_of_power(unit)[:, None]
-    out = grad
-    normal = grad
-    shifted = grad
-    along = unit
-    # Up to ReLU an activation is homogeneous in the norm's row factor, or can be told of it: it goes into
-    # other factors of rows and is no multiplication of every element.
-    LAZY: tl.constexpr = NORMED != _NO_NORM and not GAMMA and not BETA and ACTIVATION <= _RELU
-    if HAS_Z:
-        if ROUNDED:
-            normal = from_byte(z, step[:, None])
-            if not EVEN:
-                normal = tl.where(inside[None, :], normal, 0.0)
-        else:
-            normal = _wide(z)
-        if BIAS:
-            normal += _vector(bias_ptr, c, inside, EVEN)
-            if not EVEN:
-                normal = tl.where(inside[None, :], normal, 0.0)
-        if NORMED == _TILE_NORM:
-            if CENTERED:
-                mean = tl.sum(normal, axis=1) * share
-                normal = normal - mean[:, None]
-                if not EVEN:
-                    normal = tl.where(inside[None, :], normal, 0.0)
-            square = tl.sum(normal * normal, axis=1) * share + EPS
-            inverse = tl.rsqrt(square)
-            std = square * inverse
-        if NORMED == _SUMMED_NORM:
-            mean = tl.load(sums_ptr + r, mask=r < rows, other=0.0)
-            inverse = tl.load(sums_ptr + rows + r, mask=r < rows, other=0.0)
-            normal = normal - mean[:, None]
-            std = 1.0 / inverse
-        if LAZY:
-            if ACTIVATION == _HARD_SWISH:
-                sixth, third, limit = inverse * (1.0 / 6.0), inverse * (1.0 / 3.0), 3.0 * std
-                out, slope = _hard_swish(normal, sixth[:, None], third[:, None], limit[:, None])
-            else:
-                out, slope = _activated(normal, ACTIVATION)
-            shown = shown * inverse
-        else:
-            if NORMED != _NO_NORM:
-                normal = normal * inverse[:, None]
-            value = normal
-            if GAMMA:
-                value = value * _vector(gamma_ptr, c, inside, EVEN)
-            if BETA:
-                value += _vector(beta_ptr, c, inside, EVEN)
-            out, slope = _activated(value, ACTIVATION)
-        if NORMED == _NO_NORM:  # before the factor: an infinity times zero would do, but not times one
-            out = _finite(out)
-        out = out * shown[:, None]
-        shifted = grad * slope
-        grad = shifted
-        if GAMMA:
-            grad = grad * _vector(gamma_ptr, c, inside, EVEN)
-        if NORMED == _NO_NORM:
-            grad = grad * by
-        else:
-            # `by` is a power of two: it goes into the factors of rows and changes no bit.
-            factor = inverse * by
-            if NORMED == _TILE_NORM:
-                along = tl.sum(grad * normal, axis=1) * share
-                if LAZY:
-                    along = along * inverse
-                if CENTERED:
-                    centre = tl.sum(grad, axis=1) * share
-            else:
-                along = tl.load(sums_ptr + 2 * rows + r, mask=r < rows, other=0.0)
-                centre = tl.load(sums_ptr + 3 * rows + r, mask=r < rows, other=0.0)
-            along = along * factor
-            if LAZY:
-                along = along * inverse
-            back = normal * along[:, None]
-            if CENTERED:
-                back = back + (centre * factor)[:, None]
-            grad = grad * factor[:, None] - back
-        if not EVEN:
-            grad = tl.where(inside[None, :], grad, 0.0)
-            out = tl.where(inside[None, :], out, 0.0)
-        if not EVEN_ROWS:  # a bias makes something of rows that are not there, and so does 0 / 0
-            grad = tl.where((r < rows)[:, None], grad, 0.0)
-            out = tl.where((r < rows)[:, None], out, 0.0)
-            along = tl.where(r < rows, along, 0.0)
-    else:
-        grad = grad * by
-    return grad, out, shifted, normal, along
-
-
-@triton.jit
 def _pair(
     grad_0, grad_1, z_0, z_1, step_0, step_1, unit_0, unit_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr,
     row_ptr, hp_ptr, start, q, c, inside, kept, rows, features, padded, share, scale, by, shown, turn,
@@ -342,7 +148,7 @@ def _pair(
     """Rows q and q + 1 of a tile: writes what is row-major, and returns what is to be turned, two values
     of float32 each, with the sums of both. So that half of a tile's elements are float32 at a time."""
     r = start + q
-    grad_0, out_0, shifted_0, normal_0, along_0 = _link(
+    grad_0, out_0, shifted_0, normal_0, along_0 = differentiated(
         grad_0, z_0, step_0, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q, c, inside, rows, share,
         by, unit_0 * shown, unit_0, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
         UNITS and REAL, EVEN_ROWS, EVEN, ROUNDED,
@@ -351,7 +157,7 @@ def _pair(
         _store_row(
             row_ptr, _low(grad_0, NORMED, CLAMP, FMAX), OUT, start, q, c, kept, rows, padded, EVEN_ROWS, EVEN
         )
-    grad_1, out_1, shifted_1, normal_1, along_1 = _link(
+    grad_1, out_1, shifted_1, normal_1, along_1 = differentiated(
         grad_1, z_1, step_1, bias_ptr, gamma_ptr, beta_ptr, sums_ptr, start + q + 1, c, inside, rows, share,
         by, unit_1 * shown, unit_1, NORMED, CENTERED, EPS, ACTIVATION, HAS_Z, BIAS, GAMMA, BETA,
         UNITS and REAL, EVEN_ROWS, EVEN, ROUNDED,
@@ -367,7 +173,7 @@ def _pair(
     highest = grad_0
     broken = along_0
     if SEEN:
-        if NORMED == _NO_NORM:
+        if NORMED == NO_NORM:
             highest = tl.maximum(magnitude_bits(grad_0), magnitude_bits(grad_1))
         else:  # may overlook a NaN, but its whole row is NaN, and so is `along`
             highest = tl.maximum(tl.abs(grad_0), tl.abs(grad_1))
@@ -428,7 +234,7 @@ def _row_sums(
         shifted = normal * gamma
     if BETA:
         shifted += tl.load(beta_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    _, slope = _activated(shifted, ACTIVATION)
+    _, slope = activated(shifted, ACTIVATION)
     grad = tl.where(inside, grad * slope, 0.0)
     if GAMMA:
         grad = grad * gamma
@@ -444,8 +250,8 @@ def _row_sums(
 @triton.jit
 def _low(value, NORMED: tl.constexpr, CLAMP: tl.constexpr, FMAX: tl.constexpr):
     """Ready for the cast. Behind a norm an infinity has become NaN by itself: infinity times zero."""
-    if NORMED == _NO_NORM:
-        value = _finite(value)
+    if NORMED == NO_NORM:
+        value = finite_or_nan(value)
     if CLAMP:  # the hardware's conversion saturates by itself, the interpreter's does not
         value = tl.where(value > FMAX, FMAX, tl.where(value < -FMAX, -FMAX, value))
     return value
@@ -509,21 +315,21 @@ def _derive(
     z_2 = q
     z_3 = q
     if HAS_Z:
-        z_0 = _take(z_ptr, start, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
-        z_1 = _take(z_ptr, start + 1, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
-        z_2 = _take(z_ptr, start + 2, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
-        z_3 = _take(z_ptr, start + 3, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
-    grad_0 = _take(grad_ptr, start, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
-    grad_1 = _take(grad_ptr, start + 1, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
-    grad_2 = _take(grad_ptr, start + 2, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
-    grad_3 = _take(grad_ptr, start + 3, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
+        z_0 = take(z_ptr, start, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
+        z_1 = take(z_ptr, start + 1, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
+        z_2 = take(z_ptr, start + 2, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
+        z_3 = take(z_ptr, start + 3, q, c, inside, rows, z_stride, EVEN_ROWS, EVEN)
+    grad_0 = take(grad_ptr, start, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
+    grad_1 = take(grad_ptr, start + 1, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
+    grad_2 = take(grad_ptr, start + 2, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
+    grad_3 = take(grad_ptr, start + 3, q, c, inside, rows, grad_stride, EVEN_ROWS, EVEN)
     step_0 = q
     step_1 = q
     step_2 = q
     step_3 = q
     if ROUNDED:
         r = start + q
-        if NORMED == _TILE_NORM:
+        if NORMED == TILE_NORM:
             apart = tl.num_programs(1)  # a step for each block that is a tile
             place = steps_ptr + r * apart + tl.program_id(1)
         else:
@@ -588,7 +394,7 @@ def _derive(
         _store_words(activation_ptr, low_out, w, c, kept, padded_rows, EVEN_ROWS, EVEN)
     if ROW or TURNED:
         if SEEN:
-            if NORMED == _NO_NORM:
+            if NORMED == NO_NORM:
                 bits = tl.max(tl.maximum(highest_0, highest_1), axis=1)
             else:
                 bits = tl.max(tl.maximum(highest_0, highest_1).to(tl.int32, bitcast=True), axis=1)
@@ -667,13 +473,13 @@ def produce_fused(
 ) -> torch.Tensor:
     """Twin: core/producer.produce. One launch."""
     rows, features = z.shape
-    block, wide = _tile_width(epilogue, features, columns if scale is not None else features)
+    block, wide = tile_width(epilogue, features, columns if scale is not None else features)
     width = columns if scale is not None else features
     dtype = Format.E4M3.dtype if scale is not None else z.dtype
     out = torch.empty(rows, width, dtype=dtype, device=z.device)
     high, warps = _PRODUCE_TILES.get(wide, (max(_PRODUCE_ELEMENTS // wide, 1), 4 if wide <= 4096 else 8))
     grid = (triton.cdiv(rows, high), triton.cdiv(features, block))
-    with _on(z):
+    with launching_on(z):
         _produce[grid](
             z,
             *(z if p is None else p for p in parameters),
@@ -688,7 +494,7 @@ def produce_fused(
             width,
             z.stride(0),
             NORMED=epilogue.norm is not Norm.NONE,
-            **_epilogue_constants(epilogue, parameters),
+            **epilogue_constants(epilogue, parameters),
             LOW=scale is not None,
             OUT=_TYPES[dtype],
             FMAX=Format.E4M3.max,
@@ -731,17 +537,17 @@ def derive_fused(
     rows, features = grad.shape
     columns, padded_rows = sides
     low = grad_scale is not None
-    constants = _epilogue_constants(epilogue, parameters)
-    normed = _NO_NORM
-    block, wide = _tile_width(epilogue, features, columns)
+    constants = epilogue_constants(epilogue, parameters)
+    normed = NO_NORM
+    block, wide = tile_width(epilogue, features, columns)
     if epilogue.norm is not Norm.NONE:
-        normed = _TILE_NORM if block <= WIDEST_BLOCK else _SUMMED_NORM
-    with _on(grad):
+        normed = TILE_NORM if block <= WIDEST_BLOCK else SUMMED_NORM
+    with launching_on(grad):
         sums, steps = grad, None
         if isinstance(z, Rounded):
-            assert normed != _NO_NORM, "without a norm backward starts from Z"
+            assert normed != NO_NORM, "without a norm backward starts from Z"
             z, steps = z
-        if normed == _SUMMED_NORM:
+        if normed == SUMMED_NORM:
             assert z is not None
             sums = torch.empty(4, rows, dtype=torch.float32, device=grad.device)
             assert block >= features, "blocks wider than a tile are refused (kernels/producer.unsupported)"
@@ -763,8 +569,8 @@ def derive_fused(
                 BLOCK_C=max(triton.next_power_of_2(features), 16),
                 num_warps=4 if features <= 4096 else 8,
             )
-        if normed != _TILE_NORM:
-            block, wide = _PLAIN, _PLAIN
+        if normed != TILE_NORM:
+            block, wide = PLAIN_WIDTH, PLAIN_WIDTH
         high, warps = _DERIVE_TILES.get(wide, (max(_DERIVE_ELEMENTS // wide, 4), 8))
         # What needs no more values at a time than fit the registers of the denser launch.
         lean = warps == 8 and not (INTERPRETED or hp or any(p is not None for p in parameters))
@@ -854,29 +660,3 @@ _PRODUCE_TILES: dict[int, tuple[int, int]] = {256: (8, 4)}  # rows and warps by 
 _DERIVE_ELEMENTS = 8192
 _DERIVE_TILES: dict[int, tuple[int, int]] = {}
 _DERIVE_REGISTERS: int | None = 80  # three programs of 256 threads share a multiprocessor
-
-
-def _tile_width(epilogue: Epilogue, features: int, padded: int) -> tuple[int, int]:
-    """Features a program owns, and the power of two that holds them and the padding after the last."""
-    if epilogue.norm is Norm.NONE:
-        return _PLAIN, _PLAIN
-    block = block_of(epilogue, features)
-    blocks = triton.cdiv(features, block)
-    beyond = max(padded - (blocks - 1) * block, block)
-    return block, max(triton.next_power_of_2(beyond), 16)
-
-
-def _epilogue_constants(epilogue: Epilogue, parameters: Parameters) -> dict[str, object]:
-    return {
-        "CENTERED": epilogue.norm is Norm.LAYER,
-        "EPS": epilogue.eps,
-        "ACTIVATION": _ACTIVATION[epilogue.activation],
-        "BIAS": parameters.bias is not None,
-        "GAMMA": parameters.gamma is not None,
-        "BETA": parameters.beta is not None,
-    }
-
-
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the operand's."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
