@@ -17,6 +17,8 @@ each combination is raced against the unchanged model's in bf16, both compiled, 
 
 Mods that make the same model as others, having found nothing to change, are named and not trained. `--out`
 keeps finished runs and `ablation.json`; a killed ablation goes on when started again.
+
+Step times take compiling, mostly: `--compile-only MODS PART` does a part of that and stops (ahead.py).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from ahead import rehearse_chains, rehearse_sites, rehearse_tokens
 from torch import nn
 
 from loka import mods
@@ -48,10 +51,12 @@ from loka.core.recipe import RECIPES
 from loka.core.report import estimate_from_json, estimate_to_json
 from loka.core.stats import Stats
 from loka.core.table import format_table
+from loka.data.batch import Batch
 from loka.dispatch import plan as plan_report
 from loka.nn import fp8_linears
 from loka.probe import Probe, measure
 from loka.probe.effects import predicted_ne
+from loka.probe.settings import COARSE, Settings
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, train
 from loka.train.metrics import checked, log_losses
@@ -65,12 +70,14 @@ from loka.train.validate_spread import MIN_PAIRS, spreads
 _KIND, _VERSION = "loka-bench-ablation", 1
 SETTINGS = {"none": (), **{type(mod).__name__: (mod,) for mod in MODS}, "all three": MODS}
 PRECISIONS = ("bf16", NAIVE, "plan")
+PARTS = ("bf16", NAIVE, "chains", "tokens", "sites")
 PROBE_SEED = 10_000  # added to --seed: far from any pair's
 SAMPLED = 25  # steps of the probed run
 
 ARGUMENTS = ("model", "batch_size", "seed", "step", "probe_steps", "candidate", "ne")
 Key = tuple[str, str]  # mods, precision
 PLAIN: Key = ("none", "bf16")
+UNCHANGED = ArmSpec(name="bf16", apply=lambda model: None, identity={})
 
 
 def settings_of(bench: Bench) -> dict[str, dict[str, Any]]:
@@ -110,24 +117,32 @@ def load(path: Path) -> dict[str, Any]:
 def plan_for(bench: Bench, name: str, given: argparse.Namespace) -> tuple[Plan, Estimate | None]:
     """The plan for one choice of mods, and what naive FP8 is predicted to add to NE."""
     folder, bars = bench.out / "plans" / name, ProgressBars(name)
-    if not (folder / "stats").exists():
-        _probe(bench, name, given.probe_steps).save(folder / "stats")
-    stats = Stats.load(folder / "stats")
+    stats = probed(bench, name, given.probe_steps)
     if not (folder / "plan.json").exists():
+        budget = Budget(ne=given.ne)
         report = measure(
             stats,
             device=given.device,
             candidates=given.candidate,
+            settings=replace(COARSE if given.coarse else Settings(), chain_recipes=budget.chain_recipes),
             out=folder / "report.json",
             cache=bench.out / "times",
             time_limit=given.measure_seconds,
             track=bars,
         )
-        plan_report(report, Budget(ne=given.ne)).save(folder / "plan.json")
+        plan_report(report, budget).save(folder / "plan.json")
     recipe = RECIPES[by_recipe(NAIVE, rows=given.batch_size).identity["recipes"]["output"]]
     effects = [predicted_ne(layer, recipe) for layer in stats.layers.values()]
     naive = total_effect([effect for effect in effects if effect]) if all(effects) else None
     return Plan.load(folder / "plan.json"), naive
+
+
+def probed(bench: Bench, name: str, most_steps: int) -> Stats:
+    """What a probe learns of the model under one choice of mods, kept in the folder of its plan."""
+    folder = bench.out / "plans" / name / "stats"
+    if not folder.exists():
+        _probe(bench, name, most_steps).save(folder)
+    return Stats.load(folder)
 
 
 def _probe(bench: Bench, name: str, most_steps: int) -> Stats:
@@ -210,10 +225,8 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
     times = record.content.setdefault("step_times", {})
     emulated: dict[str, int] = {}
 
-    def built(arm: ArmSpec) -> nn.Module:
-        torch.manual_seed(bench.config.seed)
-        model = bench.build().to(bench.config.device).train()
-        arm.apply(model)
+    def counted(arm: ArmSpec) -> nn.Module:
+        model = built(bench, arm)
         candidates = [name for linear in fp8_linears(model).values() for name in linear.loka_candidates]
         emulated[arm.name] = sum(name.startswith("emulated:") for name in candidates)
         return model
@@ -225,12 +238,43 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
         times[found.name] = {**measured, "emulated_gemms": by_emulation, "failure": found.failure}
         record.write()
 
-    several = {arm.name: Arm(name=arm.name, build=partial(built, arm)) for arm in arms.values()}
+    ends = sorted(arms, key=lambda key: key[0] not in ("none", "all three"))  # they come first
+    several = {name_of(key): Arm(name=name_of(key), build=partial(counted, arms[key])) for key in ends}
     missing = {name: arm for name, arm in several.items() if not times.get(name, {}).get("speedup")}
     if missing:
-        batch = next(iter(bench.train.batches(bench.config.batch_size)))
+        torch._dynamo.reset()  # what measuring compiled
         device = torch.device(bench.config.device)
-        time_steps(several[name_of(PLAIN)], missing, batch, device=device, on_result=keep)
+        time_steps(several[name_of(PLAIN)], missing, first_batch(bench), device=device, on_result=keep)
+
+
+def built(bench: Bench, arm: ArmSpec) -> nn.Module:
+    torch.manual_seed(bench.config.seed)
+    model = bench.build().to(bench.config.device).train()
+    arm.apply(model)
+    return model
+
+
+def first_batch(bench: Bench) -> Batch:
+    return next(iter(bench.train.batches(bench.config.batch_size)))
+
+
+def compile_only(bench: Bench, name: str, part: str, given: argparse.Namespace) -> None:
+    """One part of what an ablation compiles, for the caches: see the module's text."""
+    device = torch.device(given.device)
+    if part in ("bf16", NAIVE):
+        precision = UNCHANGED if part == "bf16" else by_recipe(NAIVE, rows=given.batch_size)
+        arm = arm_of((name, part), precision)
+        itself = Arm(name=arm.name, build=partial(built, bench, arm))
+        time_steps(itself, {}, first_batch(bench), device=device, rounds=1)
+        return
+    stats, recipes = probed(bench, name, given.probe_steps), Budget(ne=given.ne).chain_recipes
+    if part == "chains":
+        rehearse_chains(stats, device=device, recipes=recipes)
+    elif part == "tokens":
+        rehearse_tokens(stats, device=device)
+    else:
+        limit = given.measure_seconds
+        rehearse_sites(stats, device=device, candidates=given.candidate, recipes=recipes, limit=limit)
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -301,10 +345,16 @@ def main() -> None:
     options.add_argument("--probe-steps", type=int, default=250)
     options.add_argument("--candidate", action="append", help="plan over these only; repeatable")
     options.add_argument("--measure-seconds", type=float, help="limit of measuring for each plan")
+    options.add_argument("--coarse", action="store_true", help="measure with few draws and rounds")
     options.add_argument("--ne", type=float, default=2e-4, help="budget of each plan")
     options.add_argument("--out", type=Path, default=Path("runs/ablation"))
+    options.add_argument(
+        "--compile-only", nargs=2, metavar=("MODS", "PART"), help="fill the compile caches and stop"
+    )
     options.add_argument("--show", type=Path, metavar="FILE", help="print the table of an ablation.json")
     given = options.parse_args()
+    if given.compile_only and not (given.compile_only[0] in SETTINGS and given.compile_only[1] in PARTS):
+        options.error(f"--compile-only takes one of {', '.join(SETTINGS)}, and one of {', '.join(PARTS)}")
     if given.show:
         found = load(given.show)
         print(table(found), outlooks(found), sep="\n\n")
@@ -321,18 +371,20 @@ def main() -> None:
         identity={"name": given.model},
         track=ProgressBars("ablation"),
     )
+    if given.compile_only:
+        compile_only(bench, *given.compile_only, given)
+        return
     head = {name: getattr(given, name) for name in ARGUMENTS}
     head["data"] = f"{'a file' if given.data else 'synthetic'}, {data.train.rows} + {data.test.rows} held out"
     head["machine"] = fingerprint(given.device).to_json()
     record = Record(given.out / "ablation.json", head)
-    unchanged = ArmSpec(name="bf16", apply=lambda model: None, identity={})
     arms: dict[Key, ArmSpec] = {}
     for name, setting in settings_of(bench).items():
         if setting["same_as"] is None:
             plan, naive = plan_for(bench, name, given)
             setting["plan"] = plan.summary()
             setting["predicted"] = {NAIVE: estimate_to_json(naive), "plan": estimate_to_json(plan.ne)}
-            for precision in (unchanged, by_recipe(NAIVE, rows=given.batch_size), by_plan(plan)):
+            for precision in (UNCHANGED, by_recipe(NAIVE, rows=given.batch_size), by_plan(plan)):
                 arms[name, precision.name] = arm_of((name, precision.name), precision)
         record.content["settings"][name] = setting
         record.write()

@@ -45,10 +45,13 @@ from loka.cli.inputs import choose_device, model_builder, steps_between
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
 from loka.core.files import write_atomic
+from loka.core.plan import Plan
+from loka.core.report import Report
 from loka.core.table import format_table
 from loka.data import SyntheticClicks
 from loka.data.batch import Batch
 from loka.nn import check_finite
+from loka.probe.settings import COARSE, Settings
 from loka.train import TrainConfig, TrainLog, evaluate, paired_difference, quality, train
 from loka.train.auto import Auto, AutoConfig
 from loka.train.timeline import Event
@@ -253,6 +256,14 @@ def compare(bf16: Arm, auto: Arm, events: Sequence[Event], record: Record) -> No
     print(f"break-even after {even:.3g} rows" if even else "no break-even: FP8 is not faster here")
 
 
+def planned(plan: Plan | None, report: Path) -> dict[str, Any]:
+    """What was decided, and what was not measured."""
+    if plan is None:
+        return {"plan": None}
+    chains = {name: f"{chain.recipe}, {chain.speedup}x" for name, chain in plan.chains.items()}
+    return {"plan": plan.summary(), "chains": chains, "notes": Report.load(report).notes}
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", default="wukong:2gf")
@@ -266,6 +277,7 @@ def main() -> None:
     options.add_argument("--probe-every", default="20")
     options.add_argument("--probe-steps", type=int, default=400)
     options.add_argument("--measure-seconds", type=float, default=150.0)
+    options.add_argument("--coarse", action="store_true", help="measure with few draws and rounds")
     options.add_argument("--ne", type=float, default=2e-4)
     options.add_argument("--candidate", action="append", help="measure only these")
     options.add_argument("--log-every", type=int, default=20)
@@ -321,6 +333,7 @@ def main() -> None:
             most_steps=given.probe_steps,
             budget=Budget(ne=given.ne),
             candidates=tuple(given.candidate) if given.candidate else None,
+            settings=COARSE if given.coarse else Settings(),
             measure_seconds=given.measure_seconds,
         ),
         folder=folder,
@@ -330,8 +343,8 @@ def main() -> None:
     record.add(
         timeline=auto.timeline.to_json(),
         phase=auto.phase,
-        plan=auto.plan.summary() if auto.plan else None,
         valve=auto.valve.closed,
+        **planned(auto.plan, folder / "report.json"),
     )
     print(auto.timeline)
     compare(bf16, found, auto.timeline.events, record)

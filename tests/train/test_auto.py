@@ -68,7 +68,9 @@ def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
     assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     stats = Stats.load(tmp_path / "stats")
     assert (stats.steps, stats.sampled_steps) == (PROBED, 4)
-    assert Report.load(tmp_path / "report.json").complete
+    report = Report.load(tmp_path / "report.json")
+    assert report.complete
+    assert report.settings["chain_recipes"] == list(AUTO.budget.chain_recipes), "no others are worth timing"
     assert "4 of 12 steps sampled" in str(auto.timeline)
     states = load_newest(tmp_path / "checkpoints").state["optimizers"]["dense"]["state"]
     assert {float(state["step"]) for state in states.values()} == {STEPS}, "the same Adam all the way"

@@ -144,6 +144,9 @@ def measure(
     ),
     device: Device = None,
     candidate: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
+    errors_only: Annotated[
+        bool, typer.Option("--errors-only", help="No times, on a GPU either: where FP8 is safe comes first.")
+    ] = False,
     time_limit: TimeLimit = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
@@ -153,6 +156,7 @@ def measure(
         Stats.load(stats),
         device=choose_device(device),
         candidates=candidate,
+        errors_only=errors_only,
         out=out,
         cache=None if no_cache else cache or default_folder(),
         time_limit=time_limit,

@@ -139,7 +139,8 @@ def _whole_ways(
             time = measured.microseconds.value
         else:
             time = sum(min(way.time for way in ways[path]) for path in whole.linears) * (1 - TIE)
-        found.append(Way(item=whole.name, name=name, time=time, effect=spends(effect)))
+        if (time, spends(effect)) not in [(way.time, way.effect) for way in found]:  # the budget's order
+            found.append(Way(item=whole.name, name=name, time=time, effect=spends(effect)))
     return pareto(found)
 
 

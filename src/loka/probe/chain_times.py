@@ -1,20 +1,20 @@
 """Timing a chain as a whole, under a CUDA graph, as it will run: forward, and backward where probed.
 
 The chain is built anew from its description, with random normal data of the probed shapes and dtypes:
-"hp" under torch.compile, and each recipe of the fused path. One race for all.
+"hp" under torch.compile, and recipes of the fused path. One race for all.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from loka.core.chain import Activation, Chain, Epilogue, Norm
-from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.compiling import compile_in_place
 from loka.core.cross_record import Whole
 from loka.core.problem import DTYPES
@@ -28,6 +28,7 @@ from loka.nn.chain_parts import ACTIVATIONS
 from loka.probe.settings import Settings
 
 _MODULES = {activation: module for module, activation in ACTIVATIONS.items()}
+_COMPILED = 1 << 12  # modules in one measurement
 
 
 def chain_key(
@@ -61,7 +62,8 @@ def time_chain(
     settings: Settings,
     deadline: float | None = None,
 ) -> dict[str, Measurement]:
-    """Times of "hp" and of each recipe of the fused path, by candidate; a reason where one cannot run.
+    """Times of "hp" and of the fused path under the recipes of `settings`, by candidate; a reason where one
+    cannot run.
 
     Args:
         layers: statistics by module path, of all linear layers of the chain.
@@ -69,13 +71,13 @@ def time_chain(
     """
     reason = objection(chain)
     if reason is not None:
-        return {recipe.candidate: Measurement(unsupported=reason) for recipe in CHAIN_RECIPES.values()}
+        return {recipe.candidate: Measurement(unsupported=reason) for recipe in settings.timed_recipes()}
     first = layers[chain.links[0].path]
     found: dict[str, Measurement] = {}
     model, renamed, sites = build_chain(chain, device, DTYPES[first.weight_dtype])
     base = compile_in_place(copy.deepcopy(model))
     arms = {HP: base}
-    for recipe in CHAIN_RECIPES.values():
+    for recipe in settings.timed_recipes():
         own = copy.deepcopy(model)
         inside = {sites[site]: name for site, name in kernels.get(recipe.candidate, {}).items()}
         try:
@@ -111,8 +113,9 @@ def race(
     for name, arm in arms.items():
         try:
             step = _step(arm, sides, first, device, inputs)
-            step()
-            step()
+            with _all_compiled():
+                step()
+                step()
             steps[name] = step
         except torch.AcceleratorError:
             raise  # CUDA is unusable after it
@@ -120,14 +123,15 @@ def race(
             found[name] = Measurement(unsupported=f"cannot be timed: {first_line(error)}")
     if HP not in steps:
         return found
-    times = time_interleaved(
-        steps,
-        baseline=HP,
-        device=device,
-        keep=list(steps),
-        max_rounds=settings.sharing_rounds,
-        deadline=deadline,
-    )
+    with _all_compiled():
+        times = time_interleaved(
+            steps,
+            baseline=HP,
+            device=device,
+            keep=list(steps),
+            max_rounds=settings.sharing_rounds,
+            deadline=deadline,
+        )
     for name, timing in times.timings.items():
         found[name] = Measurement(
             microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
@@ -135,6 +139,13 @@ def race(
     for name, why in times.failures.items():
         found[name] = Measurement(unsupported=f"cannot be timed: {why}")
     return found
+
+
+def _all_compiled() -> AbstractContextManager[None]:
+    """Modules are compiled in one frame (core/compiling.py), which by default runs as written from the ninth
+    on: a baseline that is slower than what anybody runs."""
+    limits = {"recompile_limit": _COMPILED, "accumulated_recompile_limit": _COMPILED}
+    return torch._dynamo.config.patch(limits)
 
 
 def build_chain(

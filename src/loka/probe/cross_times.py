@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.compiling import compile_in_place
 from loka.core.cross_record import CrossLink, CrossStack
 from loka.core.problem import DTYPES
@@ -71,7 +70,8 @@ def time_stack(
     settings: Settings,
     deadline: float | None = None,
 ) -> dict[str, Measurement]:
-    """Times of "hp" and of the fused path, by candidate; a reason where a recipe cannot run.
+    """Times of "hp" and of the fused path under the recipes of `settings`, by candidate; a reason where a
+    recipe cannot run.
 
     Arguments as those of `time_chain`.
     """
@@ -80,7 +80,7 @@ def time_stack(
     base = compile_in_place(copy.deepcopy(model))
     arms = {HP: base}
     found: dict[str, Measurement] = {}
-    for recipe in CHAIN_RECIPES.values():
+    for recipe in settings.timed_recipes():
         reason = recipe_objection(recipe)
         own = copy.deepcopy(model)
         inside = {sites[site]: name for site, name in kernels.get(recipe.candidate, {}).items()}

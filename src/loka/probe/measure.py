@@ -5,21 +5,20 @@ shared quantization saves (probe/sharing.py), of chains and stacks of cross laye
 (probe/chain_times.py, probe/cross_times.py), of layers that read one tensor as one (probe/shared_times.py),
 and of layers over tokens in both forms (probe/turned_times.py). The largest first (probe/agenda.py), until
 everything is done or the time is up. The report is saved on the way, and measuring again goes on with what is
-missing.
+missing. Who asks first where FP8 is safe measures errors only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from loka.core.chain import Chain
-from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import FileRefused, LokaError
@@ -42,6 +41,8 @@ from loka.probe.sites import gemms_of, problem_of
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 from loka.probe.turned_times import TURNED, time_turned, turned_key
 
+ERRORS_ONLY = "errors_only"  # in the settings of a report that is not to have times
+_UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
 
@@ -51,6 +52,7 @@ def measure(
     device: torch.device | str | None = None,
     candidates: Sequence[str] | None = None,
     settings: Settings | None = None,
+    errors_only: bool = False,
     out: Path | str | None = None,
     cache: Path | str | None = None,
     time_limit: float | None = None,
@@ -64,8 +66,10 @@ def measure(
         candidates: names to measure; by default all but those measured on request only
             (`Candidate.on_request`), without emulation where a GPU is used.
         settings: how finely.
+        errors_only: no times, on a GPU either. Such a report is complete, and `plan` decides by errors.
         out: report file, written as layers are done. If it holds an unfinished measurement of
-            the same statistics on the same machine, that one is continued.
+            the same statistics on the same machine, that one is continued: one of errors only gets
+            its times when they are asked for, and one that was to have times keeps those it has.
         cache: folder of times measured before, on this machine and with these kernels.
         time_limit: seconds after which no further layer is begun, and a race under way ends
             after its batch. `Report.notes` says what is missing; call again to go on.
@@ -85,11 +89,13 @@ def measure(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings = settings or Settings()
     names = _candidates(candidates, device)
+    timed = timeable(device) and not errors_only
+    untimed = {ERRORS_ONLY: True} if errors_only and timeable(device) else {}
     report = Report(
         model=stats.model,
         machine=fingerprint(device),
         stats_digest=stats.digest(),
-        settings={**asdict(settings), "candidates": list(names), "sources": sources_digest()},
+        settings={**settings.to_json(), "candidates": list(names), "sources": sources_digest(), **untimed},
         sites={},
         skipped=dict(stats.skipped),
         chains=stats.chains,
@@ -111,8 +117,9 @@ def measure(
     )
     work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
     try:
-        _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, work.wholes(), timed_groups(stats), timed=timeable(device))
+        if timed:
+            _compile_ahead(work, track or untracked)
+        jobs = agenda(stats, work.wholes(), timed_groups(stats), timed=timed)
         for job in (track or untracked)(jobs, "measuring", len(jobs)):
             _DO[job.kind](work, job.name)
     finally:
@@ -135,6 +142,8 @@ def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str,
 def _continue_from(path: Path, fresh: Report) -> Report:
     """An unfinished report of the same measurement goes on; another report is replaced.
 
+    One of errors only is an unfinished one where times are wanted, and one that was to have times stays one.
+
     Raises FileRefused when the file is no whole report: it may be somebody's only copy.
     """
     if not path.exists():
@@ -145,12 +154,13 @@ def _continue_from(path: Path, fresh: Report) -> Report:
         raise FileRefused(
             f"will not overwrite {path}", why=error.why, way_out="choose another file, or remove this one"
         ) from error
-    same = (
-        earlier.stats_digest == fresh.stats_digest
-        and earlier.machine == fresh.machine
-        and earlier.settings == fresh.settings
-    )
-    return earlier if same else fresh
+    had, wanted = ({**report.settings, ERRORS_ONLY: False} for report in (earlier, fresh))
+    if (earlier.stats_digest, earlier.machine, had) != (fresh.stats_digest, fresh.machine, wanted):
+        return fresh
+    if not earlier.settings.get(ERRORS_ONLY) or fresh.settings.get(ERRORS_ONLY):
+        return earlier
+    sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in earlier.sites.items()}
+    return replace(earlier, settings=fresh.settings, sites=sites)
 
 
 @dataclass(kw_only=True)
@@ -179,6 +189,10 @@ class _Work:
         self._saved = time.monotonic()
         self._seconds = self._saved - began
 
+    @property
+    def wants_times(self) -> bool:
+        return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
+
     def wholes(self) -> list[Whole]:
         """The chains and stacks to time: all of whose layers were watched."""
         worth: list[Whole] = [
@@ -206,9 +220,9 @@ class _Work:
             for name in sites:
                 if name in report.sites and (reason := report.sites[name].unfinished):
                     missing.setdefault(reason, []).append(name)
-            if timeable(self.timer.device) and sites and path not in report.sharing:
+            if self.wants_times and sites and path not in report.sharing:
                 missing.setdefault("shared quantization not timed", []).append(path)
-        if timeable(self.timer.device):
+        if self.wants_times:
             untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
             if untimed:
                 missing["chains not timed"] = untimed
@@ -222,14 +236,13 @@ class _Work:
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
+        notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
         return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
 
 
 def _compile_ahead(work: _Work, track: Track) -> None:
     """For what is left to measure: at the rows of the layer, and at those that errors are drawn with."""
-    if not timeable(work.timer.device):
-        return
     problems: dict[Problem, None] = {}
     for path, layer in work.stats.layers.items():
         for gemm in gemms_of(path, layer)[0]:
@@ -244,8 +257,10 @@ def _compile_ahead(work: _Work, track: Track) -> None:
 def _draw(work: _Work, path: str) -> None:
     if work.timer.late:
         return
-    sites, skipped = _draw_layer(path, work.stats.layers[path], work.report, work.timer)
     report = work.report
+    sites, skipped = _draw_layer(path, work.stats.layers[path], report, work.timer)
+    if work.wants_times:
+        sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in sites.items()}
     work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
     if sites:
         work.save()
@@ -271,8 +286,7 @@ def _draw_layer(
         measurements = {name: Measurement(errors=found) for name, found in drawn.errors[gemm].items()}
         for name, reason in {**refused[gemm], **drawn.failures[gemm]}.items():
             measurements[name] = Measurement(unsupported=reason)
-        unfinished = NOT_TIMED if timeable(timer.device) else None
-        site = SiteReport(path=path, problem=problem, measurements=measurements, unfinished=unfinished)
+        site = SiteReport(path=path, problem=problem, measurements=measurements)
         sites[site.name] = site
     return sites, skipped
 
@@ -325,7 +339,8 @@ def _time_whole(work: _Work, name: str) -> None:
     whole = next(whole for whole in work.wholes() if whole.name == name)
     layers = {path: work.stats.layers[path] for path in whole.linears}
     kernels = {
-        recipe.candidate: inner_kernels(whole, recipe, work.report.sites) for recipe in CHAIN_RECIPES.values()
+        recipe.candidate: inner_kernels(whole, recipe, work.report.sites)
+        for recipe in work.timer.settings.timed_recipes()
     }
     if isinstance(whole, Chain):
         key, time_it = chain_key(whole, layers, kernels), partial(time_chain, whole, layers, kernels)

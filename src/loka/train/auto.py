@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class AutoConfig:
             charged with is at most `width` times the estimate.
         budget: of the plan. None: an NE increase of 2e-4, or without any known effect the default `Budget()`.
         candidates: to measure; all by default.
-        settings: how finely to measure.
+        settings: how finely to measure; chains, unless it says, under the budget's recipes.
         measure_seconds: after which measuring begins nothing new; the largest chains and layers come first,
             and what was not timed stays in bf16.
         cache: folder of times measured before.
@@ -134,7 +134,7 @@ class Auto(Companion):
                 "width": config.width,
                 "budget": config.budget.to_json() if config.budget else None,
                 "candidates": list(config.candidates) if config.candidates else None,
-                "settings": asdict(config.settings),
+                "settings": config.settings.to_json(),
                 **self.valve.identity(),
             }
         }
@@ -272,17 +272,20 @@ class Auto(Companion):
         if not timeable(run.device):
             self._tell("nothing is timed on a CPU: the plan goes by errors alone, and no speed is claimed")
         config, folder = self.config, self._folder
+        budget, settings = config.budget or self._default_budget(), config.settings
+        if settings.chain_recipes is None:  # no others can be chosen, and timing each takes its time
+            settings = replace(settings, chain_recipes=budget.chain_recipes)
         report = measure(
             self._stats,
             device=run.device,
             candidates=config.candidates,
-            settings=config.settings,
+            settings=settings,
             out=folder / "report.json" if folder else None,
             cache=config.cache,
             time_limit=config.measure_seconds,
             track=self._tracked(run, alive),
         )
-        decided = plan_report(report, config.budget or self._default_budget())
+        decided = plan_report(report, budget)
         if folder:
             decided.save(folder / "plan.json")
         return decided
