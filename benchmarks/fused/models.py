@@ -5,9 +5,9 @@
 The dense part of a model: features in, looked-up rows of the embedding tables [B, F, dim] given. Training
 is forward, backward (the rows get a gradient) and fused Adam, in bf16 autocast over float32 weights;
 inference is in bf16 weights. All under CUDA graphs, all arms compiled alike block by block, random data,
-one race for each batch size. LoKA's arm runs what its planner decides, with
-another recipe of a chain admitted where one is named ("loka e4m3_row_z8"); torchao's recipes run on every
-layer they can.
+one race for each batch size. LoKA's arm runs what its planner decides, under one
+recipe of a chain where it is named ("loka e4m3_row"); "loka by plan" runs a plan made before, such as
+that of `loka train --auto`; torchao's recipes run on every layer they can.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import loka
-from loka.core.chain_recipe import SAFE
+from loka.core.chain_recipe import ADMITTED, SAFE
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.files import write_record
@@ -35,7 +36,7 @@ from loka.nn.chain import form_chains
 from loka.nn.dataflow import find_chains
 from loka.nn.linears import is_prediction
 from loka.nn.turned import turn_linear
-from loka.probe.settings import Settings
+from loka.probe.settings import COARSE
 from loka.train.step_time import compiled
 from loka.zoo import build, dense_part
 
@@ -47,7 +48,7 @@ MODELS: dict[str, tuple[str, str, int]] = {
     "Wukong 6 GF": ("wukong", "6gf", 6144),
 }
 SERVED = (512, 2048, 8192)
-BF16, PLAIN, LOKA = "bf16 compiled", "bf16 compiled, without mods", "loka"
+BF16, PLAIN, LOKA, BY_PLAN = "bf16 compiled", "bf16 compiled, without mods", "loka", "loka by plan"
 # The baseline with the one thing in LoKA's arm that is not FP8: layers over tokens in their other form.
 TURNED = "bf16 compiled, tokens turned"
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--arm", nargs="*", default=[PLAIN, TURNED, LOKA, *(f"torchao {n}" for n in TORCHAO)])
-    parser.add_argument("--serve-arm", nargs="*", default=[TURNED, LOKA])
+    parser.add_argument("--serve-arm", nargs="*", default=[TURNED, LOKA], help="none: training alone")
+    parser.add_argument("--plan", type=Path, help=f"of the arm {BY_PLAN!r}, in training")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument(
         "--unplanned", action="store_true", help="every chain and stack in FP8, without measuring"
@@ -73,10 +75,10 @@ def main() -> None:
     parser.add_argument("--compile-only", nargs=2, metavar=("MODEL", "ARM"), help="fill the compile caches")
     arguments = parser.parse_args()
     if arguments.compile_only:
-        _warm(*arguments.compile_only)
+        _warm(*arguments.compile_only, served=SERVED if arguments.serve_arm else ())
         return
-    ahead = [arm for arm in arguments.arm if arguments.unplanned or not arm.startswith(LOKA)]
-    _compile_ahead(arguments.model, ahead)
+    planned = {BY_PLAN} if arguments.unplanned else {arm for arm in arguments.arm if arm.startswith(LOKA)}
+    _compile_ahead(arguments.model, [arm for arm in arguments.arm if arm not in planned], arguments.serve_arm)
     results: dict[str, dict[str, object]] = {}
     machine = fingerprint(torch.device("cuda")).to_json()
     for name in arguments.model:
@@ -87,11 +89,12 @@ def main() -> None:
             write_record(arguments.out, kind="loka-bench-models", version=1, content=content)
 
 
-def _compile_ahead(models: list[str], arms: list[str]) -> None:
+def _compile_ahead(models: list[str], arms: list[str], serve_arms: list[str]) -> None:
     """In parallel processes, into the caches that this process reads afterwards."""
     begin = time.monotonic()
     jobs = [(model, arm) for model in models for arm in [BF16, *arms]]
-    children = [subprocess.Popen([sys.executable, __file__, "--compile-only", *job]) for job in jobs]
+    command = [sys.executable, __file__, "--serve-arm", *serve_arms, "--compile-only"]
+    children = [subprocess.Popen([*command, *job]) for job in jobs]
     for child in children:
         child.wait()
     print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
@@ -150,9 +153,10 @@ def _model(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, dict
     stats = None if arguments.unplanned else _probed(name, rows)
     builders: dict[str, tuple[Build, StepOf]] = {}
     for arm in [BF16, *arguments.arm]:
-        builders[arm] = (_arm(arm, name, stats, out / f"{name.replace(' ', '_')}.plan.json"), _training)
+        path = arguments.plan if arm == BY_PLAN else out / f"{name.replace(' ', '_')}.plan.json"
+        builders[arm] = (_arm(arm, name, stats, path), _training)
     yield "training", _race(builders, name, rows, arguments.rounds)
-    for batch in SERVED:
+    for batch in SERVED if arguments.serve_arm else ():
         served = None if stats is None else stats.for_inference(batch=batch / rows)
         frozen: dict[str, tuple[Build, StepOf]] = {}
         for arm in [BF16, *arguments.serve_arm]:
@@ -179,10 +183,14 @@ def _arm(
         return lambda: compiled(_turned(prepare(_fresh(name)), name))
     if not arm.startswith(LOKA):
         return functools.partial(_torchao, name, arm.removeprefix("torchao "), prepare)
-    recipe = arm.removeprefix(LOKA).strip() or SAFE
-    if stats is None:
-        return lambda: compiled(_formed(prepare(_fresh(name)), name, recipe))
-    plan = _plan(stats, path, tuple({SAFE: None, recipe: None}))
+    recipe = arm.removeprefix(LOKA).strip()
+    if stats is None and arm != BY_PLAN:
+        return lambda: compiled(_formed(prepare(_fresh(name)), name, recipe or ADMITTED[0]))
+    if arm == BY_PLAN:
+        plan = loka.Plan.load(path)
+    else:
+        assert stats is not None
+        plan = _plan(stats, path, (recipe,) if recipe else ADMITTED)
     print(f"{path.name}: {plan.summary()}", flush=True)
     for decided in (*plan.chains.values(), *plan.crosses.values()):
         print(f"  {decided.recipe} {decided.speedup}x: {decided.reason}", flush=True)
@@ -228,7 +236,7 @@ def _probed(name: str, rows: int) -> loka.Stats:
 
 def _plan(stats: loka.Stats, path: Path, recipes: tuple[str, ...]) -> loka.Plan:
     begin = time.monotonic()
-    settings = Settings(max_rounds=9, search_rounds=9, sharing_rounds=9, max_draws=4)
+    settings = replace(COARSE, chain_recipes=recipes)
     report = loka.measure(stats, device="cuda", candidates=CANDIDATES, settings=settings)
     plan = loka.plan(report, loka.Budget(min_speedup=1.0, chain_recipes=recipes))
     plan.save(path)
@@ -324,12 +332,12 @@ def _views(model: nn.Module, name: str) -> set[str]:
     return found
 
 
-def _warm(name: str, arm: str) -> None:
+def _warm(name: str, arm: str, *, served: tuple[int, ...]) -> None:
     """LOKA's arm here is the unplanned one: no plan is known yet."""
     try:
         _training(_arm(arm, name, None, Path())(), name, MODELS[name][2])()
         if arm in (BF16, TURNED) or arm.startswith(LOKA):
-            for batch in SERVED:
+            for batch in served:
                 torch._dynamo.reset()
                 _serving(_arm(arm, name, None, Path(), prepare=_serve)(), name, batch)()
     except Exception as error:

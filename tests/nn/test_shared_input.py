@@ -532,8 +532,8 @@ def test_refusals() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_a_graph(device: torch.device) -> None:
-    row = "torch:rowwise_e4m3"
+def test_on_a_gpu_in_a_graph() -> None:
+    device, row = torch.device("cuda"), "torch:rowwise_e4m3"
     torch.manual_seed(0)
     model, apart, _ = twins(Attention(features=64).to(device, torch.bfloat16), (row, row, row))
     x = torch.randn(4, 48, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
