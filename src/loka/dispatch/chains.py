@@ -20,12 +20,11 @@ from loka.core.chain_recipe import ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole
 from loka.core.error import Estimate
 from loka.core.plan import ChainDecision, CrossDecision, Decision
-from loka.core.producer import keeps_signs
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
-from loka.nn.chain import objection
+from loka.nn import cross
+from loka.nn.chain import objection, pointless
 from loka.nn.chain_kernels import inner_kernels
-from loka.nn.cross import recipe_objection
 from loka.nn.linears import is_prediction
 
 Objection = Callable[[Measurement, Budget, Gemm], str | None]
@@ -109,7 +108,7 @@ def admitted_recipes(
     admitted: dict[str, Measurement] = {}
     for name in budget.chain_recipes:
         recipe = chain_recipe_named(name)
-        why = recipe_objection(recipe) if isinstance(whole, CrossStack) else _nothing_kept(whole, recipe)
+        why = _recipe_objection(whole, recipe)
         why = why or _inadmissible(whole, recipe, report, budget, objects)
         measured = times.get(recipe.candidate)
         if why is None and measured is not None and measured.unsupported:
@@ -138,6 +137,8 @@ def _decide(
         why = None
         if granted is not None:
             why = None if granted.get(whole.name) == name else "its NE is better spent elsewhere"
+            if why and measured.microseconds and HP in times:
+                why = slower_than_sites(whole.linears, measured, times[HP], decisions) or why
         elif budget.chains == "measured":
             why = slower_than_sites(whole.linears, measured, times[HP], decisions)
         if why is not None:
@@ -179,10 +180,8 @@ def kept_apart(path: str, report: Report, budget: Budget, decisions: Mapping[str
     return None
 
 
-def _nothing_kept(chain: Chain, recipe: ChainRecipe) -> str | None:
-    if not recipe.z8 or any(keeps_signs(link.epilogue, bias=link.bias) for link in chain.links):
-        return None
-    return "nothing in it can be kept in eight bits"
+def _recipe_objection(whole: Whole, recipe: ChainRecipe) -> str | None:
+    return cross.recipe_objection(recipe) if isinstance(whole, CrossStack) else pointless(whole, recipe)
 
 
 def _inadmissible(

@@ -19,6 +19,7 @@ from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack
 from loka.core.exceptions import NoKernelFits, NotConverted
 from loka.core.problem import target_of
+from loka.core.producer import keeps_signs
 from loka.core.recipe import Gemm
 from loka.core.report import site_name
 from loka.kernels.fused_gemm import unsupported as fused_unsupported
@@ -237,6 +238,13 @@ def objection(chain: Chain) -> str | None:
         if reason:
             return reason
     return None
+
+
+def pointless(chain: Chain, recipe: ChainRecipe) -> str | None:
+    """Why `recipe` makes nothing of this chain that another one does not, or None."""
+    if not recipe.z8 or any(keeps_signs(link.epilogue, bias=link.bias) for link in chain.links):
+        return None
+    return "nothing in it can be kept in eight bits"
 
 
 def default_kernels(chain: Chain, recipe: ChainRecipe, device: torch.device) -> dict[str, str]:

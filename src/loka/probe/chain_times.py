@@ -23,7 +23,7 @@ from loka.core.report import HP, Measurement, site_name
 from loka.core.stats import LinearStats
 from loka.core.timing import first_line, time_interleaved
 from loka.nn.block_norm import BlockNorm
-from loka.nn.chain import form_chains, objection
+from loka.nn.chain import form_chains, objection, pointless
 from loka.nn.chain_parts import ACTIVATIONS
 from loka.probe.settings import Settings
 
@@ -78,6 +78,10 @@ def time_chain(
     base = compile_in_place(copy.deepcopy(model))
     arms = {HP: base}
     for recipe in settings.timed_recipes():
+        reason = pointless(chain, recipe)
+        if reason is not None:
+            found[recipe.candidate] = Measurement(unsupported=reason)
+            continue
         own = copy.deepcopy(model)
         inside = {sites[site]: name for site, name in kernels.get(recipe.candidate, {}).items()}
         try:
