@@ -130,7 +130,7 @@ def _whole_ways(
     """As a whole, by each recipe within the budget. One that was not timed is taken to be a little faster
     than its parts at their fastest: Budget(chains="always") asks for it."""
     admitted, _ = admitted_recipes(whole, report, budget, free, objects)
-    found = []
+    found: list[Way] = []
     for name, measured in admitted.items():
         effect = whole_effect(whole, chain_recipe_named(name), report)
         if effect is None:
