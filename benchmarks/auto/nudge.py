@@ -24,6 +24,7 @@ from loka.core.table import format_table
 from loka.data import SyntheticClicks
 from loka.data.batch import Batch
 from loka.train import TrainConfig
+from loka.train.config import Precision, StepMode
 from loka.train.metrics import normalized_entropy
 from loka.train.optim import build_optimizers, set_rates, warmup_factor
 from loka.train.step import Step
@@ -41,7 +42,7 @@ def train(
     seed: int = 0,
     eager: Sequence[int] = (),
 ) -> tuple[list[float], list[float]]:
-    """Mean losses of the first steps, and NE so far after each `EVERY`. `eager`: steps that run as sampled ones."""
+    """Mean losses of the first steps; NE so far after each `EVERY`. `eager`: steps that run as if sampled."""
     torch.manual_seed(0)
     model = model_builder(given.model)(source)
     mods.apply(model, MODS)
@@ -78,7 +79,7 @@ def main() -> None:
     device = choose_device(given.device)
     source = SyntheticClicks(rows=given.batch_size * given.steps, seed=0)
     batches = [batch.to(device) for batch in source.batches(given.batch_size)]
-    arms: dict[str, tuple[str, str, dict[str, Any]]] = {"eager": ("bf16", "eager", {})}
+    arms: dict[str, tuple[Precision, StepMode, dict[str, Any]]] = {"eager": ("bf16", "eager", {})}
     arms |= {
         f"eager, nudged by 2e-3, seed {s}": ("bf16", "eager", {"nudge": 2e-3, "seed": s}) for s in range(5, 9)
     }
