@@ -7,31 +7,36 @@ from hypothesis import strategies as st
 
 from loka.core.exceptions import NonFinite
 from loka.train import quality
-from loka.train.metrics import Ranking
+from loka.train.metrics import Placements
 
 # Few distinct values, so that most examples hold ties across the classes.
-rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1), st.integers(0, 4)), min_size=2, max_size=40)
+rows = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 1)), min_size=2, max_size=40)
 
 
-def brute_force_auc(logits, labels, weights):
-    won = total = 0.0
+def counted_twice(logits, labels):
+    """[N]: of each row twice the rows of the other class that a click outranks, or that outrank another
+    row, ties as one; pair by pair."""
+    counts = [0] * len(logits)
     for i in range(len(logits)):
         for j in range(len(logits)):
             if labels[i] == 1 and labels[j] == 0:
-                weight = weights[i] * weights[j]
-                total += weight
-                won += weight * (1.0 if logits[i] > logits[j] else 0.5 if logits[i] == logits[j] else 0.0)
-    return won / total if total else math.nan
+                won = 2 * (logits[i] > logits[j]) + (logits[i] == logits[j])
+                counts[i] += won
+                counts[j] += won
+    return np.array(counts)
 
 
 @settings(max_examples=200, deadline=None)
 @given(rows)
-def test_auc_equals_counting_all_pairs(examples):
-    logits, labels, weights = (np.array(column) for column in zip(*examples, strict=True))
-    expected = brute_force_auc(logits, labels, np.ones(len(labels)))
-    assert quality(logits, labels).auc == pytest.approx(expected, abs=1e-14, nan_ok=True)
-    weighted = Ranking.of(logits.astype(float), labels == 1).auc(weights)
-    assert weighted == pytest.approx(brute_force_auc(logits, labels, weights), abs=1e-14, nan_ok=True)
+def test_auc_and_placements_equal_counting_all_pairs(examples):
+    logits, labels = (np.array(column) for column in zip(*examples, strict=True))
+    counts, clicked = counted_twice(logits, labels), labels == 1
+    found = Placements.of(logits.astype(float), clicked)
+    assert found.clicks.tolist() == counts[clicked].tolist()
+    assert found.others.tolist() == counts[~clicked].tolist()
+    pairs = 2 * int(clicked.sum()) * int((~clicked).sum())
+    expected = counts[clicked].sum() / pairs if pairs else math.nan
+    assert quality(logits, labels).auc == pytest.approx(expected, abs=1e-15, nan_ok=True)
 
 
 def test_predicting_the_base_rate_has_ne_one():

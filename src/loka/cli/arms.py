@@ -22,7 +22,7 @@ from loka.cli.inputs import Data
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.stats import Stats
-from loka.nn import check_finite, fp8_linears, health_of
+from loka.nn import check_finite, fp8_linears, fp8_runs
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, evaluate, newest_step, quality, train
@@ -102,7 +102,7 @@ def run_arm(
         quality=quality(logits, labels),
         train_ne=trained.train_ne,
         rows_per_second=trained.rows_per_second,
-        runs={site: int(counts["runs"]) for site, counts in health_of(model).items()},
+        runs=fp8_runs(model),
     )
     result = ArmResult(arm=arm, logits=logits, labels=labels)
     _write(folder, result)

@@ -163,11 +163,11 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
             decided = _decide(Stats.load(out / "stats"), config, out, say, bars)
             nudge = run_arm(run, "bf16 nudged", seed, functools.partial(nudged, seed))
             control = nudge.arm
-            noise = paired_difference(bf16.logits, nudge.logits, bf16.labels, seed=seed)
+            noise = paired_difference(bf16.logits, nudge.logits, bf16.labels)
         fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
         if not pairs:
             say(_proof(decided, fp8.arm))
-        difference = paired_difference(bf16.logits, fp8.logits, bf16.labels, seed=seed)
+        difference = paired_difference(bf16.logits, fp8.logits, bf16.labels)
         pairs.append(Pair(seed=seed, bf16=bf16.arm, fp8=fp8.arm, difference=difference))
     assert decided is not None
     comparison = Comparison(
@@ -196,13 +196,18 @@ def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, bars: Progres
 
 
 def _proof(decided: Plan, arm: Arm) -> str:
-    """Which kernels ran, from the counters on the device; a planned site that never ran is named."""
+    """Which kernels ran, as they were counted; a planned site that never ran is named."""
     by_candidate: Counter[str] = Counter()
     idle = []
-    for name, decision in decided.decisions.items():
-        if decision.candidate == HP:
+    planned = {d.site: d.candidate for d in decided.decisions.values() if d.path not in decided.inside}
+    for chain in decided.chains.values():
+        planned.update(chain.candidates)
+    for cross in decided.crosses.values():
+        planned.update(cross.candidates)
+    for name, candidate in planned.items():
+        if candidate == HP:
             continue
-        by_candidate[decision.candidate] += arm.runs.get(name, 0)
+        by_candidate[candidate] += arm.runs.get(name, 0)
         if not arm.runs.get(name):
             idle.append(name)
     counted = ", ".join(f"{count} x {name}" for name, count in sorted(by_candidate.items())) or "none"

@@ -38,7 +38,7 @@ from loka.cli.options import (
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
-from loka.nn import check_finite, health_of
+from loka.nn import check_finite, fp8_runs
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train import (
@@ -256,8 +256,8 @@ def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBa
         track=bars,
     )
     print(f"held out: {_line(quality(logits, labels))}")
-    for site, counts in health_of(model).items():
-        print(f"ran {counts['runs']} x {site}")
+    for site, runs in fp8_runs(model).items():
+        print(f"ran {runs} x {site}")
     for line in opened.account():
         print(line)
 

@@ -7,6 +7,7 @@ from loka.nn.chain import chain_snapshot, count_rounding, forget_weights
 from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
+from loka.nn.runs import fp8_runs
 from loka.nn.shared_input import shared_runs
 from loka.nn.unwrap import unwrap
 
@@ -21,6 +22,7 @@ __all__ = [
     "find_linears",
     "forget_weights",
     "fp8_linears",
+    "fp8_runs",
     "health_of",
     "is_prediction",
     "reset_health",

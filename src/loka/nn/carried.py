@@ -51,6 +51,7 @@ def restore_carried(model: nn.Module, content: Mapping[str, Any]) -> None:
         _put(state, saved, list(range(len(state.book.slots))))
         state._trained, state._due = saved["trained"], saved["due"]
         state.bank._forgotten = saved["forgotten"]
+        _put_runs(state, saved)
 
 
 @torch.no_grad()
@@ -67,6 +68,7 @@ def carry_over(content: Mapping[str, Any], model: nn.Module) -> None:
             known = {name: place for place, name in enumerate(saved["slots"])}
             _put(state, saved, [known.get(slot.name) for slot in state.book.slots])
             state._trained |= saved["trained"]
+            _put_runs(state, saved)
 
 
 def _of(state: ChainState) -> dict[str, Any]:
@@ -79,7 +81,15 @@ def _of(state: ChainState) -> dict[str, Any]:
         "trained": state._trained,
         "due": state._due,
         "forgotten": state.bank._forgotten,
+        "runs": dict(state.runs),
     }
+
+
+def _put_runs(state: ChainState, saved: Mapping[str, Any]) -> None:
+    """Checkpoints from before runs were counted have none."""
+    for site, runs in saved.get("runs", {}).items():
+        if site in state.runs:
+            state.runs[site] = runs
 
 
 def _put(state: ChainState, saved: Mapping[str, Any], sources: list[int | None]) -> None:

@@ -178,6 +178,8 @@ class ChainState:
         self._calibrated: Counter[int] = Counter()
         self._due = False  # whether scales have something to learn though the weights are as they were
         self._ones: dict[int, torch.Tensor] = {}
+        # How often GEMMs ran, by site; counted where they are called (nn/runs.py).
+        self.runs = Counter({site_name(path, gemm): 0 for path in weights for gemm in Gemm})
         self.handle = _register(self)
 
     def _give_slots(self, running: RunningChain, slots: list[Slot]) -> None:

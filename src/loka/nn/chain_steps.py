@@ -25,6 +25,7 @@ from loka.core.producer import (
 )
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized
+from loka.core.report import site_name
 from loka.kernels.current import scale_derived, scale_produced
 from loka.kernels.fused_gemm import gemm_produce
 from loka.kernels.launches import note_launch
@@ -178,6 +179,7 @@ def fused_link(
         )
     note_launch("gemm")
     note_run(name, Gemm.OUTPUT)
+    running.state.runs[site_name(spec.path, Gemm.OUTPUT)] += 1
     return gemm_produce(
         fit(a, (rows, a.shape[1])),
         weight[0],
@@ -276,6 +278,7 @@ def chain_gemm(
     )
     run = scaled_gemm(name or running.kernel(link, gemm, dtype), problem)
     note_launch("gemm")
+    running.state.runs[site_name(spec.path, gemm)] += 1
     return run(
         Quantized(fit(a, run.padded_a), _fit_scale(a_scale, run.padded_a[0]), run.casts[0]),
         Quantized(fit(b, run.padded_b), _fit_scale(b_scale, run.padded_b[0]), run.casts[1]),

@@ -11,7 +11,8 @@ import torch
 from loka.core.cross import Crossed
 from loka.core.cross_record import CrossStack
 from loka.core.problem import round_up
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Gemm
+from loka.core.report import site_name
 from loka.nn.chain_state import running_cross
 from loka.nn.cross_serving import cross_serve
 from loka.nn.cross_stack import Kept, Weights
@@ -159,6 +160,7 @@ def serve(
     running.prime_inputs(x0, x, weights)
     state, served = running.backward_state(None), running.served(x.dtype, x.device)
     if served is not None:
+        running.state.runs.update(site_name(path, Gemm.OUTPUT) for path in running.stack.linears)
         return cross_serve(x0, x, biases, state, served, scale_out=scale_out)
     return Crossed(hp=forward_of(x0, x, weights, biases, state, keep=False)[0])
 

@@ -92,11 +92,14 @@ class RunningCross:
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
         return found
 
-    def kernel(self, where: Where, gemm: Gemm) -> str:
+    def _named(self, where: Where, gemm: Gemm) -> str:
+        """The kernel of a GEMM that is about to run, which counts as a run."""
         layer = self.stack.layers[where[0]]
         path = layer.u if where[1] == "u" else layer.v
         assert path is not None
-        return self.formed.kernels[site_name(path, gemm)]
+        site = site_name(path, gemm)
+        self.state.runs[site] += 1
+        return self.formed.kernels[site]
 
     def served(self, dtype: torch.dtype, device: torch.device) -> tuple[ServedLayer, ...] | None:
         """How it is served on this device, by layer; None: as it is trained."""
@@ -130,7 +133,7 @@ class RunningCross:
                 )
             )
         largest = self.state.book.unit(self.place)
-        return CrossState(layers=tuple(layers), largest=largest, multiply=multiply_by(self.kernel))
+        return CrossState(layers=tuple(layers), largest=largest, multiply=multiply_by(self._named))
 
     def _delayed(self, slot: int, kept: torch.Tensor | None = None) -> Delayed:
         book = self.state.book

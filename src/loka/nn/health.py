@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from loka.core.exceptions import NonFinite
 from loka.core.recipe import Gemm
+from loka.nn.chain import chain_states
 from loka.nn.fp8_linear import OPERAND_NAMES, fp8_linears, health_of
 
 
@@ -39,3 +42,5 @@ def reset_health(model: nn.Module) -> None:
     """Forgets counts and flags of every FP8 site."""
     for linear in fp8_linears(model).values():
         linear.loka_health.data.zero_()  # see nn/ops.py
+    for state in chain_states(model):
+        state.runs = Counter(dict.fromkeys(state.runs, 0))

@@ -17,7 +17,7 @@ _KIND, _VERSION = "loka-train", 1
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One training run, judged on held-out rows. `runs` counts FP8 GEMMs by site."""
+    """One training run, judged on held-out rows. `runs` counts FP8 GEMMs by site, as `nn.fp8_runs`."""
 
     name: str
     quality: Quality

@@ -49,7 +49,7 @@ def quality(logits: npt.ArrayLike, labels: npt.ArrayLike) -> Quality:
     return Quality(
         ne=normalized_entropy(logloss, base_rate),
         logloss=logloss,
-        auc=Ranking.of(x, clicked).auc(),
+        auc=Placements.of(x, clicked).auc,
         calibration=float(probabilities(x).sum()) / clicks if clicks else math.nan,
         rows=len(x),
         base_rate=base_rate,
@@ -90,41 +90,35 @@ def normalized_entropy(logloss: float, base_rate: float) -> float:
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """Where each click stands among the sorted others: enough for the AUC under any row weights.
+class Placements:
+    """How each row fares against the rows of the other class: the AUC, and all that its variance needs.
 
-    `others` [N0] are row numbers sorted by logit. For click i in `clicks` [N1], `below[i]`
-    others are strictly lower and `upto[i]` are lower or tied. One sort serves every resample.
+    `clicks` [N1], in the order of the rows, hold twice the number of others that are lower, ties as one;
+    `others` [N0] twice the number of clicks that are higher. All are integers, so that ties are exact and
+    the AUC is up to one division.
     """
 
     clicks: Ints
     others: Ints
-    below: Ints
-    upto: Ints
 
     @classmethod
-    def of(cls, logits: Floats, clicked: npt.NDArray[np.bool_]) -> Ranking:
-        others = np.flatnonzero(~clicked)
-        others = others[np.argsort(logits[others], kind="stable")]
-        clicks = np.flatnonzero(clicked)
-        clicks = clicks[np.argsort(logits[clicks], kind="stable")]  # sorted queries stay in cache
-        scores = logits[others]
-        below = np.searchsorted(scores, logits[clicks], side="left")
-        upto = np.searchsorted(scores, logits[clicks], side="right")
-        return cls(clicks, others, below, upto)
+    def of(cls, logits: Floats, clicked: npt.NDArray[np.bool_]) -> Placements:
+        order = np.argsort(logits)
+        ordered, hit = logits[order], clicked[order]
+        edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+        edges = np.concatenate(([0], edges, [len(order)]))  # of runs of tied rows
+        clicks = np.concatenate(([0], np.cumsum(hit)))[edges]
+        others = edges - clicks
+        # Those before a run and those before its end are together twice those below it, ties as one.
+        below = others[:-1] + others[1:]
+        above = 2 * clicks[-1] - (clicks[:-1] + clicks[1:])
+        sizes = np.diff(edges)
+        placed = np.empty(len(order), np.int64)
+        placed[order] = np.where(hit, np.repeat(below, sizes), np.repeat(above, sizes))
+        return cls(placed[clicked], placed[~clicked])
 
-    def auc(self, weights: Ints | None = None) -> float:
-        """AUC with integer row `weights` [N] (all ones by default); nan when a class has no weight.
-
-        Twice the count of won pairs is an integer, so the result is exact up to one division.
-        """
-        if weights is None:
-            weights = np.ones(len(self.clicks) + len(self.others), dtype=np.int64)
-        cumulated = np.zeros(len(self.others) + 1, dtype=np.int64)
-        np.cumsum(weights[self.others], out=cumulated[1:])
-        click_weights = weights[self.clicks]
-        pairs = int(click_weights.sum()) * int(cumulated[-1])
-        if not pairs:
-            return math.nan
-        won_twice = int(click_weights @ (cumulated[self.below] + cumulated[self.upto]))
-        return won_twice / (2 * pairs)
+    @property
+    def auc(self) -> float:
+        """nan when a class is absent."""
+        pairs = len(self.clicks) * len(self.others)
+        return int(self.clicks.sum()) / (2 * pairs) if pairs else math.nan

@@ -158,7 +158,7 @@ def _judge(
         before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
         if seed not in pairs:
-            pairs[seed] = paired_difference(before.logits, after.logits, labels, seed=seed)
+            pairs[seed] = paired_difference(before.logits, after.logits, labels)
         a, clicked = checked(before.logits, labels)
         b, _ = checked(after.logits, labels)
         losses.append((log_losses(a, clicked), log_losses(b, clicked)))

@@ -28,7 +28,7 @@ from loka.core.exceptions import FileRefused, LokaError, NonFinite
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.report import number_to_json
 from loka.data.batch import Source
-from loka.nn import check_finite, health_of
+from loka.nn import check_finite, fp8_runs
 from loka.train.config import TrainConfig
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
@@ -53,7 +53,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One arm trained with one seed. `fp8` counts its FP8 GEMMs by site.
+    """One arm trained with one seed. `fp8` counts FP8 GEMMs by site (`nn.fp8_runs`).
 
     `rows_per_second` is that of the process that ended it, 0 where that had nothing left to train.
     `broke` says where a NaN or infinity ended it; it has no quality then.
@@ -244,7 +244,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
         train_ne=trained.train_ne,
         rows_per_second=trained.rows_per_second,
         curve=curve.points(),
-        fp8={site: int(counts["runs"]) for site, counts in health_of(model).items()},
+        fp8=fp8_runs(model),
     )
     return finished, HeldOut(logits, labels)
 
