@@ -5,11 +5,12 @@
 with the arguments of the ablation that is to follow, and as PART one of
 
     bf16, naive       a step of that combination
-    chains, tokens    every chain, or every layer over tokens, as measuring races them
+    chains, tokens    every chain, or every layer over tokens, by default kernels
     sites             all that measuring runs, as far as --measure-seconds goes
 
-All but the first two keep what they probe, which the ablation finds. These processes share the GPU, so what
-they time is thrown away, and they are to end before anything else is timed.
+All but the first two keep what they probe, which the ablation finds: of these one at a time for each MODS.
+These processes share the GPU, so what they time is thrown away, and they are to end before anything else is
+timed.
 """
 
 from __future__ import annotations

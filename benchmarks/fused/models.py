@@ -5,9 +5,10 @@
 The dense part of a model: features in, looked-up rows of the embedding tables [B, F, dim] given. Training
 is forward, backward (the rows get a gradient) and fused Adam, in bf16 autocast over float32 weights;
 inference is in bf16 weights. All under CUDA graphs, all arms compiled alike block by block, random data,
-one race for each batch size. LoKA's arm runs what its planner decides, under one
-recipe of a chain where it is named ("loka e4m3_row"); "loka by plan" runs a plan made before, such as
-that of `loka train --auto`; torchao's recipes run on every layer they can.
+one race for each batch size. LoKA's arm runs what its planner decides,
+with another recipe of a chain admitted beside the safe one where it is named ("loka e4m3_tensor"); "loka by
+plan" runs a plan made before, such as that of `loka train --auto`; torchao's recipes run on every layer they
+can.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def main() -> None:
     )
     parser.add_argument("--compile-only", nargs=2, metavar=("MODEL", "ARM"), help="fill the compile caches")
     arguments = parser.parse_args()
+    if BY_PLAN in arguments.serve_arm or (BY_PLAN in arguments.arm and arguments.plan is None):
+        parser.error(f"{BY_PLAN!r} is an arm of training, and takes --plan")
     if arguments.compile_only:
         _warm(*arguments.compile_only, served=SERVED if arguments.serve_arm else ())
         return
@@ -190,7 +193,7 @@ def _arm(
         plan = loka.Plan.load(path)
     else:
         assert stats is not None
-        plan = _plan(stats, path, (recipe,) if recipe else ADMITTED)
+        plan = _plan(stats, path, tuple(dict.fromkeys((recipe, SAFE))) if recipe else ADMITTED)
     print(f"{path.name}: {plan.summary()}", flush=True)
     for decided in (*plan.chains.values(), *plan.crosses.values()):
         print(f"  {decided.recipe} {decided.speedup}x: {decided.reason}", flush=True)

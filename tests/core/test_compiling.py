@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
-from loka.core.compiling import compile_in_place, run_as_written
+from loka.core.compiling import compile_in_place, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
 
 
@@ -14,17 +16,24 @@ def tower() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 32), BlockNorm(32, 16), nn.Hardswish(), nn.Linear(32, 16))
 
 
-def test_a_sequential_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all its operations, forward and backward; `module.compile()` makes one of the norm alone."""
-    graphs: list[torch.fx.GraphModule] = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """What was compiled."""
+    found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
+        found.append(graph)
         return graph
 
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call, **how: compile(call, backend=keep, **how))
     torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def test_a_sequential_is_one_graph(graphs: list[torch.fx.GraphModule]) -> None:
+    """Of all its operations, forward and backward; `module.compile()` makes one of the norm alone."""
     model, x = tower(), torch.randn(4, 32)
     plain = model(x)
     same = compile_in_place(model)
@@ -35,3 +44,19 @@ def test_a_sequential_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     run_as_written(model)
     assert torch.equal(model(x), plain)
     assert list(model.state_dict()) == list(tower().state_dict())
+
+
+def test_however_many_came_before(graphs: list[torch.fx.GraphModule]) -> None:
+    """Dynamo compiles eight different modules in one frame, and runs the others as written."""
+    for width in range(12):
+        compile_in_place(nn.Linear(8, 8 + width))(torch.randn(2, 8))
+        assert len(graphs) == width + 1
+
+
+def test_alike_modules_share_a_frame_that_they_are_given(graphs: list[torch.fx.GraphModule]) -> None:
+    frame, x = new_frame(), torch.randn(4, 32)
+    for _ in range(3):
+        model = tower()
+        plain = model(x)
+        assert torch.equal(compile_in_place(model, frame)(x), plain), "with its own weights"
+    assert len(graphs) == 1

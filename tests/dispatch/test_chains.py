@@ -71,6 +71,33 @@ def test_a_chain_is_formed_when_asked_or_when_timed_and_faster(report: loka.Repo
     assert not loka.plan(timed(report, e4m3_row=60.0), loka.Budget(chains="never")).chains
 
 
+def test_what_was_timed_goes_before_what_was_not(report: loka.Report) -> None:
+    """By default e4m3_row_z8 is the first of equals; here nobody knows how fast it is."""
+    always = loka.plan(timed(report, e4m3_row=60.0), loka.Budget(chains="always"))
+    assert always.chains["0"].recipe == "e4m3_row"
+    assert always.chains["0"].speedup.value == pytest.approx(100 / 60)
+
+
+def test_a_plan_of_chains_alone_counts_their_sites(report: loka.Report) -> None:
+    def at(found: Measurement, us: float) -> Measurement:
+        return replace(found, microseconds=Estimate(us, us, us), speedup=Estimate(*[10 / us] * 3), rounds=15)
+
+    slow = {
+        name: replace(
+            site, measurements={n: at(m, 10.0 if n == HP else 20.0) for n, m in site.measurements.items()}
+        )
+        for name, site in report.sites.items()
+    }
+    plan = loka.plan(replace(timed(report, e4m3_row=60.0), sites=slow))
+    assert {decision.candidate for decision in plan.decisions.values()} == {HP}
+    assert list(plan.chains) == ["0"]
+    inside = sum(decision.path in plan.inside for decision in plan.decisions.values())
+    assert plan.summary().startswith(
+        f"{inside} of {len(plan.decisions)} sites in FP8: {inside} as part of a whole"
+    )
+    assert "100 us in hp, 60 us" not in plan.summary(), "the others' sites count too"
+
+
 def test_a_slow_chain_stays_in_parts(report: loka.Report) -> None:
     slow = loka.plan(timed(report, e4m3_row=99.0))
     assert not slow.chains
@@ -191,3 +218,9 @@ def test_a_diff_names_chains(report: loka.Report) -> None:
     apart = loka.plan(report, loka.Budget(chains="never"))
     assert "chain 0: e4m3_row_z8 -> in parts" in str(loka.diff(whole, apart))
     assert not loka.diff(whole, whole)
+
+
+def test_a_budget_of_before_there_were_recipes_means_the_one_there_was() -> None:
+    content = loka.Budget().to_json()
+    del content["chain_recipes"]
+    assert loka.Budget.from_json(content).chain_recipes == ("e4m3_row",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 
 import loka
 from loka.core.chain_recipe import CHAIN_RECIPES
-from loka.core.compiling import compile_in_place
 from loka.core.error import Estimate
 from loka.core.exceptions import UnknownName
 from loka.core.report import HP
@@ -84,40 +82,10 @@ def test_only_the_recipes_that_are_wanted_are_timed(
     settings = Settings(chain_recipes=("e4m3_tensor", "e4m3_row"))
     assert time_chain(chain, stats.layers, {}, device=torch.device("cpu"), settings=settings) == {}
     assert raced == [HP, "fused:e4m3_tensor", "fused:e4m3_row"]
-    assert json.loads(json.dumps(settings.to_json())) == settings.to_json(), "a measurement goes on by it"
+    for each in (settings, Settings(chain_recipes=()), Settings()):
+        assert json.loads(json.dumps(each.to_json())) == each.to_json(), "a measurement goes on by it"
     with pytest.raises(UnknownName, match="no recipe of a chain is called 'nonsense'"):
         Settings(chain_recipes=("nonsense",))
-
-
-def test_the_baseline_of_the_ninth_chain_is_compiled_too(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch compiles eight modules in one frame and runs the others as written."""
-    torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, examples: object) -> Callable[..., object]:
-        graphs.append(graph)
-        return graph.forward
-
-    def race(functions: Mapping[str, Callable[[], object]], **options: Any) -> Race:
-        functions[HP]()  # compiled before, and not anew
-        return Race(timings={}, samples={}, winner=HP, rounds=9, ended="rounds")
-
-    compiler = functools.partial(torch.compile, backend=backend)
-    monkeypatch.setattr("loka.core.compiling.torch.compile", compiler)
-    monkeypatch.setattr(chain_times, "time_interleaved", race)
-    for width in range(10):
-        linear = compile_in_place(nn.Linear(16, 16 + width))
-        chain_times.race(
-            {HP: linear},
-            (16, 16 + width),
-            stats.layers["1"],
-            device=torch.device("cpu"),
-            settings=Settings(),
-        )
-        assert len(graphs) == width + 1
-    torch._dynamo.reset()
 
 
 def test_equal_chains_have_one_key(stats: loka.Stats) -> None:

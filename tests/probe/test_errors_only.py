@@ -98,6 +98,23 @@ def test_errors_only_keeps_the_times_that_are_there(
     assert measured(stats, tmp_path / "begun.json") == timed
 
 
+def test_which_chains_to_time_is_no_matter_of_errors(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, FakeTimer())
+    named = Settings(max_draws=4, chain_recipes=("e4m3_row",))
+    options = {"device": "cpu", "candidates": [ROWWISE, TENSORWISE], "out": tmp_path / "report.json"}
+    drawn = measured(stats, tmp_path / "report.json", errors_only=True)
+    timed = loka.measure(stats, settings=named, **options)
+    assert timed.timed
+    assert timed.settings["chain_recipes"] == ["e4m3_row"]
+    for name, site in timed.sites.items():
+        for candidate, measurement in drawn.sites[name].measurements.items():
+            assert site.measurements[candidate].errors is not None
+            assert site.measurements[candidate].errors == measurement.errors, "not drawn again"
+    assert measured(stats, tmp_path / "report.json", errors_only=True).timed, "times are kept"
+
+
 def test_without_a_gpu_nothing_changes(stats: loka.Stats, tmp_path: Path) -> None:
     only = measured(stats, tmp_path / "report.json", errors_only=True)
     assert only == measured(stats, tmp_path / "other.json")

@@ -51,7 +51,7 @@ Z8_NOISE = {
 class ChainRecipe:
     """`units`: gradients travel in units of their rows. `errors` names the recipe whose measured
     errors stand for those of each GEMM inside a chain: same formats, same granularities. `z8`: Z is
-    kept for backward in eight bits where that keeps its signs (core/producer.keeps_signs). `current`:
+    kept for backward in eight bits where it may be (core/producer.may_round). `current`:
     scales that no bound gives come from the tensor itself, not from those of earlier steps."""
 
     name: str
@@ -66,7 +66,8 @@ class ChainRecipe:
         return f"{FUSED}:{self.name}"
 
     def lost_db(self, gemm: Gemm, activations: Collection[Activation]) -> float:
-        """By how many dB a GEMM's SQNR is at most below that of `errors`, in a chain with `activations`."""
+        """By how many dB a GEMM's SQNR lies below that of `errors` in a chain with `activations`, where no
+        value is more than 8 rms of its block."""
         if not self.z8 or gemm is Gemm.OUTPUT or not activations:
             return 0.0
         more = max(Z8_NOISE[activation].slope for activation in activations)

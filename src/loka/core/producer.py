@@ -19,7 +19,7 @@ Backward starts from Z, or behind a norm from Z in eight bits (`Rounded`):
 Uniform steps suit what a norm reads: of 256 normal values the largest is three times the rms, so that s is
 a 32nd of the rms and the noise s^2 / 12 lies 41 dB below, where e4m3's lies 31.5. Steps end at zero, which
 counts as negative: so every sign stays, and with it ReLU's slope, as long as nothing but a factor lies
-between Z and the activation. A bias, a mean taken off and a beta are more (`keeps_signs`).
+between Z and the activation. A bias, a mean taken off and a beta are more (`may_round`).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ STEP_CARRY = 0x1FFFF  # carries mantissas above 1.984375 into the exponent
 STEP_EXPONENT = 6 << 23
 STEP_LEAST = 27 << 23  # 2^-100: its reciprocal is finite
 ROUNDED_PARTS = 256  # of a step: what a value's place in it is rounded to first
+ROUNDED_BLOCK = 256  # the widest norm behind which Z may be kept in eight bits
 ROUNDED_LARGEST = 2.0**118  # 3e35; restoring what is larger would overflow, so it counts as infinite
 
 
@@ -151,10 +152,16 @@ def _activated(y: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, t
     return y, torch.ones_like(y)
 
 
-def keeps_signs(epilogue: Epilogue, *, bias: bool) -> bool:
-    """Whether Z and what its activation sees have the same signs and the same relative noise: behind a norm
-    that takes off no mean, and without a linear layer's bias or the norm's beta."""
-    return epilogue.norm in (Norm.BLOCK, Norm.RMS) and not epilogue.beta and not bias
+def may_round(epilogue: Epilogue, features: int, *, bias: bool) -> bool:
+    """Whether Z [T, `features`] may be kept in eight bits.
+
+    It and what its activation sees have the same signs and the same relative noise: behind a norm that takes
+    off no mean, and without a linear layer's bias or the norm's beta. And no value is so far above its block
+    that the steps, which are made for it, are too coarse for the others: of b values the largest is at most
+    sqrt(b) rms, so that wide norms are left out.
+    """
+    signs_stay = epilogue.norm in (Norm.BLOCK, Norm.RMS) and not epilogue.beta and not bias
+    return signs_stay and block_of(epilogue, features) <= ROUNDED_BLOCK
 
 
 def keep_rounded(z: torch.Tensor, epilogue: Epilogue, into: Rounded) -> None:

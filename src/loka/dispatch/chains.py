@@ -10,6 +10,7 @@ make of it. Under a budget of NE it is the knapsack that weighs it against its s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -144,10 +145,12 @@ def _decide(
         if why is not None:
             refused[name] = why
             continue
-        value = measured.microseconds.value if measured.microseconds else 0.0
+        value = (
+            measured.microseconds.value if measured.microseconds else math.inf
+        )  # what was timed goes first
         options.append((value, name, chain_recipe_named(name)))
     if not options:
-        told = [f"{name}: {refused[name]}" for name in budget.chain_recipes if name in refused]
+        told = [f"{name}: {refused[name]}" for name in _telling(whole, refused)]
         return refused.get("") or "; ".join(told)
     _, name, recipe = min(options, key=lambda option: option[0])  # ties: the budget's own order
     measured = admitted[name]
@@ -178,6 +181,12 @@ def kept_apart(path: str, report: Report, budget: Budget, decisions: Mapping[str
     if site_name(path, Gemm.OUTPUT) not in decisions:
         return f"{path} was not measured"
     return None
+
+
+def _telling(whole: Whole, refused: Mapping[str, str]) -> list[str]:
+    """Of the recipes refused those whose reason says something: not those that are not for such a whole."""
+    names = [name for name in refused if name]
+    return [n for n in names if _recipe_objection(whole, chain_recipe_named(n)) is None] or names
 
 
 def _recipe_objection(whole: Whole, recipe: ChainRecipe) -> str | None:
@@ -236,7 +245,7 @@ def _of_recipe(candidate: str, recipe: str) -> bool:
 def too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budget) -> str | None:
     """Why a whole is not faster than hp by as much as the budget asks, or None."""
     if measured is None or measured.speedup is None or measured.microseconds is None:
-        return "not timed"
+        return "not timed (the recipes of chains to time are Settings.chain_recipes)"
     if hp is None or hp.microseconds is None:
         return "hp was not timed"
     if not measured.speedup.low >= budget.min_speedup:

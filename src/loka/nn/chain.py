@@ -19,7 +19,7 @@ from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack
 from loka.core.exceptions import NoKernelFits, NotConverted
 from loka.core.problem import target_of
-from loka.core.producer import keeps_signs
+from loka.core.producer import may_round
 from loka.core.recipe import Gemm
 from loka.core.report import site_name
 from loka.kernels.fused_gemm import unsupported as fused_unsupported
@@ -242,7 +242,9 @@ def objection(chain: Chain) -> str | None:
 
 def pointless(chain: Chain, recipe: ChainRecipe) -> str | None:
     """Why `recipe` makes nothing of this chain that another one does not, or None."""
-    if not recipe.z8 or any(keeps_signs(link.epilogue, bias=link.bias) for link in chain.links):
+    if not recipe.z8 or any(
+        may_round(link.epilogue, link.out_features, bias=link.bias) for link in chain.links
+    ):
         return None
     return "nothing in it can be kept in eight bits"
 
@@ -323,8 +325,10 @@ def chain_states(model: nn.Module) -> list[ChainState]:
 
 
 def chain_snapshot(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Delayed scales by name ("fc1/input", "fc1/weight", "fc1/grad_output"): {scale, amax, saturated,
-    underflowed}. Empty without chains. Reading it synchronizes."""
+    """Scales by name ("fc1/input", "fc1/weight", "fc1/grad_output"): {scale, amax, saturated, underflowed}.
+
+    Delayed ones; of chains with current scales what the largest of 16 steps would give. Empty without
+    chains. Reading it synchronizes."""
     return {name: slot for state in chain_states(model) for name, slot in state.book.snapshot().items()}
 
 

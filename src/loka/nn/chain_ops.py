@@ -3,9 +3,9 @@
     forward    x -> FP8 -> GEMM -> producer -> ... -> GEMM -> last producer, in high precision
     backward   units of the rows, then for each link: derive, GEMM for grad_input, GEMM for grad_weight
 
-Of each link two launches in forward and three in backward. Kept between the two: Z of each link in
-high precision, or by a recipe that says so in eight bits; and x^T in FP8. What else backward needs
-follows from these.
+Of each link two launches in forward and three in backward, with current scales more (docs/chains.md). Kept
+between the two: Z of each link in high precision, or by a recipe that says so in eight bits; and x^T in FP8.
+What else backward needs follows from these.
 """
 
 from __future__ import annotations

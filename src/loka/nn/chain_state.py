@@ -19,7 +19,7 @@ from torch import nn
 
 from loka.core.chain import Chain, Epilogue, constant_scale
 from loka.core.chain_recipe import FUSED_GEMM, ChainRecipe
-from loka.core.producer import keeps_signs
+from loka.core.producer import may_round
 from loka.core.recipe import Format, Gemm
 from loka.core.report import site_name
 from loka.nn.cross_state import Formed, RunningCross, give_slots
@@ -97,7 +97,7 @@ class RunningChain:
     def rounds_z(self, link: int) -> bool:
         """Whether forward keeps Z of `link` in eight bits for backward."""
         spec = self.chain.links[link]
-        return self.recipe.z8 and keeps_signs(spec.epilogue, bias=spec.bias)
+        return self.recipe.z8 and may_round(spec.epilogue, spec.out_features, bias=spec.bias)
 
     def input_scale(self, link: int, current: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [1] of the FP8 operand that link `link` reads: the book's, or of `current_scales`."""

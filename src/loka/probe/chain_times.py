@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -28,7 +27,6 @@ from loka.nn.chain_parts import ACTIVATIONS
 from loka.probe.settings import Settings
 
 _MODULES = {activation: module for module, activation in ACTIVATIONS.items()}
-_COMPILED = 1 << 12  # modules in one measurement
 
 
 def chain_key(
@@ -117,9 +115,8 @@ def race(
     for name, arm in arms.items():
         try:
             step = _step(arm, sides, first, device, inputs)
-            with _all_compiled():
-                step()
-                step()
+            step()
+            step()
             steps[name] = step
         except torch.AcceleratorError:
             raise  # CUDA is unusable after it
@@ -127,15 +124,14 @@ def race(
             found[name] = Measurement(unsupported=f"cannot be timed: {first_line(error)}")
     if HP not in steps:
         return found
-    with _all_compiled():
-        times = time_interleaved(
-            steps,
-            baseline=HP,
-            device=device,
-            keep=list(steps),
-            max_rounds=settings.sharing_rounds,
-            deadline=deadline,
-        )
+    times = time_interleaved(
+        steps,
+        baseline=HP,
+        device=device,
+        keep=list(steps),
+        max_rounds=settings.sharing_rounds,
+        deadline=deadline,
+    )
     for name, timing in times.timings.items():
         found[name] = Measurement(
             microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
@@ -143,13 +139,6 @@ def race(
     for name, why in times.failures.items():
         found[name] = Measurement(unsupported=f"cannot be timed: {why}")
     return found
-
-
-def _all_compiled() -> AbstractContextManager[None]:
-    """Modules are compiled in one frame (core/compiling.py), which by default runs as written from the ninth
-    on: a baseline that is slower than what anybody runs."""
-    limits = {"recompile_limit": _COMPILED, "accumulated_recompile_limit": _COMPILED}
-    return torch._dynamo.config.patch(limits)
 
 
 def build_chain(

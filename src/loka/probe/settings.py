@@ -67,7 +67,8 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, equal to those of equal settings after a round trip."""
-        return {**asdict(self), "chain_recipes": self.chain_recipes and list(self.chain_recipes)}
+        recipes = None if self.chain_recipes is None else list(self.chain_recipes)
+        return {**asdict(self), "chain_recipes": recipes}
 
 
 # A third of the default's time: for prototypes, and where the clock sets what can be measured.

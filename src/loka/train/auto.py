@@ -297,7 +297,7 @@ class Auto(Companion):
 
         def adopt() -> str:
             try:
-                if any(decision.candidate != HP for decision in plan.decisions.values()):
+                if plan.inside or any(d.candidate != HP for d in plan.decisions.values()):
                     run.adopt(plan)
             except _CANNOT_RUN as error:
                 return str(error)

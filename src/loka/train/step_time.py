@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from loka.core.compiling import compile_in_place, run_as_written
+from loka.core.compiling import compile_in_place, new_frame, run_as_written
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
@@ -146,8 +146,9 @@ def compiled(model: nn.Module) -> nn.Module:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
     torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
+    frame = new_frame()
     for part in _parts(model):
-        compile_in_place(part)
+        compile_in_place(part, frame)
     return model
 
 
