@@ -178,6 +178,14 @@ def test_a_chain_is_bought_as_a_whole() -> None:
     }
 
 
+def test_of_equal_recipes_the_first_is_bought() -> None:
+    """Not timed, and with the same effect on NE: forward is the same."""
+    report = dataclasses.replace(chained(1e-5, 2e-5, 200.0), chain_times={})
+    for recipes in (("e4m3_row_z8", "e4m3_row"), ("e4m3_row", "e4m3_row_z8")):
+        plan = loka.plan(report, Budget(ne=1e-4, chains="always", chain_recipes=recipes))
+        assert plan.chains["a"].recipe == recipes[0]
+
+
 def test_a_chain_slower_than_its_parts_is_not_bought() -> None:
     """Parts save 60 us each and leave 180 of 300, the whole 280: the effect is the same."""
     plan = loka.plan(chained(1e-5, 1e-5, 280.0, parts_us=40.0), Budget(ne=1.0))
