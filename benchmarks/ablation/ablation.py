@@ -242,7 +242,6 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
     several = {name_of(key): Arm(name=name_of(key), build=partial(counted, arms[key])) for key in ends}
     missing = {name: arm for name, arm in several.items() if not times.get(name, {}).get("speedup")}
     if missing:
-        torch._dynamo.reset()  # what measuring compiled
         device = torch.device(bench.config.device)
         time_steps(several[name_of(PLAIN)], missing, first_batch(bench), device=device, on_result=keep)
 
