@@ -73,7 +73,7 @@ def test_twenty_kills_change_no_bit(tmp_path: Path, server: Connection) -> None:
         time.sleep(moments.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
         steps += [int(line.removeprefix("step ")) for line in rest(server)]
-        assert steps[0] <= reached + 1, "a step was skipped"
+        assert steps[0] <= reached + 2, "a step was skipped; one may be saved and not told"
         assert steps[0] > reached - CONFIG.checkpoint_every, "more than what was not saved is lost"
         resumed += steps[0] > 1
         reached = steps[-1]

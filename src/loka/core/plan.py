@@ -217,22 +217,20 @@ class Plan:
         inside = self.inside
         outside = [decision for decision in self.decisions.values() if decision.path not in inside]
         counts = Counter(decision.candidate for decision in outside)
+        counts += Counter({"as part of a whole": len(self.decisions) - len(outside)})
         low = len(self.decisions) - counts[HP]
-        if len(outside) < len(self.decisions):
-            counts["as part of a whole"] = len(self.decisions) - len(outside)
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
         known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in outside]
-        as_one: list[ChainDecision | CrossDecision] = [*self.chains.values(), *self.crosses.values()]
-        known += [(d.hp_microseconds, d.microseconds, 0.0) for d in as_one]
+        known += [(d.hp_microseconds, d.microseconds, 0.0) for d in self.chains.values()]
+        known += [(d.hp_microseconds, d.microseconds, 0.0) for d in self.crosses.values()]
         before = [hp.value for hp, us, _ in known if hp and us]
         after = [us.value - saved for hp, us, saved in known if hp and us]
-        between = ", wholes with all that is in them" if as_one else ""
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         return (
-            f"{text}. Linear-layer GEMM time, quantization included{between}: {sum(before):.0f} us in hp, "
+            f"{text}. Linear-layer GEMM time, quantization and chains included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
         )
 

@@ -21,7 +21,7 @@ import torch
 from loka.core.chain import Chain
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
-from loka.core.exceptions import FileRefused, LokaError
+from loka.core.exceptions import LokaError
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -33,6 +33,7 @@ from loka.probe.agenda import agenda
 from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.chain_times import chain_key, time_chain
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
+from loka.probe.continued import ERRORS_ONLY, continue_from
 from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
@@ -41,7 +42,6 @@ from loka.probe.sites import gemms_of, problem_of
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 from loka.probe.turned_times import TURNED, time_turned, turned_key
 
-ERRORS_ONLY = "errors_only"  # in the settings of a report that is not to have times
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
@@ -106,7 +106,7 @@ def measure(
     )
     path = Path(out) if out is not None else None
     if path is not None:
-        report = _continue_from(path, report)
+        report = continue_from(path, report)
     timer = Timer(
         machine=report.machine,
         device=device,
@@ -137,33 +137,6 @@ def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str,
         return tuple(candidate_named(name).name for name in names if name != HP)
     emulate = device.type == "cpu"
     return tuple(c.name for c in all_candidates() if not c.on_request and (emulate or not c.kernel.emulates))
-
-
-def _continue_from(path: Path, fresh: Report) -> Report:
-    """An unfinished report of the same measurement goes on; another report is replaced.
-
-    One of errors only is an unfinished one where times are wanted, and one that was to have times stays one.
-
-    Raises FileRefused when the file is no whole report: it may be somebody's only copy.
-    """
-    if not path.exists():
-        return fresh
-    try:
-        earlier = Report.load(path)
-    except FileRefused as error:
-        raise FileRefused(
-            f"will not overwrite {path}", why=error.why, way_out="choose another file, or remove this one"
-        ) from error
-    same: dict[str, object] = {ERRORS_ONLY: False}
-    if earlier.settings.get(ERRORS_ONLY) or fresh.settings.get(ERRORS_ONLY):
-        same["chain_recipes"] = None  # it says what to time
-    had, wanted = ({**report.settings, **same} for report in (earlier, fresh))
-    if (earlier.stats_digest, earlier.machine, had) != (fresh.stats_digest, fresh.machine, wanted):
-        return fresh
-    if not earlier.settings.get(ERRORS_ONLY) or fresh.settings.get(ERRORS_ONLY):
-        return earlier
-    sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in earlier.sites.items()}
-    return replace(earlier, settings=fresh.settings, sites=sites)
 
 
 @dataclass(kw_only=True)
