@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def odd_mlp() -> nn.Sequential:
@@ -58,3 +59,14 @@ def train_steps(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+class Checkpointed(nn.Module):
+    """`inner`, computed again in backward."""
+
+    def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)

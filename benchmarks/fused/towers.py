@@ -55,6 +55,7 @@ TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 # Our own kernel for grad_weight, which cuts a long K: it wins at 65536 rows and is not raced elsewhere.
 SPLIT = "fused e4m3_row, loka_split"
 SPLIT_Z8 = "fused e4m3_row_z8, loka_split"
+SPLITS = (SPLIT, SPLIT_Z8)
 FUSED = {
     "fused e4m3_row": ("e4m3_row", False),
     SPLIT: ("e4m3_row", False),
@@ -116,7 +117,7 @@ def _build(arm: str, widths: tuple[int, ...]) -> nn.Module:
         recipe, fast = FUSED[arm]
         probe = torch.randn(16, widths[0], device="cuda", dtype=torch.bfloat16)
         chains = find_chains(model, probe).chains
-        for_chain = _split if arm in (SPLIT, SPLIT_Z8) else _fast if fast else (lambda chain, recipe: {})
+        for_chain = _split if arm in SPLITS else _fast if fast else (lambda chain, recipe: {})
         form_chains(model, [(chain, recipe, for_chain(chain, recipe)) for chain in chains])
         return model
     if arm.startswith("torchao "):
@@ -170,7 +171,7 @@ def _warm(rows: int, widths: tuple[int, ...], wanted: list[str]) -> None:
 def _race(rows: int, widths: tuple[int, ...], wanted: list[str], rounds: int) -> dict[str, object]:
     steps: dict[str, Callable[[], object]] = {}
     arms: dict[str, dict[str, object]] = {}
-    for arm in [BF16, *(arm for arm in wanted if arm != SPLIT or rows >= 32768)]:
+    for arm in [BF16, *(arm for arm in wanted if arm not in SPLITS or rows >= 32768)]:
         try:
             model = _build(arm, widths)
             step = _step(model, rows, widths)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cuda_sync import nothing_synchronizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,14 +215,9 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     hp = family("normal", 130, 140, 0).to(device)
     # The first call brings small tables to the device.
     error_sum(depth_histogram(hp, Granularity.BLOCK_128X128), Format.E4M3)
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         histogram = depth_histogram(hp, Granularity.BLOCK_128X128, weight=hp)
         noise = error_sum(histogram, Format.E4M3)
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     cast = Cast(Format.E4M3, Granularity.BLOCK_128X128)
     expected = (dequantize(quantize(hp, cast)) - hp).double().square().sum()
     assert noise.item() == pytest.approx(expected.item(), rel=1e-3)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_sync import nothing_synchronizes
 from models import Encoder, batches, odd_mlp, train_steps
 from torch import nn
 
@@ -171,12 +172,8 @@ def test_a_step_does_not_synchronize() -> None:
         loka.nn.convert_linear(linear, path=path, candidates=("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda")
     model(x).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         model(x).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: loka.Plan) -> None:

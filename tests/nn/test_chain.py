@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_sync import nothing_synchronizes
+from models import Checkpointed
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from loka.core.chain_recipe import CHAIN_RECIPES
 from loka.core.exceptions import NoKernelFits, NotConverted, UnknownName
@@ -248,16 +249,7 @@ def test_backward_twice() -> None:
 def test_activation_checkpointing_finds_the_same_scales() -> None:
     _, low, x, grad, _ = both()
     plain = backward(low, x, grad)
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = low
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    for found, one in zip(backward(Checkpointed(), x, grad), plain, strict=True):
+    for found, one in zip(backward(Checkpointed(low), x, grad), plain, strict=True):
         assert torch.equal(found, one)
 
 
@@ -509,12 +501,8 @@ def test_a_step_does_not_synchronize_and_can_be_captured() -> None:
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     start = copy.deepcopy(low.state_dict())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

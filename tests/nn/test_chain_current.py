@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_sync import nothing_synchronizes
+from models import Checkpointed
 from test_chain import assert_backward_runs_twice, backward, device, form, sqnr_db
 from test_handover import Net, batch, serve
 from test_handover import _served as served_fused
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.chain import Activation, Epilogue
@@ -130,20 +131,12 @@ def test_backward_has_the_scales_of_its_own_forward() -> None:
 
 
 def test_checkpoints_compilation_copies_and_second_backwards_change_nothing() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=True)
-
     x, grad = data(64)
     plain, low = formed()
     assert list(low.state_dict()) == list(plain.state_dict())
     first = backward(low, x, grad)
     compiled = torch.compile(low, backend="aot_eager", fullgraph=True)
-    for model in (Checkpointed(low), compiled, copy.deepcopy(low)):
+    for model in (Checkpointed(low, reentrant=True), compiled, copy.deepcopy(low)):
         for found, one in zip(backward(model, x, grad), first, strict=True):
             assert torch.equal(found, one)
     low.zero_grad()
@@ -285,12 +278,8 @@ def test_a_step_does_not_synchronize_and_can_be_captured() -> None:
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

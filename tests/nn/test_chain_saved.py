@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Checkpointed
 from test_chain import (
     OPERAND_NOISE,
     Ragged,
@@ -21,7 +22,6 @@ from test_chain import (
     tower,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from loka.core.chain import Activation, Norm
 from loka.core.chain_recipe import CHAIN_RECIPES, Z8_NOISE, chain_recipe_named
@@ -148,14 +148,6 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_checkpoints_and_compilation_change_nothing() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False)
-
     _, low, x, grad, _ = both(Z8, rows=128)
     plain = backward(low, x, grad)
     compiled = torch.compile(low, backend="aot_eager", fullgraph=True)
