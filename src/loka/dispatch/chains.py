@@ -29,6 +29,7 @@ from loka.nn.chain_kernels import inner_kernels
 from loka.nn.linears import is_prediction
 
 Objection = Callable[[Measurement, Budget, Gemm], str | None]
+NOT_AMONG = "not timed: Settings.chain_recipes says which recipes are"
 
 
 def decide_chains(
@@ -115,7 +116,7 @@ def admitted_recipes(
         if why is None and measured is not None and measured.unsupported:
             why = measured.unsupported
         if why is None and budget.chains == "measured":
-            why = too_slow(measured, times.get(HP), budget)
+            why = NOT_AMONG if measured is None else too_slow(measured, times.get(HP), budget)
         if why is not None:
             refused[name] = why
         else:
@@ -145,9 +146,8 @@ def _decide(
         if why is not None:
             refused[name] = why
             continue
-        value = (
-            measured.microseconds.value if measured.microseconds else math.inf
-        )  # what was timed goes first
+        # What was timed goes before what was not.
+        value = measured.microseconds.value if measured.microseconds else math.inf
         options.append((value, name, chain_recipe_named(name)))
     if not options:
         told = [f"{name}: {refused[name]}" for name in _telling(whole, refused)]
@@ -245,7 +245,7 @@ def _of_recipe(candidate: str, recipe: str) -> bool:
 def too_slow(measured: Measurement | None, hp: Measurement | None, budget: Budget) -> str | None:
     """Why a whole is not faster than hp by as much as the budget asks, or None."""
     if measured is None or measured.speedup is None or measured.microseconds is None:
-        return "not timed (the recipes of chains to time are Settings.chain_recipes)"
+        return "not timed"
     if hp is None or hp.microseconds is None:
         return "hp was not timed"
     if not measured.speedup.low >= budget.min_speedup:
