@@ -22,7 +22,7 @@ from loka.cli.inputs import Data
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.stats import Stats
-from loka.nn import check_finite, fp8_linears, fp8_runs
+from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, evaluate, newest_step, quality, train
@@ -145,7 +145,7 @@ def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
 
 
 def _candidates(model: nn.Module) -> list[list[Any]]:
-    return [[path, *linear.loka_candidates] for path, linear in fp8_linears(model).items()]
+    return [[name, *site.candidates] for name, site in sites_of(model).items()]
 
 
 def _write(folder: Path, result: ArmResult) -> None:

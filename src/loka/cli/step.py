@@ -29,7 +29,7 @@ from loka.data.batch import Batch, Source
 from loka.dispatch import convert
 from loka.dispatch import plan as plan_report
 from loka.kernels.registry import candidate_named
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.nn.linears import is_prediction
 from loka.probe import Probe, measure
 from loka.report.progress import ProgressBars
@@ -175,7 +175,7 @@ def _torchao_arms(fresh: Callable[[], nn.Module], batch: Batch) -> dict[str, Arm
 
 
 def _count(model: nn.Module) -> int:
-    return len(fp8_linears(model))
+    return len(sites_of(model))
 
 
 def _by_plan(fresh: Callable[[], nn.Module], decided: Plan) -> Callable[[], nn.Module]:

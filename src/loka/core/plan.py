@@ -141,6 +141,14 @@ class Plan:
         found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
 
+    def by_site(self) -> dict[str, tuple[str, str, str]]:
+        """By site, the candidates of output, grad_input and grad_weight; "hp" where the plan says nothing."""
+        found: dict[str, dict[str, str]] = {}
+        for decision in self.decisions.values():
+            found.setdefault(decision.path, {})[decision.problem.gemm.value] = decision.candidate
+        order = ("output", "grad_input", "grad_weight")
+        return {path: tuple(names.get(gemm, HP) for gemm in order) for path, names in found.items()}  # type: ignore[misc]
+
     @property
     def wholes(self) -> list[tuple[Whole, Estimate | None]]:
         """What runs as a whole, chains and stacks of cross layers, with its predicted increase of NE."""

@@ -29,10 +29,10 @@ from loka.core.cross_record import CrossStack
 from loka.core.shared_input import SharedInput
 from loka.nn.chain_parts import Part, is_in_place, is_part, join
 from loka.nn.cross_flow import CrossPart, arguments_of, cross_parts, find_stacks, note_arguments
-from loka.nn.fp8_linear import Fp8Linear
 from loka.nn.input_flow import Columns, find_shared, note_input
 from loka.nn.linears import Filter, find_linears, is_prediction
 from loka.nn.script_calls import script_calls
+from loka.nn.site import sites_of
 from loka.nn.unwrap import unwrap
 from loka.nn.watched import Call, Value, foreign_hooks, held, readers_of, refuse, state_of, tensors_in
 
@@ -66,7 +66,7 @@ def find_chains(model: nn.Module, *inputs: Any, **kwargs: Any) -> Found:
     in. The model's buffers and the random generators are afterwards as they were.
     """
     inner = unwrap(model)
-    kept = [*inner.buffers(), *(m.loka_health for m in inner.modules() if isinstance(m, Fp8Linear))]
+    kept = [*inner.buffers(), *(site.health for site in sites_of(inner).values())]
     copies = [buffer.detach().clone() for buffer in kept]
     devices = {p.device.index for p in inner.parameters() if p.device.type == "cuda"}
     flow = Dataflow(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.nn.fp8_linear import DTYPES
+from loka.nn.site import DTYPES
 
 
 @dataclass(eq=False, slots=True)

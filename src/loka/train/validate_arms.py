@@ -22,9 +22,9 @@ from loka.core.plan import Plan
 from loka.core.problem import dtype_name, linear_problem, target_of
 from loka.core.recipe import RECIPES, Gemm
 from loka.dispatch import convert
+from loka.graph.attach import attach
 from loka.kernels.registry import all_candidates
-from loka.nn.fp8_linear import convert_linear
-from loka.nn.linears import find_linears
+from loka.nn.linears import find_linears, signature
 
 NAIVE = "naive"
 _FIRST = ("torch", "torchao", "fbgemm", "deep_gemm")  # exact accumulation; others follow by name
@@ -63,9 +63,12 @@ def by_recipe(name: str, *, rows: int) -> ArmSpec:
     def apply(model: nn.Module) -> None:
         device = next(model.parameters()).device
         linears, _ = find_linears(model)
-        for path, linear in linears.items():
-            chosen = tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)
-            convert_linear(linear, path=path, candidates=(chosen[0], chosen[1], chosen[2]))
+        found = {
+            path: tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)
+            for path, linear in linears.items()
+        }
+        chosen = {path: (names[0], names[1], names[2]) for path, names in found.items()}
+        attach(model, signature(model).layers, chosen)
 
     identity = {"recipes": {gemm.value: recipe for gemm, recipe in recipes.items()}}
     return ArmSpec(name=name, apply=apply, identity=identity)
