@@ -20,7 +20,6 @@ from loka.kernels.self_check import self_check
 from loka.nn.chain import dissolve_chains, form_chains, runs_fused
 from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
-from loka.nn.shared_input import share_input
 from loka.nn.turned import restore_turned, turn_linear, turned_linears
 from loka.nn.unwrap import unwrap
 
@@ -31,8 +30,8 @@ def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
     A chain or stack of cross layers of the plan runs as a whole in the place of its first module; a
-    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear, and those that share their
-    input run as one; one that the plan has turned, a TurnedLinear. The module objects, parameters and
+    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear; one that the plan has
+    turned, a TurnedLinear. The module objects, parameters and
     `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
     All checks come first: a refused plan leaves the model as it was.
 
@@ -71,8 +70,6 @@ def convert(model: M, plan: Plan) -> M:
         candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
         if candidates != (HP, HP, HP):
             convert_linear(linears[path], path=path, candidates=candidates)
-    for decided in plan.shared.values():
-        share_input(model, decided.group)
     for path in plan.turned:
         if path not in inside and set(plan.candidates(path).values()) == {HP}:
             turn_linear(linears[path], path=path)

@@ -8,7 +8,6 @@ from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
 from loka.nn.runs import fp8_runs
-from loka.nn.shared_input import shared_runs
 from loka.nn.unwrap import unwrap
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "is_prediction",
     "reset_health",
     "restore_linear",
-    "shared_runs",
     "signature",
     "unwrap",
 ]

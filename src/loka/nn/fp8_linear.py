@@ -7,7 +7,6 @@ It is the same module object with another class: parameters, hooks, shared refer
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,9 +19,6 @@ from loka.kernels.registry import candidate_named
 from loka.nn.ops import GEMMS, LinearGemms
 from loka.nn.unwrap import unwrap
 
-if TYPE_CHECKING:
-    from loka.nn.shared_input import SharedRun
-
 # What an FP8 layer computes in. Autocast recasts these too, and leaves every other dtype alone.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,8 +27,7 @@ class Fp8Linear(nn.Linear):
     """y = x W^T + b with FP8 GEMMs where the plan says so; x [..., in] -> y [..., out].
 
     `loka_health` int64 [3, 3] is an attribute, not a buffer: DistributedDataParallel would
-    overwrite every rank's flags with those of rank 0. `loka_shared` is the group of layers that read
-    the same tensor, where they run as one (nn/shared_input.py): its first layer counts for all.
+    overwrite every rank's flags with those of rank 0.
 
     Made by `convert_linear`. Runs in the input's dtype, or autocast's where that is on, as
     nn.Linear does; quantizes from the stored weight, so float32 weights are rounded once.
@@ -42,25 +37,20 @@ class Fp8Linear(nn.Linear):
     loka_candidates: tuple[str, str, str]
     loka_health: torch.Tensor
     loka_hook: torch.utils.hooks.RemovableHandle
-    loka_shared: SharedRun | None = None
-    loka_holder: torch.utils.hooks.RemovableHandle | None = None  # of the group's first layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if input.is_nested:  # nn.TransformerEncoder packs padded sequences so, in inference
             parts = input.unbind()
             packed = self(torch.cat(parts)).split([part.shape[0] for part in parts])
             return torch.nested.as_nested_tensor(list(packed), layout=input.layout)
-        output = None if self.loka_shared is None else self.loka_shared.take(self, input)
-        if output is None:
-            output = self._multiply(input)
+        output = self._multiply(input)
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.
         return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], self.out_features])
 
-    def _multiply(self, given: torch.Tensor) -> torch.Tensor:
-        """x W^T [T, out]; where this layer leads a group, those of all of them."""
-        input = given
+    def _multiply(self, input: torch.Tensor) -> torch.Tensor:
+        """x W^T [T, out]."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"{self.loka_path}: input has {input.shape[-1]} features, the layer takes {self.in_features}"
@@ -74,8 +64,6 @@ class Fp8Linear(nn.Linear):
                 "cast one, or use torch.autocast"
             )
         rows = input.reshape(-1, self.in_features)
-        if self.loka_shared is not None and self.loka_shared.leads(self):
-            return self.loka_shared.run(given, rows)
         training = torch.is_grad_enabled()
         keep = (training and self.weight.requires_grad, training and rows.requires_grad)
         return LinearGemms.apply(rows, self.weight, self.loka_health, self.loka_candidates, keep)
@@ -87,8 +75,7 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         decided = ", ".join(f"{gemm}={name}" for gemm, name in zip(GEMMS, self.loka_candidates, strict=True))
-        shared = "" if self.loka_shared is None else f", shares its input: {self.loka_shared.group.name}"
-        return f"{super().extra_repr()}, {decided}{shared}"
+        return f"{super().extra_repr()}, {decided}"
 
 
 def _stay_in_python(module: nn.Module, args: tuple[object, ...]) -> None:
@@ -128,13 +115,8 @@ def convert_linear(linear: nn.Linear, *, path: str, candidates: tuple[str, str, 
 
 
 def restore_linear(linear: Fp8Linear) -> None:
-    """Makes a plain nn.Linear of it again; nothing of LoKA stays on the object.
-
-    Layers that share its input compute by themselves from then on.
-    """
+    """Makes a plain nn.Linear of it again; nothing of LoKA stays on the object."""
     linear.loka_hook.remove()
-    if linear.loka_shared is not None:
-        linear.loka_shared.dissolve()
     del linear.loka_health, linear.loka_path, linear.loka_candidates, linear.loka_hook
     linear.__class__ = nn.Linear  # type: ignore[assignment]
 
@@ -152,10 +134,7 @@ def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:
     """
     found: dict[str, dict[str, int | bool]] = {}
     for path, linear in fp8_linears(model).items():
-        health = linear.loka_health
-        if linear.loka_shared is not None and linear is not linear.loka_shared.layers[0]:
-            health = health + linear.loka_shared.layers[0].loka_health
-        rows = health.tolist()
+        rows = linear.loka_health.tolist()
         for gemm, candidate, counts in zip(GEMMS, linear.loka_candidates, rows, strict=True):
             if candidate != HP:
                 found[site_name(path, gemm)] = {
