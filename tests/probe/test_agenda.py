@@ -101,9 +101,9 @@ def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.Monk
     )
     ordered = timed(stats)
 
-    def as_called(stats: loka.Stats, wholes, groups, *, timed: bool) -> list[Job]:
+    def as_called(stats: loka.Stats, wholes, *, timed: bool) -> list[Job]:
         layers = [Job(kind, path) for kind in ("errors", "times") for path in stats.layers]
-        together = [("whole", whole.name) for whole in wholes] + [("shared", each.name) for each in groups]
+        together = [("whole", whole.name) for whole in wholes]
         return [*layers, *(Job(*job) for job in together)]
 
     monkeypatch.setattr(measuring, "agenda", as_called)

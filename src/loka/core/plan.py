@@ -27,7 +27,6 @@ from loka.core.report import (
     required_estimate,
     site_name,
 )
-from loka.core.shared_plan import SharedDecision, decisions_from_json, decisions_to_json
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -103,9 +102,8 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `chains` and `crosses`, by name, are those that run as a whole; the sites inside keep their decisions,
-    which say what would run without the chain. `shared`, by name, are groups of layers that read one
-    tensor and run as one; their sites' decisions say by which kernels. `turned` are the layers over tokens
-    that stay in hp and read a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
+    which say what would run without the chain. `turned` are the layers over tokens that stay in hp and read
+    a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
     """
 
     model: ModelSignature
@@ -115,7 +113,6 @@ class Plan:
     decisions: Mapping[str, Decision]
     chains: Mapping[str, ChainDecision] = field(default_factory=dict)
     crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
-    shared: Mapping[str, SharedDecision] = field(default_factory=dict)
     turned: Mapping[str, Estimate] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -211,7 +208,6 @@ class Plan:
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
         lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
         lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
-        lines += [str(decided) for decided in self.shared.values()]
         lines += [
             f"tokens {path}: reads its transposed input as it lies, {speedup.value:.2f}x"
             for path, speedup in self.turned.items()
@@ -328,7 +324,6 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
             for name, decided in plan.crosses.items()
         },
-        **({"shared": decisions_to_json(plan.shared)} if plan.shared else {}),
         **({"turned": {p: estimate_to_json(s) for p, s in plan.turned.items()}} if plan.turned else {}),
         "notes": list(plan.notes),
     }
@@ -356,12 +351,6 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
     check_distinct(
         [decided.chain for decided in chains.values()], [decided.stack for decided in crosses.values()]
     )
-    inside = {path for d in chains.values() for path in d.chain.linears}
-    inside |= {path for d in crosses.values() for path in d.stack.linears}
-    kernels: dict[str, dict[str, str]] = {}
-    for decision in decisions.values():
-        if decision.path not in inside:
-            kernels.setdefault(decision.path, {})[decision.problem.gemm.value] = decision.candidate
     turned = {path: required_estimate(entry) for path, entry in content.get("turned", {}).items()}
     if not set(turned) <= set(model.layers):
         raise ValueError("turned layers that the model does not have")
@@ -373,7 +362,6 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
         decisions=decisions,
         chains=chains,
         crosses=crosses,
-        shared=decisions_from_json(content.get("shared", []), model, kernels),
         turned=turned,
         notes=tuple(content["notes"]),
     )

@@ -17,7 +17,6 @@ from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
-from loka.core.shared_input import SharedInput, shared_from_json
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -82,9 +81,6 @@ class Report:
         chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
         chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
-        shared: the model's groups of linear layers that read one tensor.
-        shared_times: by the name of such a group or of a part of one: "hp", the layers by themselves in
-            FP8 ("apart"), and as one ("shared"); times are of all of them together.
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
             against the form that copies it (nn/turned.py), by path.
         no_effect: by layer, why its effect on the model's NE is not known, or is old.
@@ -102,8 +98,6 @@ class Report:
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
-    shared: tuple[SharedInput, ...] = ()
-    shared_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -294,8 +288,6 @@ def _to_json(report: Report) -> dict[str, Any]:
         "chains": [chain.to_json() for chain in report.chains],
         "crosses": [stack.to_json() for stack in report.crosses],
         "chain_times": _times_to_json(report.chain_times),
-        **({"shared": [group.to_json() for group in report.shared]} if report.shared else {}),
-        **({"shared_times": _times_to_json(report.shared_times)} if report.shared_times else {}),
         "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
@@ -345,8 +337,6 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         chains=chains,
         crosses=crosses,
         chain_times=chain_times,
-        shared=shared_from_json(content.get("shared", ()), model),
-        shared_times=_times_from_json(content.get("shared_times", {})),
         turned_times={
             path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
         },

@@ -2,10 +2,9 @@
 
 Of each layer the errors (probe/errors.py); on a GPU then the times of its sites (probe/times.py) and what
 shared quantization saves (probe/sharing.py), of chains and stacks of cross layers as a whole
-(probe/chain_times.py, probe/cross_times.py), of layers that read one tensor as one (probe/shared_times.py),
-and of layers over tokens in both forms (probe/turned_times.py). The largest first (probe/agenda.py), until
-everything is done or the time is up. The report is saved on the way, and measuring again goes on with what is
-missing. Who asks first where FP8 is safe measures errors only.
+(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms (probe/turned_times.py).
+The largest first (probe/agenda.py), until everything is done or the time is up. The report is saved on the
+way, and measuring again goes on with what is missing. Who asks first where FP8 is safe measures errors only.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from loka.probe.continued import ERRORS_ONLY, continue_from
 from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
-from loka.probe.shared_times import shared_key, time_shared, timed_groups
 from loka.probe.sites import gemms_of, problem_of
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 from loka.probe.turned_times import TURNED, time_turned, turned_key
@@ -100,7 +98,6 @@ def measure(
         skipped=dict(stats.skipped),
         chains=stats.chains,
         crosses=stats.crosses,
-        shared=stats.shared,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
     )
@@ -119,7 +116,7 @@ def measure(
     try:
         if timed:
             _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, work.wholes(), timed_groups(stats), timed=timed)
+        jobs = agenda(stats, work.wholes(), timed=timed)
         for job in (track or untracked)(jobs, "measuring", len(jobs)):
             _DO[job.kind](work, job.name)
     finally:
@@ -202,10 +199,6 @@ class _Work:
             untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
             if untimed:
                 missing["chains not timed"] = untimed
-            groups = [group.name for group in timed_groups(self.stats)]
-            untimed = [name for name in groups if name not in report.shared_times]
-            if untimed:
-                missing["layers that share their input not timed"] = untimed
             untimed = [path for path in self.turned() if path not in report.turned_times]
             if untimed:
                 missing["layers over tokens not timed"] = untimed
@@ -328,18 +321,6 @@ def _time_whole(work: _Work, name: str) -> None:
         work.save()
 
 
-def _time_shared(work: _Work, name: str) -> None:
-    if name in work.report.shared_times:
-        return
-    group = next(group for group in timed_groups(work.stats) if group.name == name)
-    layers = {path: work.stats.layers[path] for path in group.linears}
-    key = shared_key(group, layers, work.report)
-    found = _shared(work, key, partial(time_shared, group, layers, work.report), f"{name} as one")
-    if found is not None:
-        work.report = replace(work.report, shared_times={**work.report.shared_times, name: found})
-        work.save()
-
-
 def _time_turned(work: _Work, path: str) -> None:
     if path in work.report.turned_times:
         return
@@ -369,7 +350,6 @@ def _shared(
 
 _DO: Mapping[str, Callable[[_Work, str], None]] = {
     "errors": _draw,
-    "shared": _time_shared,
     "times": _time,
     "turned": _time_turned,
     "whole": _time_whole,

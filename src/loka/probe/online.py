@@ -234,7 +234,6 @@ class Probe:
             skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
             chains=found.chains,
             crosses=found.crosses,
-            shared=found.shared,
         )
 
     def _advance(self) -> bool:
@@ -390,8 +389,8 @@ class Probe:
     def _restore(self, stats: Stats) -> None:
         refuse(stats, self._signature, full_covariance=self._full_covariance)
         self._steps, self._sampled = stats.steps, stats.sampled_steps
-        if stats.chains or stats.crosses or stats.shared:  # statistics of an older LoKA have none
-            self._found = Found(stats.chains, {}, stats.crosses, stats.shared)
+        if stats.chains or stats.crosses:  # statistics of an older LoKA have none
+            self._found = Found(stats.chains, {}, stats.crosses)
         for path, layer in stats.layers.items():
             if path in self._linears:
                 self._learnt[path] = from_record(layer, self._linears[path].weight.device)

@@ -103,7 +103,6 @@ def identity_of(plan: Plan | None) -> dict[str, Any] | None:
         "sites": {name: decision.candidate for name, decision in plan.decisions.items()},
         "wholes": wholes,
         "turned": sorted(plan.turned),
-        **({"shared": sorted(plan.shared)} if plan.shared else {}),
     }
 
 
