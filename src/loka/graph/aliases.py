@@ -24,9 +24,13 @@ def is_transposed(tensor: torch.Tensor, known: torch.Tensor) -> bool:
 
 def _compare(context: Any) -> None:
     tensor, known = (context.get_local(name).as_fake() for name in ("tensor", "known"))
-    same = tensor.untyped_storage()._cdata == known.untyped_storage()._cdata
     turned = known.mT
-    _answers.append(same and tensor.shape == turned.shape and tensor.stride() == turned.stride())
+    same_memory = tensor.untyped_storage()._cdata == known.untyped_storage()._cdata
+    _answers.append(same_memory and _geometry(tensor) == _geometry(turned))
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _answer() -> bool:

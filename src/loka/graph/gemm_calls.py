@@ -10,6 +10,7 @@ the graph. Calls that it cannot bring to the form return None; accounting names 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,6 +67,7 @@ _PRODUCTS = {
     torch.mv,
     torch.Tensor.matmul,
     torch.Tensor.__matmul__,
+    operator.matmul,  # what torch.export traces for it
     torch.Tensor.mm,
     torch.Tensor.bmm,
     torch.Tensor.mv,

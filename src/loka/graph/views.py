@@ -7,6 +7,7 @@ nothing. A view that cannot be written, by a mask say, makes a new tensor that i
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ _SHAPES = {_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unf
 _SHAPES |= {_T.unsqueeze, torch.unsqueeze, _T.narrow, torch.narrow, _T.select, torch.select}
 _PARTS = {_T.chunk, torch.chunk, _T.split, torch.split, _T.unbind, torch.unbind, _T.tensor_split}
 _PARTS |= {torch.tensor_split, _T.split_with_sizes, torch.split_with_sizes}
-VIEWS = frozenset(_TURNS | _COPIES | _SHAPES | _PARTS | {_T.__getitem__, _T.__iter__})
+_ITEMS = {_T.__getitem__, operator.getitem}  # the second is what torch.export traces
+VIEWS = frozenset(_TURNS | _COPIES | _SHAPES | _PARTS | _ITEMS | {_T.__iter__})
 
 _TURNED = "~"  # marks a transpose in a key
 TRANSPOSED = "~.t()~"  # of .t(), .T and .mT
@@ -33,7 +35,7 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     given = args[1:]
     if func is _T.__iter__:
         return ""
-    if func is _T.__getitem__:
+    if func in _ITEMS:
         index = _index(given[0])
         return None if index is None else f"[{index}]"
     told = [_plain(value) for value in given] + [f"{name}={_plain(kwargs[name])}" for name in sorted(kwargs)]
