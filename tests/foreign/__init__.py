@@ -1,4 +1,5 @@
-"""Models that others wrote: plain PyTorch, TorchRec and Hugging Face, with an independent account of their FLOPs.
+"""Models that others wrote, and a count of their FLOPs that is independent of LoKA.
 
-No file of a model imports LoKA. `registry.FOREIGN` lists the models, `flops.py` counts.
+They are plain PyTorch, TorchRec and Hugging Face. `registry.FOREIGN` lists them, `flops.py` counts. No file here
+imports LoKA.
 """

@@ -1,4 +1,8 @@
-"""Activation checkpointing: over submodules and over a local function with a raw parameter, of both kinds."""
+"""Activation checkpointing: over submodules and over a local function with a raw parameter, of both kinds.
+
+Without reentrance backward computes again only as far as it needs: a block's last GEMM does not run twice.
+checkpoint_sequential leaves its last segment alone.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ class Functions(nn.Module):
 
 
 class Sequentially(nn.Module):
-    """checkpoint_sequential over a Sequential in two segments: the modules inside a segment are called one by one."""
+    """checkpoint_sequential over a Sequential, which calls the modules of each of two segments by itself."""
 
     def __init__(self) -> None:
         super().__init__()

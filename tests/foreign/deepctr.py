@@ -8,6 +8,7 @@ float tensor, [B, 5]: three columns of ids, two dense ones.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ HIDDEN = (64, 32)
 
 
 class Front(nn.Module):
-    """Embeddings by field and the linear ("wide") logit; x [B, 5] -> fields [B, 3, 16], dense [B, 2], logit."""
+    """Embeddings by field and the wide part's logit; [B, 5] -> fields [B, 3, 16], dense [B, 2], logit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class DNN(nn.Module):
     def __init__(self, fan_in: int) -> None:
         super().__init__()
         widths = (fan_in, *HIDDEN)
-        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for linear in self.linears:
@@ -76,7 +77,7 @@ class CIN(nn.Module):
 
 
 class MatrixCross(nn.Module):
-    """DCN-matrix: all layers in one parameter [L, D, D]; x_l = x_0 * (matmul(kernels[l], x_l) + b_l) + x_l."""
+    """DCN-matrix: kernels [L, D, D] in one parameter; x_l = x_0 * (matmul(kernels[l], x_l) + b_l) + x_l."""
 
     def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()

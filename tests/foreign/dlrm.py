@@ -46,7 +46,7 @@ def dlrm_train() -> nn.Module:
 
 
 def features(rows: int) -> tuple[torch.Tensor, Any]:
-    """Dense features [rows, 13] and a KeyedJaggedTensor; the first feature has one id, the others up to three."""
+    """Dense features [rows, 13] and a KeyedJaggedTensor: one id of the first feature, up to three else."""
     from torchrec import KeyedJaggedTensor
 
     drawn = generator()

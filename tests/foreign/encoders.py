@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from .spec import Foreign, floats, generator, ids, of_logits, seeded, whole
+from .spec import Foreign, Inputs, floats, generator, ids, of_logits, seeded, whole
 
 WIDTH, HEADS, FEED, LAYERS, TOKENS, VOCABULARY = 32, 2, 64, 2, 8, 60
 TOKEN = 3 * WIDTH**2 + WIDTH**2 + 2 * WIDTH * FEED  # multiplications of one token in one layer
 
 
 class Encoder(nn.Module):
-    """Token embeddings, an encoder, the mean, one logit; ids [B, 8] -> [B, 1]; id 0 is padding where asked for."""
+    """Token embeddings, an encoder, the mean, one logit; ids [B, 8] -> [B, 1]; id 0 may be padding."""
 
     def __init__(self, *, batch_first: bool, padded: bool = False, norm_first: bool = False) -> None:
         super().__init__()
@@ -34,7 +36,7 @@ class Encoder(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """A query of 32 over keys of 48 and values of 64: three raw projection parameters instead of `in_proj`."""
+    """A query of 32 reads keys of 48 and values of 64: three raw projections instead of `in_proj_weight`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +76,9 @@ class RecurrentTower(nn.Module):
         return self.mlp(states[:, -1])
 
 
+HISTORY = ids(TOKENS, VOCABULARY)
+
+
 def _padded(rows: int) -> tuple[torch.Tensor]:
     """Row i has 8 - i % 4 items; the first row has all, so that a nested tensor's width is the batch's."""
     drawn = torch.randint(1, VOCABULARY, (rows, TOKENS), generator=generator())
@@ -86,7 +91,9 @@ def _attended(rows: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(rows, tokens, w, generator=drawn) for tokens, w in ((4, 32), (8, 48), (8, 64)))
 
 
-def _encoder(name: str, inputs=ids(TOKENS, VOCABULARY), notes: str = "", **options: bool) -> Foreign:
+def _encoder(
+    name: str, inputs: Callable[[int], Inputs] = HISTORY, notes: str = "", **options: bool
+) -> Foreign:
     return Foreign(
         name=name,
         build=seeded(lambda: Encoder(**options)),
@@ -131,7 +138,7 @@ MODELS = [
     Foreign(
         name="lstm_tower",
         build=seeded(RecurrentTower),
-        inputs=ids(TOKENS, VOCABULARY),
+        inputs=HISTORY,
         loss=of_logits(),
         logits=whole,
         parameter_gemm_flops=lambda rows: 2 * rows * (TOKENS * 4 * 48 * (32 + 48) + 48 * 64 + 64 * 32 + 32),

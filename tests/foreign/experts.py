@@ -16,7 +16,7 @@ def _experts(fan_in: int, fan_out: int) -> nn.Parameter:
 
 
 class Bmm(nn.Module):
-    """MMoE of two tasks: torch.bmm of x expanded over [E, in, out], softmax gates, a tower each; -> [B, 2]."""
+    """MMoE of two tasks: torch.bmm of an expanded x with [E, in, out], softmax gates, towers; -> [B, 2]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +119,6 @@ MODELS = [
         parameter_gemm_flops=lambda rows: (
             2 * EXPERTS * 16 * 2 * FAN_IN * HIDDEN + 2 * rows * (FAN_IN * EXPERTS + FAN_IN)
         ),
-        notes="The experts' M is the capacity, 16, whatever the batch; dispatch and combine have no parameter.",
+        notes="The experts' M is the capacity, 16, for any batch; dispatch and combine have no parameter.",
     ),
 ]

@@ -1,9 +1,9 @@
 """The FLOPs of one forward pass by aten's own operations: all, and those of GEMMs with a parameter.
 
 It is an oracle for LoKA's account and shares nothing with it. A TorchDispatchMode sees every operation below
-autograd. 2MNK is counted for each matrix product. An operand is a parameter if it is one, a view of one (it lies
-in the parameter's memory) or a copy of one: cast, cloned, made contiguous, concatenated with other parameters.
-A weight that is computed (a product of parameters, a mask, a norm) is none.
+autograd and counts 2MNK for each matrix product. An operand is a parameter if it is one, a view of one (it
+lies in the parameter's memory), or a copy of one: cast, cloned, made contiguous, concatenated with other
+parameters. A weight that is computed (by a product of parameters, a mask, a norm) is none.
 
 Trade-off: memory is told by its address, so every copy of a parameter is kept until counting ends.
 """
@@ -30,15 +30,19 @@ COPIES = (
 # What reads a matrix of parameters and multiplies no matrices; pointwise operations have a tag.
 NO_PRODUCTS = (
     "embedding", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_select", "gather", "detach",
-    "_unsafe_view", "sum", "mean", "linalg_vector_norm", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
+    "_unsafe_view", "_weight_norm_interface", "sum", "mean", "linalg_vector_norm", "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell",
 )  # fmt: skip
 PRODUCT_BY_NAME = re.compile(r"(?<!a)mm|matmul|linear|conv|attention|transformer|rnn|lstm|gru")
 
 
 @dataclass(frozen=True)
 class Flops:
-    """`by_parameter` adds up to `with_parameter`. A name is that of `named_parameters`, of tied ones the first;
-    a product of two parameters, or with several in one matrix, has all their names, joined by `+`."""
+    """`by_parameter` adds up to `with_parameter`.
+
+    Names are those of `named_parameters`, the first one if tied. Where several parameters make one operand or
+    both operands, their names are joined by `+`.
+    """
 
     total: int
     with_parameter: int

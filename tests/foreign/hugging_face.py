@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2, BERT and Llama: the library's classes, tiny configurations, random weights, no download."""
+"""Hugging Face's GPT-2, BERT and Llama in tiny configurations with random weights: nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2MNK of each of aten's matrix products: `PRODUCTS[name](out, *args)` yields (flops, the operands multiplied).
+"""2MNK of each of aten's matrix products: `PRODUCTS[name](out, *args)` yields (flops, operands).
 
 Biases and additions are free. Names are those of the schema without its overload.
 """
@@ -41,7 +41,7 @@ def _linear_of_transposed(out: Tensor, x: Tensor, weight: Tensor, *_: Any, **__:
 
 
 def _convolution(out: Tensor, x: Tensor, weight: Tensor, *more: Any, **kwargs: Any) -> Product:
-    """Each number of the output (of the input, if transposed) meets one filter: all of `weight` but dimension 0."""
+    """Each number of the output (of the input, if transposed) meets `weight[0]`."""
     transposed = kwargs.get("transposed", more[4] if len(more) > 4 and isinstance(more[4], bool) else False)
     places = x if transposed else out
     yield 2 * places.numel() * math.prod(weight.shape[1:]), (x, weight)
@@ -72,15 +72,7 @@ def _lengths(x: Tensor) -> list[int]:
 
 
 def _encoder_layer(
-    out: Tensor,
-    x: Tensor,
-    width: int,
-    heads: int,
-    qkv: Tensor,
-    qkv_bias: Tensor,
-    proj: Tensor,
-    *more: Any,
-    **kwargs: Any,
+    out: Tensor, x: Tensor, width: int, heads: int, qkv: Tensor, qkv_bias: Tensor, proj: Tensor, *more: Any
 ) -> Product:
     """The fused layer of nn.TransformerEncoderLayer in evaluation; a nested tensor has no padding."""
     lengths = _lengths(x)
@@ -91,9 +83,17 @@ def _encoder_layer(
 
 
 def _native_attention(
-    out: Any, q: Tensor, k: Tensor, v: Tensor, width: int, heads: int, qkv: Tensor, qkv_bias: Tensor, proj: Tensor, *_: Any,
-    **__: Any,
-) -> Product:  # fmt: skip
+    out: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    width: int,
+    heads: int,
+    qkv: Tensor,
+    _: Any,
+    proj: Tensor,
+    *__: Any,
+) -> Product:
     """The fused self-attention of nn.MultiheadAttention in evaluation."""
     lengths = _lengths(q)
     for weight in (qkv, proj):

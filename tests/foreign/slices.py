@@ -14,7 +14,7 @@ def _weight(*shape: int) -> nn.Parameter:
 
 
 class Slices(nn.Module):
-    """F.linear on two row slices of one parameter: a gated unit, F.linear(x, w[:64]) * F.linear(x, w[64:])."""
+    """A gated unit of two row slices of one parameter: F.linear(x, w[:64]) * sigmoid(F.linear(x, w[64:]))."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Chunks(nn.Module):
 
 
 class Splits(nn.Module):
-    """Branches of unequal widths from one parameter by `split`; the last one is 17 wide, which no kernel fits."""
+    """Branches of unequal widths from one parameter by `split`; the last is 17 wide, which no kernel has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Functions(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Tied weights: the decoder is F.linear(h, w.t()) with the encoder's weight; it returns the reconstruction."""
+    """Tied weights: the decoder is F.linear(h, w.t()) with the encoder's w; it returns the reconstruction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +174,6 @@ MODELS = [
         loss=_next_item_loss,
         logits=whole,
         parameter_gemm_flops=lambda rows: 2 * rows * (2 * 32 * 64 + 32 * 128),
-        notes="`head.weight` and `items.weight` are one parameter, named `items.weight`; logits of 128 classes.",
+        notes="`head.weight` and `items.weight` are one parameter, `items.weight`; logits of 128 classes.",
     ),
 ]

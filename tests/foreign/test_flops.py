@@ -52,12 +52,16 @@ WRITTEN = {
     "einsum of slots": (
         lambda m: torch.einsum("ecd,edf->ecf", torch.randn(4, 2, 3), m.a), (4, 3, 7), 2 * 4 * 2 * 3 * 7,
     ),
-    "tensordot": (lambda m: torch.tensordot(torch.randn(5, 2, 3), m.a, dims=([-1], [0])), (3, 7), 2 * 10 * 3 * 7),
+    "tensordot": (
+        lambda m: torch.tensordot(torch.randn(5, 2, 3), m.a, dims=([-1], [0])), (3, 7), 2 * 10 * 3 * 7,
+    ),
     "conv1d of one": (lambda m: F.conv1d(torch.randn(5, 3, 6), m.a), (7, 3, 1), 2 * 5 * 6 * 3 * 7),
     "conv1d": (lambda m: F.conv1d(torch.randn(5, 3, 6), m.a), (7, 3, 2), 2 * 5 * 5 * 7 * 3 * 2),
     "grouped conv1d": (lambda m: F.conv1d(torch.randn(5, 4, 6), m.a, groups=2), (8, 2, 1), 2 * 5 * 6 * 8 * 2),
     "conv2d": (lambda m: F.conv2d(torch.randn(2, 3, 4, 4), m.a, stride=2), (7, 3, 2, 2), 2 * 2 * 7 * 4 * 12),
-    "transposed conv1d": (lambda m: F.conv_transpose1d(torch.randn(5, 3, 6), m.a), (3, 7, 2), 2 * 5 * 3 * 6 * 14),
+    "transposed conv1d": (
+        lambda m: F.conv_transpose1d(torch.randn(5, 3, 6), m.a), (3, 7, 2), 2 * 5 * 3 * 6 * 14,
+    ),
     "rows": (lambda m: F.linear(X, m.a[2:6]), (7, 3), 2 * 5 * 3 * 4),
     "columns": (lambda m: F.linear(X, m.a[:, 1:4]), (7, 9), 2 * 5 * 3 * 7),
     "chunk": (lambda m: F.linear(X, m.a.chunk(2)[1]), (8, 3), 2 * 5 * 3 * 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class BatchNormTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for fan_in, fan_out in zip(WIDTHS[:-1], WIDTHS[1:], strict=True):
+        for fan_in, fan_out in pairwise(WIDTHS):
             layers += [nn.Linear(fan_in, fan_out, bias=False), nn.BatchNorm1d(fan_out), nn.ReLU()]
         self.layers = nn.Sequential(*layers)
         self.out = nn.Linear(WIDTHS[-1], 1)
