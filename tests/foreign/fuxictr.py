@@ -1,7 +1,7 @@
 """Models as FuxiCTR writes them: DCNv2 in its three structures, and xDeepFM with its CIN.
 
 The equations and the calls are that library's (a dict of features goes in, a dict with `y_pred` behind a
-sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fields of 16 make an input of 64.
+sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fields of 16 are an input of 64.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class DCNv2(nn.Module):
 
 
 class CompressedInteractionNet(nn.Module):
-    """CIN: a Conv1d of kernel 1 squeezes the outer product of the fields; sums over the embedding -> [B, 1]."""
+    """CIN: a Conv1d of kernel 1 squeezes the outer product of fields; sums over the embedding -> [B, 1]."""
 
     def __init__(self, fields: int = FIELDS, hidden: tuple[int, ...] = (32, 32)) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ MODELS = [
         lambda: _tower(MergedLoRALinear),
         lambda rows: 2 * 2 * 64 * 96 * RANK + 2 * rows * 64,
         without_gradient=("0.weight", "2.weight"),
-        notes="A @ B is a GEMM of two parameters; the layer's weight is computed, in a subclass of nn.Linear.",
+        notes="A @ B is a GEMM of two parameters; the weight is computed, in a subclass of nn.Linear.",
     ),
     _lora(
         "weight_norm",
