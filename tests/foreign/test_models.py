@@ -17,6 +17,8 @@ from .registry import FOREIGN
 from .spec import Foreign, call, train_step
 
 ROWS = 32
+# In transformers 5 it has another name, and is what users call.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 RECOMPUTED = [name for name in FOREIGN if "checkpoint" in name]
 
 
