@@ -1,4 +1,4 @@
-"""AutoInt as DeepCTR-Torch writes it: attention over fields whose projections are raw parameters in tensordot.
+"""AutoInt as DeepCTR-Torch writes it: attention over fields, its projections raw parameters in tensordot.
 
 The equations and the calls are that library's, the code is not. ids [B, 4] -> probabilities [B, 1].
 """
@@ -14,8 +14,7 @@ FIELDS, VOCABULARY, WIDTH, HEADS = 4, 50, 32, 2
 
 
 class InteractingLayer(nn.Module):
-    """relu(softmax(q k^T) v + x W_Res) by heads; q, k, v and the residual by tensordot; the softmax is over
-    heads, as in the original."""
+    """relu(softmax(q k^T) v + x W_Res) by heads; the softmax is over dimension 1, as in the original."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -110,14 +110,11 @@ def test_no_model_imports_loka() -> None:
     ("name", "flag"),
     [
         ("functions", "fullgraph"),
-        ("functions", "export_strict"),
         ("functions", "export_non_strict"),
         ("lstm_tower", "fullgraph"),
         ("dataclass_tower", "export_non_strict"),
         ("checkpoint_function", "fullgraph"),
         ("checkpoint_function", "export_strict"),
-        ("checkpoint_function_reentrant", "fullgraph"),
-        ("torchrec_dlrm_dcn", "fullgraph"),
         ("torchrec_dlrm_train", "export_non_strict"),
     ],
 )
