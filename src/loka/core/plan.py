@@ -12,6 +12,7 @@ from typing import Any
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.chain import Chain
 from loka.core.chain_recipe import chain_recipe_named
+from loka.core.coverage import Coverage
 from loka.core.cross_record import CrossStack, Whole, check_distinct
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -114,6 +115,7 @@ class Plan:
     chains: Mapping[str, ChainDecision] = field(default_factory=dict)
     crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
     turned: Mapping[str, Estimate] = field(default_factory=dict)
+    coverage: Coverage | None = None
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -213,6 +215,7 @@ class Plan:
             for path, speedup in self.turned.items()
         ]
         lines.append(self.summary())
+        lines += self.coverage_lines()
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -237,6 +240,29 @@ class Plan:
             f"{text}. Linear-layer GEMM time, quantization and chains included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
         )
+
+    def coverage_lines(self) -> list[str]:
+        """What share of the step's matmul FLOPs runs in FP8 by this plan, and what the rest is."""
+        if self.coverage is None:
+            return []
+        total = self.coverage.total or 1.0
+        low: dict[str, float] = {}
+        high = 0.0
+        for decision in self.decisions.values():
+            flops = self.coverage.sites.get(decision.path, {}).get(decision.problem.gemm.value, 0.0)
+            if decision.candidate == HP:
+                high += flops
+            else:
+                low[decision.problem.gemm.value] = low.get(decision.problem.gemm.value, 0.0) + flops
+        by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
+        told = f" ({by_gemm})" if by_gemm else ""
+        unplanned = sum(map(self.coverage.of_site, self.coverage.sites)) - sum(low.values()) - high
+        lines = [
+            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{told}, "
+            f"{100 * high / total:.1f} % are sites kept in hp, {100 * unplanned / total:.1f} % sites without "
+            "a decision"
+        ]
+        return lines + self.coverage.lines()[1:]
 
     def _spent(self) -> str:
         """What the plan costs in NE, if anything of it is known or asked for."""
@@ -324,6 +350,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
             for name, decided in plan.crosses.items()
         },
+        **({"coverage": plan.coverage.to_json()} if plan.coverage else {}),
         **({"turned": {p: estimate_to_json(s) for p, s in plan.turned.items()}} if plan.turned else {}),
         "notes": list(plan.notes),
     }
@@ -363,6 +390,7 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
         chains=chains,
         crosses=crosses,
         turned=turned,
+        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         notes=tuple(content["notes"]),
     )
 

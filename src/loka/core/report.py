@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.chain import Chain, chains_from_json
+from loka.core.coverage import Coverage
 from loka.core.cross_record import CrossStack, Whole, crosses_from_json
 from loka.core.device import Fingerprint
 from loka.core.effect import OLD
@@ -79,6 +80,7 @@ class Report:
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
         chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
+        coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
         chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
@@ -97,6 +99,7 @@ class Report:
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
+    coverage: Coverage | None = None
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
@@ -287,6 +290,7 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sharing": sharing,
         "chains": [chain.to_json() for chain in report.chains],
         "crosses": [stack.to_json() for stack in report.crosses],
+        **({"coverage": report.coverage.to_json()} if report.coverage else {}),
         "chain_times": _times_to_json(report.chain_times),
         "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
@@ -336,6 +340,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         sharing=sharing,
         chains=chains,
         crosses=crosses,
+        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         chain_times=chain_times,
         turned_times={
             path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()

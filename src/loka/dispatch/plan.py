@@ -76,6 +76,7 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         chains=chains,
         crosses=crosses,
         turned=decide_turned(report, budget, decisions, inside),
+        coverage=report.coverage,
         notes=tuple(notes),
     )
 

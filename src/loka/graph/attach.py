@@ -12,7 +12,7 @@ from loka.core.signature import LinearShape, WeightUse
 from loka.graph.owner import OwnerForward
 from loka.kernels.registry import candidate_named
 from loka.core.report import HP
-from loka.nn.attention import AttentionForward
+from loka.nn.attention import AttentionForward, projection_keys
 from loka.nn.leaves import leaf_forward
 from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, site_forwards
 from loka.nn.site_ops import Candidates
@@ -79,6 +79,10 @@ def _forward(modules: Mapping[str, nn.Module], caller: str, sites: dict[WeightUs
     if leaf is not None and list(local) == ["weight"]:
         return leaf(module, list(local.values()))
     if type(module).forward is nn.MultiheadAttention.forward and "forward" not in module.__dict__:
+        assert isinstance(module, nn.MultiheadAttention)
+        foreign = [key for key in local if key not in projection_keys(module)]
+        if foreign:
+            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}")
         return AttentionForward(module, local)
     owners: dict[str, tuple[nn.Module, str, str]] = {}
     for use in sites:

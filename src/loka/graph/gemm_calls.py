@@ -39,8 +39,9 @@ class GemmCall(NamedTuple):
 
 def gemm_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_weight: Any) -> GemmCall | None:
     """The call as a GEMM whose weight is the operand for which `is_weight(tensor)` holds, or None."""
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         return None
+    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     if func in _LINEAR:
         return _linear(*args, is_weight=is_weight, **kwargs)
     if func in _PRODUCTS:
@@ -274,9 +275,9 @@ def _permuted(tensor: torch.Tensor, have: str, want: str) -> torch.Tensor:
 
 
 def _tensordot(
-    a: torch.Tensor, b: torch.Tensor, dims: Any = 2, out: Any = None, *, is_weight: Any
+    a: torch.Tensor, b: torch.Tensor, dims: Any = 2, *, is_weight: Any
 ) -> GemmCall | None:
-    if out is not None or isinstance(dims, torch.Tensor):
+    if isinstance(dims, torch.Tensor):
         return None
     if isinstance(dims, int):
         dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from loka.core.signature import WeightUse
+from loka.graph.checkpoints import keep_sites
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.nn.site import Site, SiteForward
@@ -33,15 +34,21 @@ class OwnerForward(SiteForward):
             self.uses.setdefault(f"{use.key}|{use.form}", []).append((use.expert, site))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        known = [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
-        with _Sites(known, self.uses):
+        if not torch.compiler.is_compiling():
+            keep_sites()
+        with self.mode():
             return self.plain(*args, **kwargs)
+
+    def mode(self) -> _Sites:
+        known = [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
+        return _Sites(known, self)
 
 
 class _Sites(ParameterMode):
-    def __init__(self, known: list[tuple[torch.Tensor, str]], uses: Uses) -> None:
+    def __init__(self, known: list[tuple[torch.Tensor, str]], owner: OwnerForward) -> None:
         super().__init__(known)
-        self.uses = uses
+        self.uses = owner.uses
+        self.again = owner.mode
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         found = self.uses.get(f"{key}|{call.form}")
@@ -51,7 +58,7 @@ class _Sites(ParameterMode):
             y = found[0][1](call.x, call.weight)
         else:
             y = _stacked(found, call.x, call.weight)
-        y = call.output(y)
+        y = call.output(y).contiguous()  # as the call's own result, of which users take views
         return y if call.bias is None else y + call.bias.to(y.dtype)
 
 

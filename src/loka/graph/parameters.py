@@ -6,6 +6,7 @@ traces the mode, finds the same ones as an eager step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class ParameterMode(TorchFunctionMode):
     def __init__(self, known: list[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
         self.known = known
+        self.again: Callable[[], ParameterMode] | None = None  # makes one for a recomputation
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns for a GEMM of the weight `key`; abstract."""

@@ -38,7 +38,8 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if func in _ITEMS:
         index = _index(given[0])
         return None if index is None else f"[{index}]"
-    told = [_plain(value) for value in given] + [f"{name}={_plain(kwargs[name])}" for name in sorted(kwargs)]
+    named = {name: value for name, value in kwargs.items() if func not in _PARTS or (name, value) != ("dim", 0)}
+    told = [_plain(value) for value in given] + [f"{name}={_plain(named[name])}" for name in sorted(named)]
     if any("?" in part for part in told):
         return None
     text = f".{_NAMES[func]}({', '.join(told)})"

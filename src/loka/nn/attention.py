@@ -32,6 +32,13 @@ def packed_keys(width: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+def projection_keys(module: nn.MultiheadAttention) -> set[str]:
+    """All that its projections may multiply by."""
+    if not module._qkv_same_embed_dim:
+        return {OUT, *SEPARATE}
+    return {OUT, *(key for keys in packed_keys(module.embed_dim).values() for key in keys)}
+
+
 class AttentionForward(SiteForward):
     """Takes and returns what nn.MultiheadAttention.forward does."""
 

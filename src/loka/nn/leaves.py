@@ -43,7 +43,7 @@ class PointwiseForward(LinearForward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         y = self.site(input.movedim(1, -1), self.module.weight.flatten(1))
-        return _with_bias(y, self.module.bias).movedim(-1, 1)
+        return _with_bias(y, self.module.bias).movedim(-1, 1).contiguous()  # as nn.Conv1d returns it
 
 
 def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor:

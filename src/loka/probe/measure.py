@@ -98,6 +98,7 @@ def measure(
         skipped=dict(stats.skipped),
         chains=stats.chains,
         crosses=stats.crosses,
+        coverage=stats.coverage,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
     )

@@ -7,6 +7,7 @@ a further GEMM of the same. It computes what would be computed unwatched, bit fo
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from loka.core.coverage import Coverage
 from loka.core.signature import LinearShape, WeightUse
 from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
@@ -81,15 +83,24 @@ class SiteTrace(ParameterMode):
     Args:
         root: the user's module, without wrappers.
         names: of its sites.
+        linears: the linear layers that are sites, by path.
         filter: (module, name) -> whether to look at a site; the module is the one that calls.
         observe: is given each site's call and what the call returned.
         account: counts the FLOPs of this pass; None for passes that are not accounted.
     """
 
     def __init__(
-        self, root: nn.Module, names: SiteNames, *, filter: Filter | None, observe: Observer, account: bool
+        self,
+        root: nn.Module,
+        names: SiteNames,
+        *,
+        linears: dict[str, nn.Linear],
+        filter: Filter | None,
+        observe: Observer,
+        account: bool,
     ) -> None:
         super().__init__([])
+        self._linears = linears
         self._root, self._names, self._filter, self._observe = root, names, filter, observe
         self._paths = {module: path for path, module in named_modules(root)}
         self._by_id: dict[int, tuple[torch.Tensor, str]] = {}
@@ -110,8 +121,8 @@ class SiteTrace(ParameterMode):
             self.account.__enter__()
         _push_mode(self)
 
-    def stop(self, *, failing: nn.Module | None = None) -> list[Any]:
-        """Detaches; returns the hooks of `failing`, which torch is going through, to be removed later."""
+    def stop(self) -> list[Any]:
+        """Ends the watch; returns the hooks that are still to be removed."""
         if self in _get_current_function_mode_stack():
             aside = []
             while (mode := _pop_mode()) is not self:
@@ -120,15 +131,15 @@ class SiteTrace(ParameterMode):
                 _push_mode(mode)
             if self.account is not None:
                 self.account.__exit__(None, None, None)
-        kept = []
-        for handle in self._handles:
-            if failing is not None and handle.id in {*failing._forward_hooks, *failing._forward_pre_hooks}:
-                kept.append(handle)
-            else:
-                handle.remove()
-        self._handles, self._by_id = [], {}
-        self._stack = [self._root]
-        return kept
+        handles, self._handles = self._handles, []
+        self._by_id = {}
+        return handles
+
+    def coverage(self) -> Coverage | None:
+        """Of this pass and its backward; None where it was not accounted."""
+        if self.account is None:
+            return None
+        return Coverage(sites=self.site_flops, uncovered=self.account.uncovered())
 
     def key_of(self, tensor: Any) -> str | None:
         known = self._by_id.get(id(tensor))
@@ -143,24 +154,24 @@ class SiteTrace(ParameterMode):
         sites = self._sites(key, call)
         if not sites:
             return func(*args, **kwargs)
-        self._inside += 1
-        try:
-            if self.account is None:
+        # Neither the GEMM's own kernels nor what watching it computes are among the FLOPs to account for.
+        with self.account.site() if self.account is not None else contextlib.nullcontext():
+            self._inside += 1
+            try:
                 out = func(*args, **kwargs)
-            else:
-                with self.account.site():
-                    out = func(*args, **kwargs)
-        finally:
-            self._inside -= 1
-        for site in sites:
-            if self.account is not None:
+            finally:
+                self._inside -= 1
+            for site in sites:
                 self._count(site, out)
-            self._observe(site, out)
+                self._observe(site, out)
         return out
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        caller = self._stack[-1]
+        if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
+            self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
         if func is F.multi_head_attention_forward:
             with self:  # torch takes the mode off while it is asked; the GEMMs are inside
                 return _attention(*args, **(kwargs or {}))
@@ -174,6 +185,9 @@ class SiteTrace(ParameterMode):
         found = []
         for expert in experts:
             use = WeightUse(caller=place, key=key, form=call.form, expert=expert)
+            if call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source):
+                found.append(SiteCall(place, call.x, call.weight, call.rows))
+                continue
             name = self._names.name(use, self._is_own_weight)
             reason = self._refused(name, caller, call)
             if reason:
@@ -240,6 +254,12 @@ class SiteTrace(ParameterMode):
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._stack[-1] is module and len(self._stack) > 1:
             self._stack.pop()
+
+
+def _is_weight_of(module: nn.Module, source: torch.Tensor) -> bool:
+    """Whether `source` is the module's own weight; one that is computed is another tensor at each access."""
+    own = module._parameters.get("weight")
+    return own is None or own is source
 
 
 def _shape(weight: torch.Tensor, bias: bool, use: WeightUse) -> LinearShape:
