@@ -46,6 +46,7 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import read_record, write_record
+from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.core.recipe import RECIPES
 from loka.core.report import estimate_from_json, estimate_to_json
@@ -331,6 +332,7 @@ def _told(entry: dict[str, Any] | None) -> str:
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 
+@forced_fusion()
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", default="dcnv2", help="as `loka validate` takes it, such as wukong:2gf")

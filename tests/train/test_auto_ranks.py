@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import WrongResults
+from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.data.batch import Batch
 from loka.nn import chain_snapshot, fp8_linears
@@ -134,6 +135,7 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
     return {**found, "apart": apart, "as one": [str(one.message) for one in warned[len(apart) :]]}
 
 
+@forced_fusion()
 def one_rank(rank: int, folder: Path) -> dict[str, Any]:
     found = {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
     return {**found, "failures": failures(rank, folder / "failing")}

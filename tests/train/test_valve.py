@@ -22,6 +22,8 @@ from loka.train import Run, load_newest, train
 from loka.train.state import plan_in
 from loka.train.valve import Valve, ValveConfig, without
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 VALVE = ValveConfig(every=10, watch=3)
 STEPS = 40
 

@@ -101,7 +101,9 @@ def train(
     ne: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: increase of NE allowed, absolute; 2e-4.")
     ] = None,
-    chains: Annotated[str | None, typer.Option(help="Of --auto: measured, always or never.")] = None,
+    chains: Annotated[
+        str | None, typer.Option(help="Of --auto: measured, always or never; no effect for now.")
+    ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
     min_speedup: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")

@@ -69,5 +69,9 @@ class CheckpointRefused(LokaError):
     """No checkpoint in a folder could be used, or it belongs to another run."""
 
 
+class FusionLeftOut(UserWarning):
+    """`convert` ran parts of a plan by their sites which the plan has as a whole; they are named."""
+
+
 class MissingLibrary(LokaError, ImportError):
     """An optional library is needed for this call and is not installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
-from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
+from loka.core.exceptions import FusionLeftOut, NotConverted, PlanMismatch, WrongResults
+from loka.core.fusion import as_it_runs, left_out
 from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -26,11 +28,18 @@ from loka.nn.unwrap import unwrap
 
 M = TypeVar("M", bound=nn.Module)
 
+_LEFT_OUT = (
+    "parts of this plan are left out, and their layers run by the decisions of their sites: what runs as "
+    "a whole can be silently wrong where a model is used in another way than when it was probed"
+)
+
 
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
-    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py).
+    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py). Chains,
+    stacks of cross layers and turned layers of a plan are formed inside `core.fusion.forced_fusion` alone;
+    elsewhere their layers run by the decisions of their sites, and a FusionLeftOut warning names them.
     The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
     checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it was.
 
@@ -51,6 +60,9 @@ def convert(model: M, plan: Plan) -> M:
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(model, plan)
+    if left := left_out(plan):
+        warnings.warn(FusionLeftOut("\n  ".join([_LEFT_OUT, *left])), stacklevel=2)
+        plan = as_it_runs(plan)
     if plan.chains or plan.crosses:
         form_chains(
             model,

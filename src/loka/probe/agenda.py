@@ -10,7 +10,7 @@ them, so those of one shape, which share their times, stand together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from loka.core.cross_record import Whole
@@ -25,10 +25,11 @@ class Job(NamedTuple):
     name: str
 
 
-def agenda(stats: Stats, wholes: Sequence[Whole], *, timed: bool) -> list[Job]:
+def agenda(stats: Stats, wholes: Sequence[Whole], turned: Collection[str] = (), *, timed: bool) -> list[Job]:
     """Every layer of `stats` and each of `wholes` once; errors alone where nothing is timed.
 
-    `wholes` are those all of whose layers are in `stats`.
+    `wholes` are those all of whose layers are in `stats`; `turned` are the layers over tokens to be timed in
+    both forms.
     """
 
     def size(paths: Sequence[str]) -> int:
@@ -43,7 +44,7 @@ def agenda(stats: Stats, wholes: Sequence[Whole], *, timed: bool) -> list[Job]:
         jobs.update((Job("errors", path), None) for path in paths)
         if timed:
             jobs.update((Job("times", path), None) for path in paths)
-            jobs.update((Job("turned", path), None) for path in paths if stats.layers[path].turned)
+            jobs.update((Job("turned", path), None) for path in paths if path in turned)
             jobs.update([(together, None)] if together else [])
     return list(jobs)
 

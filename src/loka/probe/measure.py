@@ -2,7 +2,8 @@
 
 Of each layer the errors (probe/errors.py); on a GPU then the times of its sites (probe/times.py) and what
 shared quantization saves (probe/sharing.py), of chains and stacks of cross layers as a whole
-(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms (probe/turned_times.py).
+(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms (probe/turned_times.py),
+the last three inside of core/fusion.py's switch alone.
 The largest first (probe/agenda.py), until everything is done or the time is up. The report is saved on the
 way, and measuring again goes on with what is missing. Who asks first where FP8 is safe measures errors only.
 """
@@ -21,6 +22,7 @@ from loka.core.chain import Chain
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError
+from loka.core.fusion import fusion_forced
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -117,7 +119,7 @@ def measure(
     try:
         if timed:
             _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, work.wholes(), timed=timed)
+        jobs = agenda(stats, work.wholes(), work.turned(), timed=timed)
         for job in (track or untracked)(jobs, "measuring", len(jobs)):
             _DO[job.kind](work, job.name)
     finally:
@@ -168,7 +170,9 @@ class _Work:
         return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
 
     def wholes(self) -> list[Whole]:
-        """The chains and stacks to time: all of whose layers were watched."""
+        """The chains and stacks to time, all of whose layers were watched; unless forced, none."""
+        if not fusion_forced():
+            return []
         worth: list[Whole] = [
             *(chain for chain in self.report.chains if not chain.lone),
             *self.report.crosses,
@@ -176,7 +180,9 @@ class _Work:
         return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]
 
     def turned(self) -> list[str]:
-        """The layers over tokens that have another form to time."""
+        """The layers over tokens that have another form to time; none outside of `forced_fusion`."""
+        if not fusion_forced():
+            return []
         return [path for path, layer in self.stats.layers.items() if layer.turned]
 
     def _noted(self) -> Report:

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.signature import LinearShape
@@ -97,7 +98,7 @@ def joint_effect(
 
     Best on rows that it was not trained on, some thousand of them. The model runs in eval mode, in
     the dtype it is in, and is put back as it was. A site inside a chain runs by the recipe that
-    stands for the chain's (core/chain_recipe.py).
+    stands for the chain's (core/chain_recipe.py); chains that `convert` leaves out run by their sites.
 
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
@@ -115,6 +116,7 @@ def joint_effect(
     """
     if base_rate is not None and not 0 < base_rate < 1:
         raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+    plan = as_it_runs(plan)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model, like=plan.model).differences(plan.model)
     if differences:

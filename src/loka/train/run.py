@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.data.batch import Batch
 from loka.dispatch import convert, revert
@@ -115,7 +116,7 @@ class Run:
         if plan is None:
             return
         convert(self.model, plan)
-        self.plan = plan
+        self.plan = as_it_runs(plan)
         if before:
             carry_over(before, self.model)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.nn.carried import carried, restore_carried
 from loka.train.running import RunningQuality
@@ -97,6 +98,7 @@ def identity_of(plan: Plan | None) -> dict[str, Any] | None:
     """What of a plan decides the weights: not its times."""
     if plan is None:
         return None
+    plan = as_it_runs(plan)
     wholes = {name: [d.recipe, dict(d.candidates)] for name, d in plan.chains.items()}
     wholes |= {name: [d.recipe, dict(d.candidates)] for name, d in plan.crosses.items()}
     return {
