@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from loka.core.chain import Chain, chains_from_json
-from loka.core.cross_record import CrossStack, crosses_from_json
 from loka.core.coverage import Coverage
+from loka.core.cross_record import CrossStack, crosses_from_json
 from loka.core.effect import Effect
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES

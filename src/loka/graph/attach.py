@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import NotConverted
+from loka.core.report import HP
 from loka.core.signature import LinearShape, WeightUse
 from loka.graph.owner import OwnerForward
 from loka.kernels.registry import candidate_named
-from loka.core.report import HP
 from loka.nn.attention import AttentionForward, projection_keys
 from loka.nn.leaves import leaf_forward
 from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, site_forwards
@@ -19,9 +19,7 @@ from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
 
-def attach(
-    model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapping[str, Candidates]
-) -> None:
+def attach(model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapping[str, Candidates]) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
     Args:

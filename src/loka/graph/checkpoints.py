@@ -35,7 +35,7 @@ def keep_sites() -> None:
     def without_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(_under_sites(fn, runs_first=False), *args, **kwargs)
 
-    checkpoint.CheckpointFunction.forward = staticmethod(forward)
+    checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     checkpoint._checkpoint_without_reentrant_generator = without_reentrant
 
 

@@ -30,9 +30,9 @@ def _recurrent_flops(args: tuple[Any, ...], out: Any) -> float:
     """Every step of every sequence multiplies by every weight once: of an LSTM or GRU in one kernel."""
     given, rows = args[0], args[0].numel() / max(args[0].shape[-1], 1)
     weights = [t for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor) and t.dim() == 2]
-    return sum(2.0 * rows * t.numel() for t in weights if t.shape[0] % 3 == 0 or t.shape[0] % 4 == 0) or float(
-        given.numel()
-    )
+    return sum(
+        2.0 * rows * t.numel() for t in weights if t.shape[0] % 3 == 0 or t.shape[0] % 4 == 0
+    ) or float(given.numel())
 
 
 _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
@@ -59,9 +59,7 @@ class FlopAccount(TorchDispatchMode):
         where: returns the path of the module that runs, and its class.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]
-    ) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]) -> None:
         super().__init__()
         self._where = where
         self._inside = 0
@@ -144,5 +142,3 @@ def _reason(kind: str, op: str, parameter: bool) -> str:
 
 def site_flops(rows: int, in_features: int, out_features: int, count: int = 1) -> float:
     return 2.0 * rows * in_features * out_features * count
-
-

@@ -78,9 +78,7 @@ _ADDED = {torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm}
 _EINSUM = {torch.einsum}
 _TENSORDOT = {torch.tensordot}
 _CONVOLUTIONS = {F.conv1d, F.conv2d}
-GEMMS = frozenset(
-    _LINEAR | _PRODUCTS | _REVERSED | _ADDED | _EINSUM | _TENSORDOT | _CONVOLUTIONS
-)
+GEMMS = frozenset(_LINEAR | _PRODUCTS | _REVERSED | _ADDED | _EINSUM | _TENSORDOT | _CONVOLUTIONS)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -197,7 +195,7 @@ def _added(
     """input + first @ second: the bias is the first argument."""
     first = named.get("mat1", named.get("batch1", first))
     second = named.get("mat2", named.get("batch2", second))
-    if beta != 1 or alpha != 1 :
+    if beta != 1 or alpha != 1:
         return None
     return _product(first, second, input, is_weight)
 
@@ -250,7 +248,9 @@ def _einsum(equation: str, a: torch.Tensor, b: torch.Tensor, *, weight_first: bo
         w_form = w_form.reshape(count, width, contracted)
         flat: tuple[int, ...] = (count, height, width)
     else:
-        x_form = x_form.reshape(*(size[c] for c in rows), contracted) if rows else x_form.reshape(1, contracted)
+        x_form = (
+            x_form.reshape(*(size[c] for c in rows), contracted) if rows else x_form.reshape(1, contracted)
+        )
         w_form = w_form.reshape(width, contracted)
         flat = (*(size[c] for c in rows), width) if rows else (1, width)
 
@@ -274,9 +274,7 @@ def _permuted(tensor: torch.Tensor, have: str, want: str) -> torch.Tensor:
     return tensor.permute([have.index(c) for c in want])
 
 
-def _tensordot(
-    a: torch.Tensor, b: torch.Tensor, dims: Any = 2, *, is_weight: Any
-) -> GemmCall | None:
+def _tensordot(a: torch.Tensor, b: torch.Tensor, dims: Any = 2, *, is_weight: Any) -> GemmCall | None:
     if isinstance(dims, torch.Tensor):
         return None
     if isinstance(dims, int):

@@ -13,11 +13,29 @@ from typing import Any
 import torch
 
 _T = torch.Tensor
-_TURNS = {_T.t, torch.t, _T.transpose, torch.transpose, _T.swapaxes, torch.swapaxes, _T.permute, torch.permute}
+_TURNS = {
+    _T.t,
+    torch.t,
+    _T.transpose,
+    torch.transpose,
+    _T.swapaxes,
+    torch.swapaxes,
+    _T.permute,
+    torch.permute,
+}
 _TURNS |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim, _T.adjoint}  # type: ignore[attr-defined]
 _COPIES = {_T.contiguous, _T.clone, torch.clone, _T.to, _T.type, _T.float, _T.half, _T.bfloat16, _T.double}
 _COPIES |= {_T.type_as, _T.requires_grad_, _T.data.__get__, _T.detach, torch.detach, _T.cuda, _T.cpu}  # type: ignore[attr-defined]
-_SHAPES = {_T.view, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unflatten, _T.squeeze, torch.squeeze}
+_SHAPES = {
+    _T.view,
+    _T.reshape,
+    torch.reshape,
+    _T.flatten,
+    torch.flatten,
+    _T.unflatten,
+    _T.squeeze,
+    torch.squeeze,
+}
 _SHAPES |= {_T.unsqueeze, torch.unsqueeze, _T.narrow, torch.narrow, _T.select, torch.select}
 _PARTS = {_T.chunk, torch.chunk, _T.split, torch.split, _T.unbind, torch.unbind, _T.tensor_split}
 _PARTS |= {torch.tensor_split, _T.split_with_sizes, torch.split_with_sizes}
@@ -38,7 +56,9 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if func in _ITEMS:
         index = _index(given[0])
         return None if index is None else f"[{index}]"
-    named = {name: value for name, value in kwargs.items() if func not in _PARTS or (name, value) != ("dim", 0)}
+    named = {
+        name: value for name, value in kwargs.items() if func not in _PARTS or (name, value) != ("dim", 0)
+    }
     told = [_plain(value) for value in given] + [f"{name}={_plain(named[name])}" for name in sorted(named)]
     if any("?" in part for part in told):
         return None

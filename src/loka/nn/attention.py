@@ -105,12 +105,14 @@ class AttentionForward(SiteForward):
         module, width = self.module, q.shape[-1]
         assert isinstance(module, nn.MultiheadAttention)
         bias = module.in_proj_bias
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        biases: tuple[torch.Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
         if not module._qkv_same_embed_dim:
-            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            parts = zip(SEPARATE, (q, k, v), weights, biases, strict=True)
-            q, k, v = (self._multiply(key, x, w, b) for key, x, w, b in parts)
-            return q, k, v
+            weights: tuple[torch.Tensor, ...] = (
+                module.q_proj_weight,
+                module.k_proj_weight,
+                module.v_proj_weight,
+            )
+            return self._three(SEPARATE, (q, k, v), weights, biases)
         weight, keys = module.in_proj_weight, packed_keys(width)[shared]
         if shared == "self":
             q, k, v = self._multiply(keys[0], q, weight, bias).chunk(3, dim=-1)
@@ -120,8 +122,17 @@ class AttentionForward(SiteForward):
             q = self._multiply(keys[0], q, halves[0], of_q)
             k, v = self._multiply(keys[1], k, halves[1], of_kv).chunk(2, dim=-1)
         else:
-            parts = zip(keys, (q, k, v), weight.chunk(3), biases, strict=True)
-            q, k, v = (self._multiply(key, x, w, b) for key, x, w, b in parts)
+            q, k, v = self._three(keys, (q, k, v), weight.chunk(3), biases)
+        return q, k, v
+
+    def _three(
+        self,
+        keys: tuple[str, ...],
+        inputs: tuple[torch.Tensor, ...],
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = map(self._multiply, keys, inputs, weights, biases)
         return q, k, v
 
     def _nested(

@@ -25,32 +25,40 @@ class LinearForward(SiteForward):
         super().__init__(module, sites)
         (self.site,) = sites
 
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.module.bias  # type: ignore[return-value]
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if input.is_nested:
             return _rows_of_nested(self, input)
-        return _with_bias(self.site(input, self.module.weight), self.module.bias)
+        return _with_bias(self.site(input, self.weight), self.bias)
 
 
 class Conv1DForward(LinearForward):
     """Of transformers.pytorch_utils.Conv1D, whose weight lies as [K, N]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _with_bias(self.site(x, self.module.weight.t()), self.module.bias)
+        return _with_bias(self.site(x, self.weight.t()), self.bias)
 
 
 class PointwiseForward(LinearForward):
     """Of nn.Conv1d with a kernel of one: [B, K, positions] -> [B, N, positions]."""
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        y = self.site(input.movedim(1, -1), self.module.weight.flatten(1))
-        return _with_bias(y, self.module.bias).movedim(-1, 1).contiguous()  # as nn.Conv1d returns it
+        y = self.site(input.movedim(1, -1), self.weight.flatten(1))
+        return _with_bias(y, self.bias).movedim(-1, 1).contiguous()  # as nn.Conv1d returns it
 
 
 def _rows_of_nested(forward: LinearForward, input: torch.Tensor) -> torch.Tensor:
     """Each sequence of a nested tensor is rows; nn.TransformerEncoder packs padded ones so, in inference."""
     if input.layout is torch.jagged:
         values = forward(input.values())
-        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), jagged_dim=1)
+        return torch.nested.nested_tensor_from_jagged(values, input.offsets(), jagged_dim=1)  # type: ignore[attr-defined]
     parts = input.unbind()
     packed = forward(torch.cat(parts)).split([part.shape[0] for part in parts])
     return torch.nested.as_nested_tensor(list(packed), layout=input.layout)

@@ -102,9 +102,7 @@ def install(forward: SiteForward) -> None:
 
 def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
     """By the path of the module that calls them."""
-    return {
-        path: module.__dict__[_KEPT] for path, module in named_modules(model) if _KEPT in module.__dict__
-    }
+    return {path: module.__dict__[_KEPT] for path, module in named_modules(model) if _KEPT in module.__dict__}
 
 
 def refuse_replaced(model: nn.Module) -> None:

@@ -94,7 +94,9 @@ class _Forward:
 
 
 @functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
-def _forward_of(layer: _Layer, dtype: torch.dtype, candidates: Candidates, keep: tuple[bool, bool]) -> _Forward | None:
+def _forward_of(
+    layer: _Layer, dtype: torch.dtype, candidates: Candidates, keep: tuple[bool, bool]
+) -> _Forward | None:
     """None where `output` is in hp, or empty."""
     output, grad_input, grad_weight = candidates
     run = layer.fp8(Gemm.OUTPUT, output, dtype)
@@ -129,9 +131,7 @@ def _forward(
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_parts(None, x), *_parts(None, x)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
-    low_weight, kept_weight = quantize_pair(
-        weight, row=made.weight[0], column=made.weight[1], health=health
-    )
+    low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
     assert low_x is not None
     assert low_weight is not None
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
@@ -388,7 +388,19 @@ class SiteGemms(torch.autograd.Function):
         want_x, want_weight = ctx.needs_input_grad[:2]
         if _direct(grad_output):
             names, want = (grad_input, grad_weight), (want_x, want_weight)
-            dx, dw = _backward(grad_output, *saved, ctx.health, names, want, ctx.features, ctx.weight_dtype)
+            x, x_scale, weight, scale = saved
+            dx, dw = _backward(
+                grad_output,
+                x,
+                x_scale,
+                weight,
+                scale,
+                ctx.health,
+                names,
+                want,
+                ctx.features,
+                ctx.weight_dtype,
+            )
         else:
             dx, dw = site_backward(
                 grad_output,

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from loka.core.coverage import Coverage
 from loka.core.exceptions import LokaError, NotConverted
 from loka.core.problem import dtype_name
-from loka.core.coverage import Coverage
 from loka.core.signature import ModelSignature
 from loka.core.stats import Stats
 from loka.nn.chain import runs_fused

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from loka.core.stats import Distribution
 from loka.probe.gaussian import compress

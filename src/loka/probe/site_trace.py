@@ -212,7 +212,11 @@ class SiteTrace(ParameterMode):
         n, k = site.weight.shape
         flops = site_flops(site.x.numel() // max(k, 1), k, n)
         counts = self.site_flops.setdefault(site.path, {})
-        wanted = {"output": True, "grad_input": site.x.requires_grad, "grad_weight": site.weight.requires_grad}
+        wanted = {
+            "output": True,
+            "grad_input": site.x.requires_grad,
+            "grad_weight": site.weight.requires_grad,
+        }
         for gemm, runs in wanted.items():
             if runs and (gemm == "output" or out.requires_grad):
                 counts[gemm] = counts.get(gemm, 0.0) + flops
@@ -226,7 +230,7 @@ class SiteTrace(ParameterMode):
         return self._paths.get(module, ""), type(module).__name__
 
     def _of_model(self) -> list[torch.Tensor]:
-        found = []
+        found: list[torch.Tensor] = []
         for name, parameter in named_parameters(self._root):
             if parameter.dim() > 1:
                 self.note(parameter, name)
