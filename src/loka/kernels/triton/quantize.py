@@ -28,7 +28,7 @@ import triton.language as tl
 from loka.core.recipe import Cast, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.quantizer import Side, empty_scale
-from loka.kernels.triton.launch import cdiv, launch
+from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, recorded
 from loka.kernels.triton.pack import (
     CVT,
     INTERPRETED,
@@ -404,24 +404,73 @@ def quantize_pair_fused(
     `given` float32 [1] is the tensor scale to use; `seen` int32 [1] receives the bits of max |hp|,
     from which the next step's scale follows. `health` int64, flat.
     """
+    if INTERPRETED or not hp.is_cuda:
+        return _quantize(hp, row, column, given, seen, health)
+    key = (hp.shape, hp.stride(), hp.dtype, row, column)
     # Triton launches on the current device, which need not be the operand's.
-    with torch.cuda.device_of(hp) if hp.is_cuda else contextlib.nullcontext():
-        maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
-        if row is not None and column is not None and _rounded_alike(row, column):
-            return _cast_tiles(hp, row, column, maxima, given, seen, health)
-        row_copy = column_copy = None
-        if row is not None:
-            if given is None and _is_rows(row, hp):
-                row_copy = _rows(hp, row, maxima.tensor if maxima.tensor.numel() else None, health)
-            else:
-                row_copy, _ = _cast_tiles(hp, row, None, maxima, given, seen, health)
-        if column is not None:
-            if given is None and row is None and _is_rows(column, hp.t()):
-                column_copy = _rows(hp.t(), column, None, health)
-            else:
-                seen = seen if row is None else None  # noted already
-                _, column_copy = _cast_tiles(hp, None, column, maxima, given, seen, health)
-        return row_copy, column_copy
+    with torch.cuda.device_of(hp) if hp.device.index != torch.cuda.current_device() else _NOTHING:
+        return recorded(
+            key,
+            (hp, given, seen, health),
+            lambda: _quantize(hp, row, column, given, seen, health),
+            _slots,
+            lambda slots, tensors: _from_slots(slots, tensors, row, column),
+        )
+
+
+_NOTHING = contextlib.nullcontext()
+Slots = tuple[tuple[int, int] | None, tuple[int, int] | None]
+
+
+def _slots(copies: tuple[Quantized | None, Quantized | None], recording: Recording) -> Slots:
+    first, second = (
+        None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale))
+        for copy in copies
+    )
+    return first, second
+
+
+def _from_slots(
+    slots: Slots, tensors: list[torch.Tensor | None], row: Side | None, column: Side | None
+) -> tuple[Quantized | None, Quantized | None]:
+    return _from_slot(slots[0], tensors, row), _from_slot(slots[1], tensors, column)
+
+
+def _from_slot(
+    slot: tuple[int, int] | None, tensors: list[torch.Tensor | None], side: Side | None
+) -> Quantized | None:
+    if slot is None or side is None:
+        return None
+    data, scale = tensors[slot[0]], tensors[slot[1]]
+    assert data is not None
+    assert scale is not None
+    return Quantized(data, scale if scale.dim() == 2 else scale.view(1, 1), side.cast)
+
+
+def _quantize(
+    hp: torch.Tensor,
+    row: Side | None,
+    column: Side | None,
+    given: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    health: torch.Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
+    if row is not None and column is not None and _rounded_alike(row, column):
+        return _cast_tiles(hp, row, column, maxima, given, seen, health)
+    row_copy = column_copy = None
+    if row is not None:
+        if given is None and _is_rows(row, hp):
+            row_copy = _rows(hp, row, maxima.tensor if maxima.tensor.numel() else None, health)
+        else:
+            row_copy, _ = _cast_tiles(hp, row, None, maxima, given, seen, health)
+    if column is not None:
+        if given is None and row is None and _is_rows(column, hp.t()):
+            column_copy = _rows(hp.t(), column, None, health)
+        else:
+            seen = seen if row is None else None  # noted already
+            _, column_copy = _cast_tiles(hp, None, column, maxima, given, seen, health)
+    return row_copy, column_copy
 
 
 def _is_rows(side: Side, hp: torch.Tensor) -> bool:
@@ -469,7 +518,7 @@ def _take_maxima(hp: torch.Tensor, row: Side | None, column: Side | None) -> _Ma
     sizes = (hp.shape[0] * rows, hp.shape[1] * columns, int(tensor))
     if not any(sizes):
         return _NO_MAXIMA
-    bits = torch.zeros(sum(sizes), dtype=torch.int32, device=hp.device)
+    bits = allocated(torch.zeros(sum(sizes), dtype=torch.int32, device=hp.device), zeroed=True)
     maxima = _Maxima(*bits.split(sizes))
     merged = tensor and row is not None and _is_rows(row, hp)
     if not rows and not columns and merged:
@@ -556,9 +605,9 @@ def _tile(row: Side | None, column: Side | None) -> tuple[int, int, int]:
 def _empty(side: Side | None, device: torch.device, given: torch.Tensor | None) -> Quantized | None:
     if side is None:
         return None
-    out = torch.empty(*side.padded, dtype=side.cast.format.dtype, device=device)
+    out = allocated(torch.empty(*side.padded, dtype=side.cast.format.dtype, device=device))
     if given is None:
-        return Quantized(out, empty_scale(side.cast, side.padded, device), side.cast)
+        return Quantized(out, allocated(empty_scale(side.cast, side.padded, device)), side.cast)
     assert side.cast.granularity is Granularity.TENSOR, "one given scale is a tensor scale"
     return Quantized(out, given.view(1, 1), side.cast)
 
@@ -602,8 +651,8 @@ def _rows(
 ) -> Quantized:
     """Row scales of a row-major operand: a launch."""
     rows, columns = side.padded
-    out = torch.empty(rows, columns, dtype=side.cast.format.dtype, device=hp.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=hp.device)
+    out = allocated(torch.empty(rows, columns, dtype=side.cast.format.dtype, device=hp.device))
+    scale = allocated(torch.empty(rows, 1, dtype=torch.float32, device=hp.device))
     block_c = max(1 << (columns - 1).bit_length(), 16) if columns <= _ROWS_TILE else 1024
     block_r = max(_ROWS_TILE // block_c, 1)
     args = (
