@@ -1,12 +1,15 @@
 import errno
+import json
 import os
 import resource
 from pathlib import Path
 
 import pytest
 import torch
+from durable import flushed_before, folder_flushed_after, watch_disk
 
 from loka.core.exceptions import CheckpointRefused
+from loka.core.files import write_record
 from loka.train import CheckpointNotSaved, load_newest, save
 
 IDENTITY = {"config": {"lr": 0.1, "seed": 0}, "source": "rows"}
@@ -48,7 +51,45 @@ def truncate_manifest(path):
     file.write_bytes(file.read_bytes()[:-20])
 
 
+def forge(**fields):
+    """A manifest whose checksum is right."""
+
+    def damage(path):
+        file = path / "manifest.json"
+        content = {**json.loads(file.read_text())["content"], **fields}
+        write_record(file, kind="training checkpoint", version=2, content=content)
+
+    return damage
+
+
+def with_number(text):
+    def damage(path):
+        file = path / "manifest.json"
+        file.write_text(file.read_text().replace('"step": 20', f'"step": {text}'))
+
+    return damage
+
+
+def pipe(name):
+    def damage(path):
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+    return damage
+
+
 BREAKAGES = {
+    "is not that of a training checkpoint": [
+        forge(identity=[1]),
+        forge(identity=None),
+        forge(step="20"),
+        forge(step=20.0),
+        forge(sha256=7),
+        forge(bytes="1"),
+        forge(more=1),
+    ],
+    "is not complete JSON": [with_number("1e999"), with_number("9" * 400), with_number("NaN")],
+    "not a regular file": [pipe("manifest.json"), pipe("state.pt")],
     "checksum of state.pt": [truncate, flip_a_byte],
     "no such file": [lambda path: (path / "manifest.json").unlink()],
     "not complete JSON": [truncate_manifest],
@@ -174,3 +215,11 @@ def test_a_full_disk_at_the_flush_leaves_the_previous_checkpoint(folder, monkeyp
         save(folder, step=30, state=state(30), identity=IDENTITY)
     assert "free space" in error.value.way_out
     assert names(folder) == before
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
+    seen = watch_disk(monkeypatch)
+    target = save(tmp_path, step=10, state=state(10), identity=IDENTITY)
+    assert flushed_before(seen, target, "/state.pt")
+    assert flushed_before(seen, target, f"/.unfinished-{target.name}"), "the names inside of it"
+    assert folder_flushed_after(seen, target)

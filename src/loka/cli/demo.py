@@ -27,6 +27,7 @@ from loka.core.files import write_atomic
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.stats import Stats
+from loka.core.untrusted import Limits, parse_json, read_bounded
 from loka.dispatch import convert, plan
 from loka.probe import measure
 from loka.report.progress import ProgressBars
@@ -107,8 +108,8 @@ def _claim(out: Path, config: DemoConfig) -> None:
     wanted = json.loads(json.dumps(asdict(config)))
     if file.exists():
         try:
-            found = dict(json.loads(file.read_text()))
-        except (ValueError, TypeError) as error:
+            found = dict(parse_json(read_bounded(file, Limits()), Limits()))
+        except (ValueError, TypeError, OSError, RecursionError) as error:
             raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
         if found != wanted:
             different = [

@@ -18,6 +18,7 @@ import numpy as np
 
 from loka.core.exceptions import DataRefused
 from loka.core.files import read_record, write_record
+from loka.core.untrusted import Limits
 from loka.data.columns import category_strings, sequence_strings
 from loka.data.files import Paths, open_files
 from loka.data.hashing import hashes_of
@@ -33,6 +34,7 @@ PENDING = 1 << 18
 # Text that one thread counts at a time.
 PIECE_BYTES = 64 << 20
 _KIND, _VERSION = "vocabulary", 1
+_LIMITS = Limits(bytes=16 << 30, values=1 << 31)  # it has as many categories as the rows had
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,9 @@ def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | 
             raise ValueError("it was made for something else")
         return vocabulary_from_dict(content["vocabulary"])
 
-    return read_record(path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse)
+    return read_record(
+        path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS
+    )
 
 
 class _Table:

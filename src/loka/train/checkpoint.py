@@ -156,7 +156,12 @@ class _Manifest:
 
 
 def _parse(content: dict[str, Any]) -> _Manifest:
-    return _Manifest(**content)
+    manifest = _Manifest(**content)
+    kinds = {"step": int, "bytes": int, "sha256": str, "identity": dict}
+    wrong = [name for name, kind in kinds.items() if type(getattr(manifest, name)) is not kind]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} of another type than a manifest has")
+    return manifest
 
 
 def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
