@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import pickle
+import re
 import resource
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from durable import flushed_before, folder_flushed_after, watch_disk
 
 from loka.core.exceptions import CheckpointRefused
-from loka.core.files import write_record
+from loka.core.files import sha256_of_file, write_record
 from loka.train import CheckpointNotSaved, load_newest, save
 
 IDENTITY = {"config": {"lr": 0.1, "seed": 0}, "source": "rows"}
@@ -136,8 +138,37 @@ def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
     save(folder, step=30, state={"weight": Payload(tmp_path / "ran")}, identity=IDENTITY)
     found = load_newest(folder, identity=IDENTITY)
     assert found.step == 20
-    assert "state.pt does not load" in found.skipped[0]
+    assert "state.pt does not load: it asks for" in found.skipped[0]
+    assert "weights_only" not in found.skipped[0]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (pickle.dumps({"weight": 1}, protocol=4), "it holds more than|it is damaged"),
+        (b"cos\nsystem\n(S'true'\ntR.", "it asks for|it holds more than"),
+        (b"PK\x03\x04" + bytes(100), "it is damaged"),
+        (b"", "it is damaged"),
+        (b"\x80\x02" + b"]" * 1000, "it holds more than|it is damaged"),
+        (b"\x80\x02K\x01.", "holds a int, not a state|does not load"),
+    ],
+)
+def test_bytes_that_are_no_state_give_way_to_the_checkpoint_before(folder, state, says):
+    file = newest(folder) / "state.pt"
+    file.write_bytes(state)
+    forge(sha256=sha256_of_file(file))(newest(folder))
+    found = load_newest(folder, identity=IDENTITY)
+    assert found.step == 10
+    assert re.search(says, found.skipped[0]), found.skipped
+    assert "weights_only" not in found.skipped[0]
+
+
+def test_a_list_is_no_state(folder):
+    file = newest(folder) / "state.pt"
+    torch.save([1, 2], file)
+    forge(sha256=sha256_of_file(file))(newest(folder))
+    assert "holds a list, not a state" in load_newest(folder, identity=IDENTITY).skipped[0]
 
 
 def test_all_broken_lists_each(folder):
@@ -197,10 +228,11 @@ def test_a_real_write_error_leaves_the_previous_checkpoint(folder):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # the write itself fails, as on a full disk
     try:
-        with pytest.raises(CheckpointNotSaved, match="step-00000030"):
+        with pytest.raises(CheckpointNotSaved, match="step-00000030") as error:
             save(folder, step=30, state=state(30), identity=IDENTITY)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.why == ("File too large", "step-00000020 is the newest checkpoint, as it was")
     assert names(folder) == before
     assert load_newest(folder, identity=IDENTITY).step == 20
 
