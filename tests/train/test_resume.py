@@ -10,6 +10,7 @@ from small_run import RandomRows, small_model
 
 from loka.core.exceptions import CheckpointRefused
 from loka.train import TrainConfig, train
+from loka.train.interrupt import Terminated
 
 CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)
 
@@ -57,7 +58,11 @@ def test_interrupt_saves_the_completed_step_and_resumes_exactly(tmp_path, precis
     assert (result.train_ne, result.rows, result.steps) == (whole.train_ne, 1777, whole.steps)
 
 
-def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "usual"),
+    [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)],
+)
+def test_a_signal_in_the_middle_of_a_step_waits_for_its_end(tmp_path, number, usual):
     expected, _ = straight_run(CONFIG)
     model = small_model()
     calls = []
@@ -65,16 +70,17 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
     def press(*_):
         calls.append(None)
         if len(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     handle = model.mlp.register_forward_hook(press)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(number, usual)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Terminated if number == signal.SIGTERM else KeyboardInterrupt) as stopped:
             train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert f"step 6 is saved in {tmp_path}" in str(stopped.value)
+        assert signal.getsignal(number) is usual
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(number, previous)
         handle.remove()
     model = small_model(seed=99)
     assert train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path).resumed_from == 6

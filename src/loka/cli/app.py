@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+import typer.core
 
 from loka import mods
 from loka.cli.bench import bench
@@ -42,8 +43,27 @@ from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
+from loka.train.interrupt import Terminated
+
+_INTERRUPTED = (
+    "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
+    "started again"
+)
+
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command here: click would say "Aborted!" and keep to itself what stands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            print(f"interrupted: {error}" if error.args else _INTERRUPTED, file=sys.stderr)
+            raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -282,6 +302,3 @@ def main() -> None:
     except OSError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
-        raise SystemExit(130) from None

@@ -137,7 +137,7 @@ def train(
             checkpoint before stays, and training goes on.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
         RankFailed: another rank raised, between two steps.
-        KeyboardInterrupt: after the completed step was saved.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so.
     """
     model.train()
     companion = companion or Companion()
@@ -228,6 +228,7 @@ def train(
             failed = error
             if between_steps:
                 save_now(last=True)
+            error.args = (_standing(checkpoints, saved if saved or found else None),)
             raise
         except BaseException as error:
             failed = error
@@ -249,6 +250,15 @@ def train(
         step_reason=reason,
         unsaved=tuple(unsaved),
     )
+
+
+def _standing(checkpoints: Path | None, step: int | None) -> str:
+    """What an interrupted run would go on from."""
+    if checkpoints is None:
+        return "nothing of this run was saved: it has no folder for checkpoints"
+    if step is None:
+        return f"no step was completed, and {checkpoints} holds no checkpoint"
+    return f"step {step} is saved in {checkpoints}, and the same command goes on from there"
 
 
 def evaluate(
