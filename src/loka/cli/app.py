@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from loka.cli.options import (
     TimeLimit,
 )
 from loka.cli.report import report as write_report
+from loka.cli.terminal import say
 from loka.cli.train import WithMods, show_log, train
 from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
@@ -58,7 +58,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            print(f"interrupted: {error}" if error.args else _INTERRUPTED, file=sys.stderr)
+            say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
             raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
 
 
@@ -78,7 +78,7 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="Another target to ask for, such as sm_90.")] = None,
 ) -> None:
     """What can run here, and why the rest cannot."""
-    print(diagnose(target))
+    say(diagnose(target))
 
 
 @app.command()
@@ -133,16 +133,16 @@ def probe(
     torch.manual_seed(seed)
     built = model_builder(model)(source)
     if with_mods:
-        print(mods.apply(built, MODS))
+        say(mods.apply(built, MODS))
     built.to(device)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
     with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
     stats = probing.stats()
-    print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+    say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
     for path, reason in stats.skipped.items():
-        print(f"not probed: {path}: {reason}")
-    print(f"written: {out}")
+        say(f"not probed: {path}: {reason}")
+    say(f"written: {out}")
 
 
 @app.command()
@@ -153,7 +153,7 @@ def merge(
     """One set of statistics from several that watched other rows."""
     merged = merge_stats([Stats.load(folder) for folder in stats])
     merged.save(out)
-    print(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
+    say(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
 
 
 @app.command()
@@ -182,8 +182,8 @@ def measure(
         time_limit=time_limit,
         track=ProgressBars("measure"),
     )
-    print(report)
-    print(f"written: {out}")
+    say(report)
+    say(f"written: {out}")
 
 
 @app.command()
@@ -236,8 +236,8 @@ def plan(
     out = out or Path("plan.json")
     decided = plan_report(loaded, allowed, force=_forced(force or []))
     decided.save(out)
-    print(decided)
-    print(f"written: {out}")
+    say(decided)
+    say(f"written: {out}")
 
 
 @app.command()
@@ -246,7 +246,7 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another plan.")],
 ) -> None:
     """Which decisions differ between two plans."""
-    print(diff_plans(Plan.load(first), Plan.load(second)))
+    say(diff_plans(Plan.load(first), Plan.load(second)))
 
 
 @app.command()
@@ -297,8 +297,8 @@ def main() -> None:
     try:
         app()
     except LokaError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
     except OSError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None

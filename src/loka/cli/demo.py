@@ -21,6 +21,7 @@ from loka import mods
 from loka.cli.arms import ArmRun, run_arm
 from loka.cli.inputs import Data, choose_device, model_builder, open_data
 from loka.cli.ne import named_budget
+from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.files import write_atomic
@@ -84,7 +85,7 @@ def default_config(
     )
 
 
-def run_demo(config: DemoConfig, *, out: Path, say: Say = print) -> dict[str, Comparison]:
+def run_demo(config: DemoConfig, *, out: Path, say: Say = say) -> dict[str, Comparison]:
     """Runs the loop for every model and writes stats/, report.json, plan.json and train.json.
 
     Raises:

@@ -22,6 +22,7 @@ from loka.cli.options import (
     SparseRate,
     StepName,
 )
+from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
@@ -95,7 +96,7 @@ def validate(
         return built
 
     def show(found: Validation) -> None:
-        print(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
+        say(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
 
     config = train_config(
         batch_size=batch_size,
@@ -106,7 +107,7 @@ def validate(
         lr=lr,
         sparse_lr=sparse_lr,
     )
-    print(f"data: {opened.description}")
+    say(f"data: {opened.description}")
     found = validate_arms(
         build,
         opened.train,
@@ -131,10 +132,10 @@ def validate(
         on_log=_Tenths(),
         on_pair=show,
     )
-    print(validation_table(found))
+    say(validation_table(found))
     for line in opened.account():
-        print(line)
-    print(f"written: {out / 'validation.json'}")
+        say(line)
+    say(f"written: {out / 'validation.json'}")
     raise typer.Exit({"pass": PASS, "fail": FAIL, "undecided": UNDECIDED}[found.verdict])
 
 
@@ -155,4 +156,4 @@ class _Tenths:
         if tenth > self._shown.get(run, 0):
             self._shown[run] = tenth
             speed = f"{line.rows_per_second:.0f} rows/s"
-            print(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")
+            say(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")

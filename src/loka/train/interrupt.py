@@ -41,7 +41,7 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     """Inside, the first SIGINT or SIGTERM sets `requested`. Python allows this in the main thread only."""
     interrupt = Interrupt()
     # Any other handler belongs to the caller: leave it alone.
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     replaced = {}
     if threading.current_thread() is threading.main_thread():
         replaced = {number: usual[number] for number in usual if signal.getsignal(number) is usual[number]}
