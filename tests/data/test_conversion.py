@@ -17,6 +17,7 @@ import torch
 from click_files import assert_same, gather, lines, made_up, write_csv, write_tsv
 from durable import flushed_before, folder_flushed_after, watch_disk
 
+from loka.core.alone import FolderInUse
 from loka.core.exceptions import DataRefused, FileRefused
 from loka.core.files import write_record
 from loka.data import (
@@ -297,7 +298,7 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -
     path = write_tsv(tmp_path / "t.tsv", ROWS)
 
     def track(items: object, description: str, total: int) -> object:
-        with pytest.raises(DataRefused, match="another process is converting"):
+        with pytest.raises(FolderInUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
         return items
 

@@ -1,5 +1,6 @@
 """Resuming continues bit for bit, after Ctrl-C and in bf16; test_fp8_resume.py kills at random points."""
 
+import os
 import signal
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import small_run
 import torch
 from small_run import RandomRows, small_model
 
+from loka.core.alone import FolderInUse
 from loka.core.exceptions import CheckpointRefused
 from loka.train import TrainConfig, train
 from loka.train.interrupt import Terminated
@@ -175,3 +177,20 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
     with pytest.raises(CheckpointRefused, match="already holds checkpoints"):
         train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, resume=False)
+
+
+def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(tmp_path):
+    refused = []
+
+    def again(step):
+        if step == 5:
+            unfinished = tmp_path / ".unfinished-step-00000008"
+            unfinished.mkdir()
+            with pytest.raises(FolderInUse, match="another process is training in") as error:
+                train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
+            assert unfinished.exists()
+            refused.append(error.value)
+
+    train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=again)
+    assert f"process {os.getpid()} on " in refused[0].why[0]
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())

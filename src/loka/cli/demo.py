@@ -22,6 +22,7 @@ from loka.cli.arms import ArmRun, run_arm
 from loka.cli.inputs import Data, choose_device, model_builder, open_data
 from loka.cli.ne import named_budget
 from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.files import write_atomic
@@ -89,8 +90,13 @@ def run_demo(config: DemoConfig, *, out: Path, say: Say = say) -> dict[str, Comp
     """Runs the loop for every model and writes stats/, report.json, plan.json and train.json.
 
     Raises:
-        LokaError: `out` holds another demo.
+        LokaError: `out` holds another demo, or another process runs one there.
     """
+    with alone_in(out, "running a demo"):
+        return _run_demo(config, out, say)
+
+
+def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
     _claim(out, config)
     data = open_data(Path(config.data) if config.data else None, rows=config.rows, seed=config.seed)
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"

@@ -36,6 +36,7 @@ from loka.cli.options import (
     StepName,
 )
 from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
@@ -178,7 +179,11 @@ def train(
         say(chosen.summary())
         companion = Valve(say=say) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
-    with TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board:
+    shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
+    with (
+        alone_in(out, "training") if out and shared else contextlib.nullcontext(),
+        TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board,
+    ):
 
         def on_log(line: TrainLog) -> None:
             show_log(line)

@@ -23,6 +23,7 @@ from loka.cli.options import (
     StepName,
 )
 from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
@@ -108,30 +109,31 @@ def validate(
         sparse_lr=sparse_lr,
     )
     say(f"data: {opened.description}")
-    found = validate_arms(
-        build,
-        opened.train,
-        opened.test,
-        arms,
-        config=config,
-        out=out,
-        model=model,
-        pairs=pairs,
-        divisions=_divisions(segment, opened.test),
-        cluster=None if cluster is None else cluster_named(cluster, opened.test),
-        limit=limit,
-        segment_limit=segment_limit,
-        identity={"mods": with_mods},
-        context={
-            "data": opened.description,
-            "batch_size": batch_size,
-            "mods": with_mods,
-            **({"cluster": cluster} if cluster else {}),
-        },
-        track=ProgressBars("validate"),
-        on_log=_Tenths(),
-        on_pair=show,
-    )
+    with alone_in(out, "validating"):
+        found = validate_arms(
+            build,
+            opened.train,
+            opened.test,
+            arms,
+            config=config,
+            out=out,
+            model=model,
+            pairs=pairs,
+            divisions=_divisions(segment, opened.test),
+            cluster=None if cluster is None else cluster_named(cluster, opened.test),
+            limit=limit,
+            segment_limit=segment_limit,
+            identity={"mods": with_mods},
+            context={
+                "data": opened.description,
+                "batch_size": batch_size,
+                "mods": with_mods,
+                **({"cluster": cluster} if cluster else {}),
+            },
+            track=ProgressBars("validate"),
+            on_log=_Tenths(),
+            on_pair=show,
+        )
     say(validation_table(found))
     for line in opened.account():
         say(line)

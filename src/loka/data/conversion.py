@@ -8,17 +8,14 @@ few tens of MB.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from loka.core.exceptions import DataRefused, FileRefused, LokaError
+from loka.core.alone import alone_in
+from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.files import canonical
 from loka.data.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.files import Paths, TableFile, open_files
@@ -81,6 +78,7 @@ def convert(
 
     Raises:
         DataRefused: rows that cannot be read, or the folder holds a conversion of something else.
+        FolderInUse: another process is converting into it.
         ConversionStopped: the disk is full or refuses.
     """
     opened, folder = open_files(files, format=format), Path(folder)
@@ -89,7 +87,7 @@ def convert(
     digest = hashlib.sha256(canonical(settings)).hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone_in(folder, "converting"):
             found = _earlier(folder, settings, digest)
             for left in folder.glob(f"{UNFINISHED}*"):
                 left.unlink()
@@ -118,7 +116,7 @@ def convert(
     except OSError as error:
         raise ConversionStopped(
             f"cannot write to {folder}",
-            why=[str(error)],
+            why=error.why if isinstance(error, NotWritten) else [str(error)],
             way_out="free space, then run the same conversion again: it goes on where this one stopped",
         ) from error
 
@@ -283,20 +281,3 @@ def _settings(
 
 def _shard_bytes(files: tuple[TableFile, ...]) -> int:
     return min(max(sum(file.size for file in files) // SHARDS, LEAST_SHARD), MOST_SHARD)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One conversion at a time; the lock ends with the process, however it ends."""
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataRefused(
-                f"another process is converting into {folder}",
-                way_out="wait for it, or choose another folder",
-            ) from None
-        yield
-    finally:
-        os.close(handle)
