@@ -17,6 +17,7 @@ from typing import Any
 from loka.core.alone import alone_in
 from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.files import canonical
+from loka.data.content import content_of
 from loka.data.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.files import Paths, TableFile, open_files
 from loka.data.rows import Piece, count_piece, piece_chunks, pieces_of
@@ -271,7 +272,7 @@ def _settings(
     schema_dict = {k: list(v) if isinstance(v, tuple) else v for k, v in schema.to_dict().items()}
     return {
         "encoding": ENCODING,
-        "files": [[file.path.name, file.format, file.size, file.mtime_ns] for file in files],
+        "files": [[file.format, *content_of(file.path)] for file in files],
         "schema": schema_dict,
         "vocabulary": described,
         "shard_bytes": _shard_bytes(files),

@@ -11,6 +11,7 @@ import numpy as np
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
+from loka.data.content import content_of
 from loka.data.encoding import ENCODING, REASONS, encoded, history_in
 from loka.data.files import Paths, open_files
 from loka.data.rows import count_rows, read_rows
@@ -79,7 +80,7 @@ class TableClicks:
         config = {
             "source": "TableClicks",
             "encoding": ENCODING,
-            "files": [[file.path.name, file.format, file.size, file.mtime_ns] for file in self._files],
+            "files": [[file.format, *content_of(file.path)] for file in self._files],
             "schema": self._schema.to_dict(),
             "vocabulary": self._vocabulary.digest,
             "range": [self._first, self._last],
