@@ -24,7 +24,9 @@ from loka.cli.options import (
     ModelName,
     NoCache,
     Rows,
+    SchemaFile,
     Seed,
+    TestData,
     TimeLimit,
 )
 from loka.cli.report import report as write_report
@@ -84,6 +86,8 @@ def doctor(
 @app.command()
 def demo(
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
     rows: Annotated[int | None, typer.Option(min=10, help="Size of the synthetic world.")] = None,
@@ -98,6 +102,8 @@ def demo(
     config = default_config(
         models=tuple(model or ()),
         data=data,
+        schema=schema,
+        test_data=test_data,
         rows=rows,
         batch_size=batch_size,
         pairs=pairs,
@@ -113,6 +119,7 @@ def demo(
 def probe(
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
     out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
     every: Annotated[
         str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
@@ -129,7 +136,7 @@ def probe(
     """Train in bf16 and learn what flows through every linear layer."""
     cadence, rate = steps_between(every), share_of_labels(base_rate)
     device = choose_device(device)
-    source = open_data(data, rows=rows, seed=seed).train
+    source = open_data(data, rows=rows, seed=seed, schema=schema).train
     torch.manual_seed(seed)
     built = model_builder(model)(source)
     if with_mods:

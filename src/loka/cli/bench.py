@@ -19,6 +19,7 @@ from loka.cli.options import (
     Device,
     ModelName,
     NoCache,
+    SchemaFile,
     Seed,
     TimeLimit,
 )
@@ -107,6 +108,7 @@ def gemm(
 def step(
     model: ModelName = "wukong:2gf",
     data: DataFile = None,
+    schema: SchemaFile = None,
     batch_size: BatchSize = 6144,
     arm: Annotated[
         list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")
@@ -140,7 +142,8 @@ def step(
         time_limit=time_limit,
     )
     rows = config.batch_size * (config.probe_steps + 1)
-    text = step_table(run_step_bench(config, open_data(data, rows=rows, seed=seed, holdout=0.01)))
+    opened = open_data(data, rows=rows, seed=seed, holdout=0.01, schema=schema)
+    text = step_table(run_step_bench(config, opened))
     write_atomic(out / "step.txt", f"{text}\n".encode())
     say(text)
     say(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")

@@ -55,12 +55,16 @@ class DemoConfig:
     device: str
     min_sqnr_db: float | None
     min_speedup: float
+    schema: str | None = None
+    test_data: str | None = None
 
 
 def default_config(
     *,
     models: tuple[str, ...] = (),
     data: Path | None = None,
+    schema: Path | None = None,
+    test_data: Path | None = None,
     rows: int | None = None,
     batch_size: int | None = None,
     pairs: int | None = None,
@@ -83,6 +87,8 @@ def default_config(
         device=device,
         min_sqnr_db=allowed.min_sqnr_db,
         min_speedup=allowed.min_speedup,
+        schema=str(schema) if schema else None,
+        test_data=str(test_data) if test_data else None,
     )
 
 
@@ -98,7 +104,13 @@ def run_demo(config: DemoConfig, *, out: Path, say: Say = say) -> dict[str, Comp
 
 def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
     _claim(out, config)
-    data = open_data(Path(config.data) if config.data else None, rows=config.rows, seed=config.seed)
+    data = open_data(
+        Path(config.data) if config.data else None,
+        rows=config.rows,
+        seed=config.seed,
+        schema=Path(config.schema) if config.schema else None,
+        test=Path(config.test_data) if config.test_data else None,
+    )
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
     say(f"data: {data.description}, {features}")
     results = {}
@@ -118,10 +130,10 @@ def _claim(out: Path, config: DemoConfig) -> None:
             found = dict(parse_json(read_bounded(file, Limits()), Limits()))
         except (ValueError, TypeError, OSError, RecursionError) as error:
             raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
-        if found != wanted:
-            different = [
-                f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
-            ]
+        different = [
+            f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
+        ]
+        if different:
             raise LokaError(
                 f"{out} holds another demo",
                 why=different,

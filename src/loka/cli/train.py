@@ -31,9 +31,11 @@ from loka.cli.options import (
     ModelName,
     NoCache,
     Rows,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
 )
 from loka.cli.terminal import say
 from loka.core.alone import alone_in
@@ -67,6 +69,8 @@ _SEGMENTS = 16
 def train(
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     plan: Annotated[Path | None, typer.Option(help="Train by this plan.")] = None,
     auto: Annotated[
         bool, typer.Option("--auto", help="From a cold start: bf16 while a probe learns, then FP8.")
@@ -173,7 +177,7 @@ def train(
             f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
             way_out="a plan that is made before has its limits in it: `loka plan`",
         )
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
         say(chosen.summary())

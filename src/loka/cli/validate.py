@@ -18,9 +18,11 @@ from loka.cli.options import (
     Device,
     ModelName,
     Rows,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
 )
 from loka.cli.terminal import say
 from loka.core.alone import alone_in
@@ -48,6 +50,8 @@ def validate(
     ],
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     pairs: Annotated[int, typer.Option(min=1, help="Training seeds; a verdict takes 4 or more.")] = MIN_PAIRS,
     segment: Annotated[
         list[str] | None,
@@ -86,7 +90,7 @@ def validate(
     if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
         raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
     device = choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]
     builder = model_builder(model)
 

@@ -153,7 +153,7 @@ def _converted(
         raise DataRefused(
             f"{pieces[0].file.path}: no readable row",
             why=[f"{number} {reason}" for reason, number in manifest.counts.items() if number],
-            way_out="name the format, or pass a schema with the file's separator and header",
+            way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
         )
     return manifest
 

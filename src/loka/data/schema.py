@@ -76,7 +76,7 @@ class Schema:
             raise DataRefused(
                 f"{where}: columns do not fit the schema",
                 why=[*why, f"present: {', '.join(present)}"],
-                way_out="pass this file's schema (Schema(...) or Schema.from_json), or rename its columns",
+                way_out="pass its schema (--schema FILE; Schema(...) in Python), or rename its columns",
             )
         return tuple(found[0] for found in places)
 

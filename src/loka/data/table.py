@@ -127,3 +127,14 @@ def open_table(
         TableClicks(path, vocabulary=vocabulary, schema=schema, rows=train),
         TableClicks(path, vocabulary=vocabulary, schema=schema, first_row=train),
     )
+
+
+def open_tables(
+    train: Paths, test: Paths, *, schema: Schema = CRITEO, min_count: int = 2
+) -> tuple[TableClicks, TableClicks]:
+    """Two tables as a training and a held-out source. The vocabulary is built on the first one only."""
+    vocabulary = build_vocabulary(train, schema=schema, min_count=min_count)
+    return (
+        TableClicks(train, vocabulary=vocabulary, schema=schema),
+        TableClicks(test, vocabulary=vocabulary, schema=schema),
+    )

@@ -107,7 +107,7 @@ def text_chunks(
             why=[
                 f"{carried} lines are empty or lack the {layout.fields} fields between {layout.separator!r}"
             ],
-            way_out="name the format, or pass a schema with the file's separator and header",
+            way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
         )
     held.skipped[-1] += carried
     yield held
