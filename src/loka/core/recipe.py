@@ -55,7 +55,7 @@ class Format(Enum):
 
     @property
     def largest_power(self) -> float:
-        """The largest scale that is a power of two and leaves all values finite in float32: max * it < 2^128."""
+        """The largest power of two that, as a scale, leaves all values finite: max * it < 2^128."""
         return 2.0 ** (127 - math.floor(math.log2(self.max)))
 
 
