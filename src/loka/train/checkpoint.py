@@ -207,8 +207,8 @@ def _write(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mappi
             raise stream.failed from None
         os.fsync(stream.fileno())
     manifest = _Manifest(step, file.stat().st_size, sha256_of_file(file), dict(identity))
+    # This flushes the folder too, in which state.pt has its name already.
     write_record(folder / "manifest.json", kind=_KIND, version=_VERSION, content=asdict(manifest))
-    sync_folder(folder)
 
 
 class _Written(io.FileIO):
