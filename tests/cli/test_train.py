@@ -114,7 +114,7 @@ def test_an_interrupt_without_checkpoints_promises_nothing(
 
     monkeypatch.setattr("loka.cli.train.check_finite", press)
     text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
-    assert "interrupted: nothing of this run was saved" in text
+    assert "interrupted: no checkpoint of this run was saved" in text
     monkeypatch.setattr("loka.cli.train.open_data", press)
     text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
     assert "interrupted; demo, measure, validate, bench and data convert go on" in text

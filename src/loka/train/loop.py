@@ -268,7 +268,7 @@ def _alone(checkpoints: Path | None) -> Iterator[None]:
 def _standing(checkpoints: Path | None, step: int | None) -> str:
     """What an interrupted run would go on from."""
     if checkpoints is None:
-        return "nothing of this run was saved: it has no folder for checkpoints"
+        return "no checkpoint of this run was saved: it has no folder for them"
     if step is None:
         return f"no step was completed, and {checkpoints} holds no checkpoint"
     return f"step {step} is saved in {checkpoints}, and the same command goes on from there"
