@@ -54,7 +54,8 @@ def _scale_of(amax_bits, FMAX: tl.constexpr, TINY: tl.constexpr, POWER_OF_TWO: t
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.where(scale < float("inf"), rounded, scale)
+        most: tl.constexpr = 2.0**119 if FMAX < 512 else 2.0**112  # Format.largest_power
+        scale = tl.where(scale < float("inf"), tl.minimum(rounded, most), scale)
     return scale
 
 
