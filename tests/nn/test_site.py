@@ -421,7 +421,7 @@ def test_counters_move_with_the_model_and_are_no_buffers(device: torch.device) -
 
 
 def test_a_model_converted_before_it_has_memory_counts_from_zero() -> None:
-    """As FSDP2 builds them: on the meta device first. The counters come with the first call, inference too."""
+    """As FSDP2 builds them: on the meta device. The counters come with the first call, inference too."""
     with torch.device("meta"):
         model = converted_mlp()
     model.to_empty(device="cpu")

@@ -1,8 +1,8 @@
 """Launching the same Triton kernels again at a fraction of the host's time.
 
 Triton binds and inspects every argument at every launch, which costs the host more than many of our kernels
-take on the device. What it compiles for depends on dtypes, on the alignment of addresses and on integers. So a
-function that only allocates and launches is run once under a `Recording`, and from then on, for
+take on the device. What it compiles for depends on dtypes, on the alignment of addresses and on integers.
+So a function that only allocates and launches is run once under a `Recording`, and from then on, for
 arguments alike in all of these, its allocations and launches are made again with the addresses of the day.
 """
 
