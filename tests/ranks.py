@@ -20,7 +20,7 @@ _GRACE = 5.0  # seconds that the others have to say how they fail, after one did
 
 
 def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> list[dict[str, Any]]:
-    """What `job(rank, folder)` returned, by rank. `job` is pickled.
+    """What `job(rank, folder)` returned, by rank. `job` is pickled, and so is what it returns: no tensors.
 
     Asserts that no rank raised, ended without an answer, or took longer than `seconds`; it says of every rank
     which of these it was, with its traceback, and leaves no process behind.
@@ -50,15 +50,20 @@ def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> lis
             if process.is_alive():
                 process.kill()
                 process.join()
-    failed = [f"rank {rank}: {_failure(found.get(rank), processes[rank].exitcode)}" for rank in range(world)]
-    assert whole and not any("error" in answer for answer in found.values()), "\n".join(failed)
+    failed = {
+        f"rank {rank}": _failure(found.get(rank), process.exitcode) for rank, process in enumerate(processes)
+    }
+    assert not any(failed.values()), "\n".join(
+        f"{rank}: {told or 'no error'}" for rank, told in failed.items()
+    )
     return [found[rank] for rank in range(world)]
 
 
 def _failure(answer: dict[str, Any] | None, code: int | None) -> str:
+    """Empty for a rank that did its job."""
     if answer is None:
         return f"no answer; it ended or was stopped with exit code {code}"
-    return answer.get("error", "no error")
+    return answer.get("error", "")
 
 
 def _work(job: Job, rank: int, world: int, folder: Path, answers: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 
 import loka
 from loka.core.plan import Plan
-from loka.nn.site import health_of
-from loka.nn.unwrap import unwrap
+from loka.core.report import HP
+from loka.nn.site import SiteForward, health_of
 from loka.probe import Settings
 
 ROWWISE = "emulated:rowwise_e4m3"
@@ -24,7 +24,7 @@ STEPS, LR = 3, 0.05
 class LowRankCross(nn.Module):
     """x <- x0 * (V (W x) + b) + x, with members of two ParameterLists, as TorchRec's LowRankCrossNet."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.down = nn.ParameterList(_normal(RANK, WIDTH) for _ in range(layers))
         self.up = nn.ParameterList(_normal(WIDTH, RANK) for _ in range(layers))
@@ -69,18 +69,20 @@ class Mixed(nn.Module):
         self.cross = LowRankCross()
         self.gated = Gated()
         self.experts = Experts()
+        self.apart = False  # whether attention gets its one input as three tensors, as FSDP2 hands them over
         self.top = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.bottom(x))
-        x = x + self.attention(x, x, x, need_weights=False)[0]
+        q, k, v = (x.view_as(x) for _ in range(3)) if self.apart else (x, x, x)
+        x = x + self.attention(q, k, v, need_weights=False)[0]
         x = self.cross(x.mean(1))
-        return self.top(x + self.gated(x) + self.experts(x)).squeeze(-1)
+        return self.top(x + self.gated(x) + self.experts(x)).sum(-1)
 
 
 SITES = {
     *("bottom", "top.0", "top.2", "attention.in_proj_weight", "attention.out_proj"),
-    *(f"cross.{name}.{layer}" for name in ("down", "up") for layer in range(2)),
+    *("cross.down.0", "cross.up.0"),
     *(f"gated.w[{part}]" for part in (f":{WIDTH}", f"{WIDTH}:")),
     *(f"experts.w[{expert}]" for expert in range(EXPERTS)),
 }
@@ -111,21 +113,32 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: t
     return F.binary_cross_entropy_with_logits(model(x), y)
 
 
-def probed(model: nn.Module, feed: Callable[[int], torch.Tensor] | None = None, steps: int = 2) -> loka.Stats:
+def probed(
+    model: nn.Module, feed: Callable[[int], torch.Tensor] | None = None, steps: int = 2, **options: Any
+) -> loka.Stats:
     """Statistics over `steps` sampled steps; `feed(step)` makes the loss."""
-    with loka.Probe(model, every=1, depth_rows=8) as probe:
+    with loka.Probe(model, every=1, depth_rows=8, **options) as probe:
         for step in range(steps):
             (loss_of(model, *rows(step)) if feed is None else feed(step)).backward()
     model.zero_grad()
     return probe.stats()
 
 
-def forced(stats: loka.Stats) -> Plan:
+def forced(stats: loka.Stats, candidate: str = ROWWISE) -> Plan:
     """Every GEMM of every site in FP8, whatever it costs."""
-    report = loka.measure(
-        stats, device="cpu", candidates=[ROWWISE], errors_only=True, settings=Settings(rows=32, max_draws=4)
-    )
-    return loka.plan(report, force={"*": ROWWISE})
+    settings = Settings(rows=32, max_draws=4)
+    report = loka.measure(stats, device="cpu", candidates=[candidate], errors_only=True, settings=settings)
+    return loka.plan(report, force={"*": candidate})
+
+
+@functools.cache
+def bare_stats() -> loka.Stats:
+    return probed(mixed())
+
+
+@functools.cache
+def bare_plan() -> Plan:
+    return forced(bare_stats())
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -134,6 +147,9 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3)
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def train(
@@ -153,32 +169,39 @@ def train(
     return losses
 
 
-def alone(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> list[list[float]]:
+def alone(model: nn.Module, make: Make) -> list[list[float]]:
     """Losses [STEPS][2] of one process that takes the rows of both ranks one after the other."""
     return train(model, make(model.parameters()), lambda step: [half(step, 0), half(step, 1)])
 
 
-def converted(plan: Plan) -> nn.Module:
-    return loka.convert(mixed(), plan)
+def on_rank(
+    model: Callable[..., torch.Tensor], parameters: Iterable[nn.Parameter], rank: int, make: Make
+) -> list[float]:
+    """Losses [STEPS] of one of two ranks."""
+    return [loss for (loss,) in train(model, make(parameters), lambda step: [half(step, rank)])]
+
+
+def by_halves(plan: Plan, make: Make, *, apart: bool = False) -> list[list[float]]:
+    """Losses [STEPS][2] of a converted model in one process."""
+    model = mixed()
+    model.apart = apart
+    return alone(loka.convert(model, plan), make)
+
+
+def planned(plan: Plan) -> set[str]:
+    """Names of the FP8 GEMMs of a plan."""
+    return {decision.site for decision in plan.decisions.values() if decision.candidate != HP}
 
 
 def runs(model: nn.Module) -> dict[str, int]:
     return {site: int(counts["runs"]) for site, counts in health_of(model).items()}
 
 
-def planned(plan: Plan) -> set[str]:
-    """Names of the FP8 GEMMs of a plan."""
-    return {d.site for d in plan.decisions.values() if d.candidate != "hp"}
-
-
-def forwards(model: nn.Module) -> list[str]:
-    """Paths of modules with a `forward` of their own, or any other trace of LoKA."""
+def left(model: nn.Module) -> list[str]:
+    """Paths of modules on which something of LoKA stands."""
     return [
         path
-        for path, module in unwrap(model).named_modules()
-        if any(name == "forward" or name.startswith("loka") for name in module.__dict__)
+        for path, module in model.named_modules()
+        if isinstance(module.__dict__.get("forward"), SiteForward)
+        or any(name.startswith("loka") for name in module.__dict__)
     ]
-
-
-def twin(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)

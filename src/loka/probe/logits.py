@@ -3,10 +3,10 @@
     z = output,    or  z = logit(output) where the graph behind the output begins at sigmoids
 
 A tensor of one column is taken as it is; in a dict or an object, what is called "logits" is; of TorchRec's
-DLRMTrain, which returns (loss, (loss, logits, labels)) detached, those that its loss was computed from. Nothing but
-the graph tells logits from probabilities: a view, a stack or a cast of sigmoids shows them still. What is between
-0 and 1 throughout and shows none is refused, never guessed. So are several columns: a hidden layer of four
-cannot be told from four logits.
+DLRMTrain, which returns (loss, (loss, logits, labels)) detached, those that its loss was computed from.
+Nothing but the graph tells logits from probabilities: a view, a stack or a cast of sigmoids shows them
+still. What is between 0 and 1 throughout and shows none is refused, never guessed. So are several columns:
+a hidden layer of four cannot be told from four logits.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
     columns = math.prod(output.shape[1:])
     if output.ndim == 2 and columns > 1 and logits is None:
         raise NoEffect(
-            f"the model returns {tuple(output.shape)}, which may be {columns} tasks, classes or features: pass "
-            "logits= to Probe (lambda o: o if all columns are logits of tasks)"
+            f"the model returns {tuple(output.shape)}, which may be {columns} tasks, classes or features: "
+            "pass logits= to Probe (lambda o: o if all columns are logits of tasks)"
         )
     if output.ndim not in (1, 2) or (logits is None and columns != 1):
         raise NoEffect(f"the model returns {tuple(output.shape)}, not [rows] or [rows, tasks]{way_out}")
@@ -67,7 +67,10 @@ def _called_logits(output: Any) -> Any:
     if isinstance(named, torch.Tensor):
         return named
     match output:
-        case (torch.Tensor(ndim=0) as loss, (torch.Tensor(ndim=0), torch.Tensor(ndim=1) as z, torch.Tensor())):
+        case (
+            torch.Tensor(ndim=0) as loss,
+            (torch.Tensor(ndim=0), torch.Tensor(ndim=1) as z, torch.Tensor()),
+        ):
             return _behind(loss, z)
     return output
 

@@ -239,7 +239,7 @@ class SiteTrace(ParameterMode):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._stack.append(module)
-        # FSDP has put gathered parameters in by now, also into lists of them and layers that are never called.
+        # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
         for holder in (module, *map(unwrap, module.children())):
             for name in (*holder._parameters, *(getattr(holder, "parametrizations", None) or ())):
                 self._note_held(holder, name)
