@@ -26,7 +26,7 @@ from loka.graph.views import name_of
 from loka.nn.dataflow import unseen
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
-from loka.nn.unwrap import named_modules, named_parameters
+from loka.nn.unwrap import named_modules, named_parameters, unwrap
 
 
 class SiteCall(NamedTuple):
@@ -241,8 +241,8 @@ class SiteTrace(ParameterMode):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._stack.append(module)
-        lists = (c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict)))
-        for holder in (module, *lists):  # FSDP2 has put gathered parameters in by now
+        # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
+        for holder in (module, *map(unwrap, module.children())):
             for name in (*holder._parameters, *(getattr(holder, "parametrizations", None) or ())):
                 self._note_held(holder, name)
 
