@@ -5,33 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 import typer.core
 
-from loka import mods
 from loka.cli.bench import bench
 from loka.cli.data import data_app
-from loka.cli.demo import MODS, default_config, run_demo
+from loka.cli.demo import default_config, run_demo
 from loka.cli.doctor import diagnose
-from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between
+from loka.cli.inputs import choose_device
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
-    BatchSize,
     CacheFolder,
     DataFile,
     Device,
-    ModelName,
     NoCache,
-    Rows,
     SchemaFile,
     Seed,
     TestData,
     TimeLimit,
 )
+from loka.cli.probe import probe
 from loka.cli.report import report as write_report
 from loka.cli.terminal import say
-from loka.cli.train import WithMods, show_log, train
+from loka.cli.train import train
 from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -39,12 +35,10 @@ from loka.core.report import Report
 from loka.core.stats import Stats
 from loka.dispatch import diff as diff_plans
 from loka.dispatch import plan as plan_report
-from loka.probe import Probe, merge_stats
 from loka.probe import measure as measure_stats
+from loka.probe import merge_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig
-from loka.train import train as train_model
 from loka.train.interrupt import Terminated
 
 _INTERRUPTED = (
@@ -113,43 +107,6 @@ def demo(
         min_speedup=min_speedup,
     )
     run_demo(config, out=out)
-
-
-@app.command()
-def probe(
-    model: ModelName = "wukong",
-    data: DataFile = None,
-    schema: SchemaFile = None,
-    out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
-    every: Annotated[
-        str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
-    ] = "20",
-    rows: Rows = 50_000,
-    batch_size: BatchSize = 256,
-    seed: Seed = 0,
-    device: Device = None,
-    with_mods: WithMods = True,
-    base_rate: Annotated[
-        float | None, typer.Option(help="Share of positive labels, which NE is relative to.")
-    ] = None,
-) -> None:
-    """Train in bf16 and learn what flows through every linear layer."""
-    cadence, rate = steps_between(every), share_of_labels(base_rate)
-    device = choose_device(device)
-    source = open_data(data, rows=rows, seed=seed, schema=schema).train
-    torch.manual_seed(seed)
-    built = model_builder(model)(source)
-    if with_mods:
-        say(mods.apply(built, MODS))
-    built.to(device)
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
-        result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
-    stats = probing.stats()
-    say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
-    for path, reason in stats.skipped.items():
-        say(f"not probed: {path}: {reason}")
-    say(f"written: {out}")
 
 
 @app.command()
@@ -282,6 +239,7 @@ def drift(
     raise typer.Exit(status)
 
 
+app.command()(probe)
 app.command()(train)
 app.command()(validate)
 app.command("report")(write_report)

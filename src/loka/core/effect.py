@@ -1,7 +1,7 @@
-"""What an error at one site's output costs the model, in normalized entropy, and how sure that is.
+"""What an error at one site's output costs the model: KL/H, which needs no labels, and how sure that is.
 
     term_i = 1/2 sum_t p_it (1 - p_it) (J_it . dY_i)^2        nats lost on sample i, to second order
-    dNE    = mean_i term_i / H,      H = sum_t h(mean_i p_it),   h(q) = -q ln q - (1-q) ln(1-q)
+    KL/H   = mean_i term_i / H,      H = sum_t h(mean_i p_it),   h(q) = -q ln q - (1-q) ln(1-q)
 
 J_it is the gradient of logit t of sample i at the site's output and dY_i the error there: the
 Gauss-Newton form of the loss (Martens, arXiv 1412.1193), whose first-order part has no sign to trust
@@ -10,7 +10,10 @@ model predicts on average (in place of p_it there may stand the known rate); wit
 loss and H are summed over them. A few samples carry most of the sum (the terms' standard deviation
 is 2 to 4 times their mean), so the interval is one of the logarithm of the mean, which stays positive:
 
-    [v / e, v e],   e = exp(t_95 sd / (mean sqrt(n)))
+    [v / e, v e],   e = exp(t_95 sqrt(sd^2 / (mean^2 n) + u))
+
+u is the variance that ln v has beyond the sampling of rows (`log_variance`): what the model moves until the
+prediction is used (probe/movement.py), and what the labels' rate, hence H, is unsure by.
 
 What does not add up is what an error does to all samples alike, a shift of the logit: the rounding
 error of a weight is the same for every row. Shifts add before they are squared (`joint_loss`):
@@ -31,6 +34,7 @@ from typing import Any
 
 from loka.core.error import Estimate, student_t_95
 
+NO_PROMISE = "nothing can be promised on KL/H: "  # begins the reason why no site's effect is known
 _WIDEST = 700.0  # exp() of more is no float
 OLD = "not by the latest sampled steps: "  # begins the reason why effects are known, but not renewed
 
@@ -41,9 +45,10 @@ class Effect:
 
     `count` is the sum of the weights and `spread` that of their squares: both are the number of
     samples where all weigh 1, and count^2 / spread is the number that the interval reckons with.
-    Effects of disjoint samples merge by addition. Samples are taken for independent: where a batch
-    holds several rows of one request, the interval is too narrow. `pulls` and `curvatures` are the
-    sums, per task, in the numerator and the denominator of the shift; empty where they are not known.
+    Effects of disjoint samples merge by addition. Samples are taken for independent, unless clusters of
+    rows were named (probe/renewal.py): `spread` is then larger by what their correlation costs. `pulls` and
+    `curvatures` are the sums, per task, in the numerator and the denominator of the shift; empty where
+    they are not known. `log_variance` is the variance of the effect's logarithm beyond the sampling.
     """
 
     count: float
@@ -53,6 +58,7 @@ class Effect:
     probabilities: tuple[float, ...]
     pulls: tuple[float, ...] = ()
     curvatures: tuple[float, ...] = ()
+    log_variance: float = 0.0
 
     @classmethod
     def of(
@@ -89,6 +95,15 @@ class Effect:
         """H in nats; nan without samples."""
         return math.fsum(_entropy(p / self.count) for p in self.probabilities) if self.count else math.nan
 
+    @property
+    def sampling_variance(self) -> float:
+        """Variance of the mean's logarithm by the choice of samples; inf of fewer than 2, or of no effect."""
+        samples = self.samples
+        if samples < 2 or not self.total > 0:
+            return math.inf
+        mean = self.total / self.count
+        return max(self.squares / self.count / mean**2 - 1, 0.0) / (samples - 1)
+
     def loss(self) -> Estimate:
         """The mean loss added, in nats a sample, with its 95 % interval."""
         if self.count == 0:
@@ -99,13 +114,12 @@ class Effect:
             return Estimate(mean, 0.0, math.inf)
         if mean == 0:
             return Estimate(0.0, 0.0, 0.0)
-        variance = max(self.squares / self.count - mean**2, 0.0) / (samples - 1)  # of the mean
-        half = student_t_95(math.floor(samples) - 1) * math.sqrt(variance) / mean
+        half = student_t_95(math.floor(samples) - 1) * math.sqrt(self.sampling_variance + self.log_variance)
         factor = math.exp(min(half, _WIDEST))
         return Estimate(mean, mean / factor, mean * factor)
 
     def ne(self) -> Estimate:
-        """dNE, absolute, with its 95 % interval; nan where predictions have no entropy."""
+        """KL/H, absolute, with its 95 % interval; nan where predictions have no entropy."""
         loss, entropy = self.loss(), self.entropy
         if not entropy > 0:
             return Estimate(math.nan, math.nan, math.nan)
@@ -136,6 +150,8 @@ class Effect:
             probabilities=tuple(mine + theirs for mine, theirs in pairs),
             pulls=_added(self.pulls, other.pulls),
             curvatures=_added(self.curvatures, other.curvatures),
+            log_variance=(self.count * self.log_variance + other.count * other.log_variance)
+            / (self.count + other.count),
         )
 
     def faded(self, factor: float) -> Effect:
@@ -148,10 +164,14 @@ class Effect:
             probabilities=tuple(p * factor for p in self.probabilities),
             pulls=tuple(pull * factor for pull in self.pulls),
             curvatures=tuple(curvature * factor for curvature in self.curvatures),
+            log_variance=self.log_variance,
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in self.__dict__.items()}
+        found = {name: list(v) if isinstance(v, tuple) else v for name, v in self.__dict__.items()}
+        if not self.log_variance:  # a record is written as before there was one
+            del found["log_variance"]
+        return found
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Effect:
@@ -163,7 +183,8 @@ class Effect:
         found = cls(**{**content, **lists})
         numbers = (found.count, found.spread, found.total, found.squares, *found.probabilities)
         fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
-        if not fits or not all(math.isfinite(n) and n >= 0 for n in (*numbers, *found.curvatures)):
+        numbers = (*numbers, *found.curvatures, found.log_variance)
+        if not fits or not all(math.isfinite(n) and n >= 0 for n in numbers):
             raise ValueError(f"{found} is no effect")
         return found
 

@@ -91,11 +91,15 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def effects_of(
-    changes: Sequence[torch.Tensor], predicted: torch.Tensor, signed: torch.Tensor | None
+    changes: Sequence[torch.Tensor],
+    predicted: torch.Tensor,
+    signed: torch.Tensor | None,
+    clusters: torch.Tensor | None = None,
 ) -> list[list[Effect]]:
     """For each s [m, recipes] of the same samples the effect of each recipe, on the term s^2 / 2.
 
     `predicted` [m, T]; `signed` [m, T] takes the signs out of s (core/effect.py `pulls`), where it is known.
+    `clusters` [m] int64, from 0 on, names the samples that may be alike; without it all are independent.
     A sample whose term is not finite is left out. Waits for the device once, for all of them.
     """
     if not changes:
@@ -106,6 +110,7 @@ def effects_of(
     terms = terms.where(finite, 0)
     weights = finite.transpose(1, 2).double()  # [sites, recipes, m]
     sums = [weights.sum(2, keepdim=True), terms.sum(1).unsqueeze(2), terms.square().sum(1).unsqueeze(2)]
+    sums.append(_spread(terms, weights, clusters).unsqueeze(2))
     sums.append(weights @ predicted.to(s))
     if signed is not None:
         signs = signed.to(s)
@@ -114,17 +119,40 @@ def effects_of(
     return [[_effect(line, sizes) for line in site] for site in torch.cat(sums, dim=2).tolist()]
 
 
+def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor | None) -> torch.Tensor:
+    """[sites, recipes]: n, or of clustered `terms` [sites, m, recipes] n times what clusters cost.
+
+    That is the cluster-robust variance of the mean over that of independent samples (Liang and Zeger 1986,
+    with the factor C / (C - 1)), and at least n / C: no more samples count than there are clusters.
+    """
+    count = weights.sum(2)
+    if clusters is None:
+        return count
+    kept = weights.transpose(1, 2)
+    mean = terms.sum(1) / count.clamp_min(1)
+    rest = (terms - mean.unsqueeze(1)) * kept
+    at, most = clusters.to(terms.device), int(clusters.max()) + 1
+    shape = (terms.shape[0], most, terms.shape[2])
+    sums = rest.new_zeros(shape).index_add_(1, at, rest)
+    number = (rest.new_zeros(shape).index_add_(1, at, kept) > 0).sum(1)
+    within = rest.square().sum(1)
+    cost = sums.square().sum(1) / within.where(within > 0, 1.0)
+    cost = cost * number / (number - 1).clamp_min(1)
+    cost = torch.maximum(cost, count / number.clamp_min(1)).clamp_min(1)
+    return count * cost
+
+
 def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    (count,), (total,), (squares,), probabilities, *shift = parts
+    (count,), (total,), (squares,), (spread,), probabilities, *shift = parts
     if not count:
         return Effect(count=0, spread=0, total=0.0, squares=0.0, probabilities=())
     pulls, curvatures = shift or ((), ())
     assert math.isfinite(total)
     return Effect(
         count=int(count),
-        spread=int(count),
+        spread=spread,
         total=total,
         squares=squares,
         probabilities=probabilities,

@@ -1,4 +1,4 @@
-"""What a recipe at a layer's `output` GEMM is predicted to cost the model, in normalized entropy."""
+"""What a recipe at a layer's `output` GEMM is predicted to cost the model: KL/H, which needs no labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loka.probe.sensitivity import CASTS
 
 
 def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:
-    """dNE (absolute: 1e-4 is 0.01 %) of quantizing this layer's `output` GEMM alone, with its 95 % interval.
+    """KL/H (absolute: 1e-4 is 0.01 %) of quantizing this layer's `output` GEMM alone, with its 95 % interval.
 
     Effects of several layers add up. Of casts that were not tried while probing the histograms
     tell, with the interval that sampling left at this layer. None where the recipe has no `output`
@@ -35,7 +35,7 @@ def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:
 
 
 def joint_ne(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
-    """dNE of quantizing several layers together: the sum of their effects, but for what their errors do
+    """KL/H of quantizing several layers together: the sum of their effects, but for what their errors do
     to all samples alike. Those shifts of the logit add before they are squared (core/effect.py).
 
     `chosen` maps layers to the recipe of their `output` GEMM. None where an effect is not known.
@@ -56,7 +56,7 @@ def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
 
 
 def depth_ne(layer: LinearStats, casts: Casts) -> float | None:
-    """dNE from sensitivity-weighted depth histograms alone (probe/effect_depths.py); None without them."""
+    """KL/H from sensitivity-weighted depth histograms alone (probe/effect_depths.py); None without them."""
     loss = depth_loss(layer, casts)
     entropy = next((effect.entropy for effect in layer.effects.values()), 0.0)
     return None if loss is None or not entropy > 0 else loss / entropy

@@ -68,12 +68,12 @@ class Probe:
             writes while training goes on. Among several ranks each has its own folder inside, "rank-3".
         resume: statistics to go on from, of the same model.
         seed: of the row samples.
-        effect_samples: examples from which effects on the model's NE are known, over sampled steps;
-            earlier ones fade. 0 turns the extra backward off.
+        effect_samples: examples from which effects on KL/H are known, over sampled steps; earlier ones
+            fade, and `renew_effects` replaces them all. 0 turns the extra backward off.
         effect_step: examples of one sampled step that are used for it, at most.
         logits: function from what the model returns to its logits [B] or [B, tasks], float. Not
             needed where the model returns them (or probabilities straight out of a sigmoid).
-        base_rate: share of positive labels, for the entropy that NE is relative to; by default the
+        base_rate: share of positive labels, for the entropy H that KL is relative to; by default the
             mean prediction. Where a model's output shows no logits it is needed: effects are then
             taken from the gradient of training, of a loss that is a mean over the batch.
 

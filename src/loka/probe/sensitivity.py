@@ -1,4 +1,4 @@
-"""What quantizing each site would cost the model, from one extra backward pass on a sampled step.
+"""What quantizing each site would cost the model in KL/H, from one extra backward pass on a sampled step.
 
     v     = sum_it eps_it sqrt(p_it (1 - p_it)) z_it        z logits [B, T], eps random signs
     g_i   = dv / dY_i                                       at every linear layer's output, at once
@@ -19,8 +19,7 @@ tensors inside the model do run; a model with backward hooks on modules is left 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +31,11 @@ from loka.core.effect import OLD, Effect, merged
 from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
 from loka.core.stats import LinearStats
 from loka.nn.dataflow import unseen
-from loka.nn.unwrap import named_modules
 from loka.probe.changes import changes_of, effects_of
 from loka.probe.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
 from loka.probe.logits import Logits, NoEffect, finite, logits_of, refuse
 from loka.probe.sample_rows import RowsMix, batch_of, rows_of
+from loka.probe.untouched import batch_norms, buffers_kept
 
 _POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
 _E5M2 = Cast(Format.E5M2, Granularity.ROW)
@@ -72,6 +71,20 @@ class Call:
     step: Step
 
 
+@dataclass(frozen=True)
+class Found:
+    """What one forward pass shows: s [m, recipes] and histograms by site, the picked rows of the batch [m],
+    their logits and eps sqrt(p (1 - p)) [m, T]."""
+
+    sites: Mapping[str, tuple[torch.Tensor, Tables]]
+    picks: torch.Tensor
+    logits: torch.Tensor
+    signed: torch.Tensor
+
+
+Sink = Callable[[Found], None]
+
+
 class Sensitivity:
     """The effects of every site over the sampled steps.
 
@@ -92,15 +105,24 @@ class Sensitivity:
             shows no logits falls back to the empirical Fisher: the gradient of training times the
             batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
         seed: of samples and signs.
+        sink: receives what each step finds, in place of the effects over the steps.
     """
 
     working = False
 
     def __init__(
-        self, *, samples: int, per_step: int, logits: Logits | None, base_rate: float | None, seed: int
+        self,
+        *,
+        samples: int,
+        per_step: int,
+        logits: Logits | None,
+        base_rate: float | None,
+        seed: int,
+        sink: Sink | None = None,
     ) -> None:
         self._samples, self._per_step, self._seed = samples, per_step, seed
         self._logits, self._base_rate = logits, base_rate
+        self._sink = sink
         self._generator = torch.Generator()
         self._calls: list[tuple[Call, GradientEdge]] = []
         self._step, self._shown = Step(), False  # whether the output ever showed logits
@@ -171,11 +193,14 @@ class Sensitivity:
         reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
         self._drop([call for call in calls if call.path not in reached], _UNREACHED)
         found: dict[str, tuple[torch.Tensor, Tables]] = {}
-        mixing = _batch_norms(model)
+        mixing = batch_norms(model)
         for call, grad in zip(calls, grads, strict=True):
             if grad is not None:
                 self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
-        self._note(found, p, signed)
+        if self._sink is None:
+            self._note(found, p, signed)
+        else:
+            self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed))
 
     def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
         """Training's gradient at an output, where the model's output shows no logits."""
@@ -185,6 +210,10 @@ class Sensitivity:
                 self._waiting.append(step)
             grad = grad.detach().float() * step.batch
             self._add(step.pending, call, grad, step.picks, step.batch, of_all=True)
+
+    def missed(self) -> dict[str, str]:
+        """Why the latest step says nothing, by site."""
+        return dict(self._missed)
 
     def restore(self, path: str, layer: LinearStats) -> None:
         if layer.effects:
@@ -228,7 +257,7 @@ class Sensitivity:
         Sensitivity.working = True
         try:
             # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
-            with unseen(), _buffers_kept(model), torch.random.fork_rng(devices=devices):
+            with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
                 grads = torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
         finally:
             Sensitivity.working = False
@@ -330,40 +359,6 @@ def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
 def step_seed(seed: int, step: int) -> int:
     """For the generator of one step: what is random there depends on nothing that came before."""
     return (seed * 1_000_003 + step) % (1 << 63)
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were, without autograd taking them for changed in place."""
-    kept = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if module.training and buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, copy in kept:
-            buffer.data.copy_(copy)
-            module._buffers[name] = buffer
-
-
-_NAMED = 4
-
-
-def _batch_norms(model: nn.Module) -> str:
-    """What to add where rows mix samples: the modules that take statistics over the batch; "" without any."""
-    paths = [
-        path or "the model"
-        for path, module in named_modules(model)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and (module.training or module.running_mean is None)
-    ]
-    if not paths:
-        return ""
-    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
-    return f"; BatchNorm takes its statistics over the batch ({', '.join(paths[:_NAMED])}{more})"
 
 
 def _told(error: Exception) -> str:

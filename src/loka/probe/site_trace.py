@@ -110,7 +110,8 @@ class SiteTrace(ParameterMode):
         self._inside = 0
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
-        self.account = FlopAccount(self._of_model(), self._place) if account else None
+        parameters = self._of_model()  # the root's own too, whose pre-hook has begun when a probe starts this
+        self.account = FlopAccount(parameters, self._place) if account else None
 
     def start(self) -> None:
         for module in self._paths:

@@ -1,6 +1,7 @@
 """From a cold start to FP8 in one run: bf16 while a probe learns, then measure, plan, convert, and on.
 
-    probe      bf16, some steps sampled; ends when the predicted effects on NE are narrow, or after its share
+    probe      bf16, some steps sampled; ends when the predicted effects on KL/H are narrow, or after its
+               share, with effects of the model as it is by then, from fresh rows
     measure    no steps: errors, and on a GPU times, of every candidate at every site; a plan in the budget
     fp8        by the plan, under the drift valve       (bf16, where nothing is worth FP8 or is allowed to be)
 
@@ -12,7 +13,9 @@ file. Among several ranks rank 0 ends the probe and plans, on the statistics of 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +25,10 @@ import torch
 
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.drift import effects_of
+from loka.core.effect import NO_PROMISE
 from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
+from loka.core.label_rate import LabelRate
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.stats import Stats
@@ -33,7 +38,9 @@ from loka.dispatch import plan as plan_report
 from loka.probe import Probe, measure
 from loka.probe.measure import timeable
 from loka.probe.merging import gather_stats
+from loka.probe.movement import Horizon
 from loka.probe.settings import Settings
+from loka.train.as_it_is import as_they_are, batches_needed, renew, told
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Companion, Run
 from loka.train.step import Sight
@@ -61,7 +68,8 @@ class AutoConfig:
         most_steps: after which the phase ends whatever is known; by default a fifth of the run.
         width: the phase ends when what all layers in FP8 would cost is known so well that the end a budget is
             charged with is at most `width` times the estimate.
-        budget: of the plan. None: an NE increase of 2e-4, or without any known effect the default `Budget()`.
+        budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
+            `Budget()`.
         candidates: to measure; all by default.
         settings: how finely to measure; chains, unless it says, under the budget's recipes.
         measure_seconds: after which measuring begins nothing new; the largest chains and layers come first,
@@ -149,7 +157,7 @@ class Auto(Companion):
                 every=self.config.every,
                 overhead=self.config.overhead,
                 base_rate=self.config.base_rate,
-                logits=_as_they_are,
+                logits=as_they_are,
                 seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
                 resume=self._stats,
             )
@@ -223,16 +231,42 @@ class Auto(Companion):
         stats = self._probe.stats()
         self._probe.__exit__(None, None, None)
         self._probe = None
+        run.close()  # compiled code and graphs of bf16 are of no more use
+        stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
         merged = gather_stats(stats)  # exchanges by itself
         together(lambda: self._save(merged))
         self._stats = merged
         self.phase = "measure"
         run.save_due = True  # a run killed while measuring need not probe again
         width = relative_width(merged)
-        known = f"effects on NE known to a factor of {width:.2f}" if width else "no effect on NE known"
+        known = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
         said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {known}"
         self._tell(f"step {run.step}: probed: {said}")
         self._begin("measure", run, note=said)
+
+    def _renewed(self, run: Run, stats: Stats) -> Stats:
+        """With effects of the model as it is, from the next rows, that hold for twice the steps so far.
+
+        Beyond that nobody knows how a model moves. Rows of a second epoch are not fresh: then `stats`.
+        """
+        batches = list(itertools.islice(run.unused(), batches_needed(run.config.batch_size)))
+        if not batches:
+            self._tell("effects on KL/H are those of sampled steps: no row is left that was not trained on")
+            return stats
+        _, clicks = run.running.losses_and_clicks()
+        began = time.perf_counter()
+        renewed = renew(
+            run.model,
+            stats,
+            batches,
+            config=run.config,
+            base_rate=self.config.base_rate or LabelRate(positives=clicks, rows=run.running.rows),
+            horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
+            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+        )
+        for line in told(renewed, time.perf_counter() - began):
+            self._tell(line)
+        return renewed
 
     def _turn_to_fp8(self, run: Run) -> None:
         """Measures, plans and converts between two steps; where no plan can run here, bf16 goes on."""
@@ -319,7 +353,9 @@ class Auto(Companion):
 
     def _default_budget(self) -> Budget:
         assert self._stats is not None
-        return Budget(ne=NE_ALLOWED) if any(effects_of(self._stats).values()) else Budget()
+        known = any(effects_of(self._stats).values())
+        refused = any(layer.no_effect.startswith(NO_PROMISE) for layer in self._stats.layers.values())
+        return Budget(ne=NE_ALLOWED) if known or refused else Budget()  # refused: it stays in high precision
 
     def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
         """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
@@ -349,8 +385,3 @@ def relative_width(stats: Stats) -> float | None:
     effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
     total = total_effect(effects)
     return spends(total) / total.value if effects and total.value > 0 else None
-
-
-def _as_they_are(output: torch.Tensor) -> torch.Tensor:
-    """`train` takes what a model returns for logits, so the probe need not guess."""
-    return output

@@ -104,6 +104,24 @@ def load_newest(
     )
 
 
+def load_one(path: Path) -> Checkpoint | None:
+    """Of any run: `path` itself, "step-00000100", or the newest usable one in it. None where it holds none.
+
+    Raises:
+        CheckpointRefused: there is one, and it is damaged.
+    """
+    if not _NAME.fullmatch(path.name):
+        return load_newest(path)
+    if not path.is_dir():
+        return None
+    try:
+        return Checkpoint(_step_of(path), _read(path, None), path)
+    except FileRefused as error:
+        raise CheckpointRefused(
+            f"{path} cannot be used", why=error.why, way_out="name another checkpoint of the run"
+        ) from error
+
+
 def holds_checkpoints(folder: Path) -> bool:
     return bool(_newest_first(folder))
 

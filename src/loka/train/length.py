@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,3 +52,9 @@ def batches_from(source: Source, config: TrainConfig, length: Length, *, step: i
                 why=[f"it promised {source.rows} rows; its account is {source.account()}"],
                 way_out="fix the count of rows, or the files if they changed while training",
             )
+
+
+def unused_batches(source: Source, config: TrainConfig, length: Length, *, step: int) -> Iterator[Batch]:
+    """The batches from `step` on that no step before has trained on: those of the first epoch."""
+    left = min(length.per_epoch, length.steps) - step
+    return itertools.islice(batches_from(source, config, length, step=step), max(left, 0))

@@ -31,7 +31,7 @@ from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoi
 from loka.train.config import Precision, TrainConfig
 from loka.train.forward import arguments, matrix_precision, predict
 from loka.train.interrupt import deferred_interrupt
-from loka.train.length import Length, batches_from
+from loka.train.length import Length, batches_from, unused_batches
 from loka.train.metrics import Quality, normalized_entropy
 from loka.train.ranks import together, warn_if_apart
 from loka.train.run import Companion, Run
@@ -170,6 +170,7 @@ def train(
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, resume=resume) if checkpoints else None
     run = Run(model, config, steps=length.steps, segments=segments)
+    run.unused = lambda: unused_batches(source, config, length, step=run.step)
     if plan:
         run.adopt(plan)
     if found:

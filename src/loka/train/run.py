@@ -8,7 +8,7 @@ between steps only, and what it has to remember goes into the run's checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class Run:
         self.optimizers = build_optimizers(model, config)
         self.running = RunningQuality(self.device, window=config.window, segments=segments)
         self.interrupt = Interrupt()
+        self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
         self.save_due = False  # a companion sets it where the next step may not be the same again
         self._step: Step | None = None
 

@@ -52,6 +52,11 @@ def plan_text(plan: Plan | None) -> str | None:
     return json.dumps(plan.to_json(), allow_nan=False) if plan else None
 
 
+def labels_in(state: Mapping[str, Any]) -> tuple[float, int]:
+    """Positive labels of all rows that were trained on, and how many rows that are."""
+    return float(state["running"]["sums"][0, 2]), int(state["running"]["rows"])
+
+
 def restore(
     state: Mapping[str, Any],
     model: nn.Module,
@@ -64,10 +69,8 @@ def restore(
 
     The model has to run by the state's plan already.
     """
+    restore_model(state, model, path=path)
     try:
-        model.load_state_dict(state["model"])
-        for name, value in state["buffers"].items():
-            _restore_buffer(model, name, value)
         restore_carried(model, state["fp8"])
         for name, optimizer in optimizers.items():
             _restore_optimizer(optimizer, state["optimizers"][name])
@@ -75,12 +78,29 @@ def restore(
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], _device(model))
-    except (RuntimeError, AttributeError, KeyError, ValueError) as error:
-        raise CheckpointRefused(
-            f"the state in {path} does not fit this model",
-            why=str(error).splitlines(),
-            way_out="build and convert the model as the run did that wrote it",
-        ) from error
+    except _UNFIT as error:
+        raise _refused(path, error) from error
+
+
+def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> None:
+    """Weights and buffers alone; whether `model` runs by a plan does not matter."""
+    try:
+        model.load_state_dict(state["model"])
+        for name, value in state["buffers"].items():
+            _restore_buffer(model, name, value)
+    except _UNFIT as error:
+        raise _refused(path, error) from error
+
+
+_UNFIT = (RuntimeError, AttributeError, KeyError, ValueError)
+
+
+def _refused(path: Path, error: Exception) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"the state in {path} does not fit this model",
+        why=str(error).splitlines(),
+        way_out="build and convert the model as the run did that wrote it",
+    )
 
 
 def layout(model: nn.Module) -> dict[str, Any]:

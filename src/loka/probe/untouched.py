@@ -1,0 +1,62 @@
+"""What passes beside training leave as it is: buffers, random numbers, the mode; and what BatchNorm mixes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from loka.nn.unwrap import named_modules
+
+_NAMED = 4
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module, *, of_all: bool = False) -> Iterator[None]:
+    """Buffers are afterwards what they were, without autograd taking them for changed in place.
+
+    Those of modules in training mode, or `of_all`.
+    """
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if (module.training or of_all) and buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, copy in kept:
+            buffer.data.copy_(copy)
+            module._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def as_evaluated(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` runs in eval mode with gradients; afterwards its mode and buffers and the random state
+    are what they were."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices), buffers_kept(model, of_all=True), torch.enable_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def batch_norms(model: nn.Module) -> str:
+    """What to add where rows mix samples: the modules that take statistics over the batch; "" without any."""
+    paths = [
+        path or "the model"
+        for path, module in named_modules(model)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and (module.training or module.running_mean is None)
+    ]
+    if not paths:
+        return ""
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return f"; BatchNorm takes its statistics over the batch ({', '.join(paths[:_NAMED])}{more})"

@@ -1,0 +1,74 @@
+"""`loka probe`: effects of the model at the end, from rows that training has not used; `--checkpoint`."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from command_line import loka
+
+from loka.core.effect import NO_PROMISE
+from loka.core.stats import Stats
+
+FEW = ("--model", "dlrm", "--rows", "3000", "--batch-size", "128")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("probed")
+    text = loka("train", *FEW, "--checkpoints", "run", cwd=folder)
+    assert "held out" in text
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_effects_are_of_rows_behind_those_of_training(tmp_path: Path) -> None:
+    text = loka("probe", *FEW, "--every", 6, "--out", "stats", cwd=tmp_path)
+    assert "effects on KL/H: of 6 of 6 sites from 499 rows that training has not used" in text
+    for layer in Stats.load(tmp_path / "stats").layers.values():
+        for effect in layer.effects.values():
+            assert (effect.count, effect.spread) == (499, 499), "none has faded; the last batch is short"
+            assert effect.log_variance > 0, "H is that of the labels, counted"
+            assert 0.05 < effect.probabilities[0] / effect.count < 0.5
+
+
+def test_a_checkpoint_is_probed_as_it_is(folder: Path) -> None:
+    before = digests(folder / "run")
+    text = loka("probe", *FEW, "--checkpoint", "run", "--out", "stats", cwd=folder)
+    assert "after 19 steps" in text
+    assert "no weight moved" in text
+    assert digests(folder / "run") == before
+    stats = Stats.load(folder / "stats")
+    assert not stats.skipped
+    for layer in stats.layers.values():
+        assert set(layer.operands) == {"input", "weight", "grad_output"}
+        assert layer.rows == 128
+        assert max(effect.count for effect in layer.effects.values()) == 127 + 87
+    again = loka("probe", *FEW, "--checkpoint", "run/step-00000019", "--out", "again", cwd=folder)
+    assert "step-00000019" in again
+    assert Stats.load(folder / "again").digest() == stats.digest()
+
+
+def test_a_checkpoint_of_no_use_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert "holds no checkpoint" in loka("probe", *FEW, "--checkpoint", "none", cwd=folder, fails=2)
+    other = loka("probe", "--model", "dcnv2", "--rows", 3000, "--checkpoint", "run", cwd=folder, fails=2)
+    assert "does not fit this model" in other
+    few = ("--model", "dlrm", "--rows", "3000", "--batch-size", "2048")
+    assert "smaller --batch-size" in loka("probe", *few, "--checkpoint", "run", cwd=folder, fails=2)
+
+
+def test_labels_that_are_all_equal_promise_nothing(tmp_path: Path) -> None:
+    """Before, NE was nan and the plan promised 3.6e-5."""
+    rows = ["label,a,b", *(f"0,{at % 7 / 7},{at % 13}" for at in range(1200))]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    (tmp_path / "schema.json").write_text('{"label": "label", "dense": ["a"], "sparse": ["b"]}')
+    command = ("--model", "dlrm", "--batch-size", 64, "--data", "rows.csv", "--schema", "schema.json")
+    text = loka("probe", *command, "--every", 4, "--out", "stats", cwd=tmp_path)
+    assert "every site: nothing can be promised on KL/H: all 960 labels are negative" in text
+    for layer in Stats.load(tmp_path / "stats").layers.values():
+        assert not layer.effects
+        assert layer.no_effect.startswith(NO_PROMISE)
