@@ -252,6 +252,7 @@ def test_the_valve_sees_nothing_saturate() -> None:
     assert counts["underflowed"] == x.numel() / 2
 
 
+@pytest.mark.usefixtures("forced_fusion")
 def test_a_budget_admits_it() -> None:
     x = data(64)[0].cpu()
     model = mlp().cpu()

@@ -47,7 +47,7 @@ TRANSPOSED = "~.t()~"  # of .t(), .T and .mT
 
 
 def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What the view adds to the key of args[0]; None where it cannot be written. Parts add their own index."""
+    """What the view adds to the key of args[0]; None where it cannot be written. Parts add their index."""
     if func in _COPIES:
         return ""
     given = args[1:]
