@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from loka.core.coverage import Uncovered
 
@@ -117,6 +116,8 @@ class FlopAccount(TorchDispatchMode):
 
 
 def _flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    from torch.utils.flop_counter import flop_registry  # it imports triton
+
     if packet in _OWN:
         return _OWN[packet](args, out)
     if packet in flop_registry:
