@@ -145,7 +145,7 @@ def test_interrupted_measuring_goes_on(stats: loka.Stats, tmp_path: Path) -> Non
     part = loka.Report.load(out)
     assert not part.complete
     assert "incomplete" in str(part)
-    assert {site.path for site in part.sites.values()} == {"3"}, "the largest"
+    assert set(part.sites) == {"3/output", "3/grad_input", "3/grad_weight"}, "the largest layer first"
     whole = loka.measure(stats, device="cpu", settings=QUICK, out=out, track=record)
     assert whole.complete
     assert whole.sites["3/output"] == part.sites["3/output"]
@@ -317,15 +317,6 @@ def test_what_cannot_be_timed_is_unsupported(twins: loka.Stats, monkeypatch: pyt
             raise RuntimeError("operation not permitted when stream is capturing")
         return scaled_mm(a, b, dtype=dtype)
 
-    module = sys.modules["loka.probe.measure"]
-    draw = module.draw_errors
-
-    def drawn(*args, **options):
-        timing.clear()
-        return draw(*args, **options)
-
-    monkeypatch.setattr(module, "draw_errors", drawn)
-    timer.before = timing.append
     with registered(kernel("late", run)):
         report = timed(twins, candidates=["late:rowwise_e4m3", ROWWISE])
     for site in report.sites.values():
@@ -390,7 +381,6 @@ def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPa
             clock.now += 60.0
 
     timer.before = one_minute
-    timed(twins, out=out, errors_only=True)
     part = timed(twins, out=out, time_limit=30.0)
     assert not part.complete
     assert list(part.sites) == ["0/output", "0/grad_input", "0/grad_weight"]

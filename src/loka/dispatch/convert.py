@@ -75,9 +75,14 @@ def convert(model: M, plan: Plan) -> M:
         *(d.stack for d in plan.crosses.values()),
     ]
     inside = {path for whole in wholes for path in whole.linears}
-    candidates = plan.by_site()
-    chosen = {path: names for path, names in candidates.items() if path not in inside and set(names) != {HP}}
-    attach(model, plan.model.layers, chosen)
+    planned = dict.fromkeys(d.path for d in plan.decisions.values() if d.path not in inside)
+    chosen = {path: plan.candidates(path) for path in planned}
+    in_fp8 = {
+        path: (names[Gemm.OUTPUT], names[Gemm.GRAD_INPUT], names[Gemm.GRAD_WEIGHT])
+        for path, names in chosen.items()
+        if set(names.values()) != {HP}
+    }
+    attach(model, plan.model.layers, in_fp8)
     for path in plan.turned:
         if path not in inside and set(plan.candidates(path).values()) == {HP}:
             turn_linear(linears[path], path=path)

@@ -20,7 +20,8 @@ from loka.core.exceptions import NotConverted
 from loka.core.recipe import Gemm
 from loka.core.report import HP, site_name
 from loka.kernels.quantizer import BAD_A, BAD_B, RUNS
-from loka.nn.site_ops import GEMMS, Candidates, multiply
+from loka.nn.site_gemms import multiply
+from loka.nn.site_ops import GEMMS, Candidates
 from loka.nn.unwrap import named_modules
 
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
