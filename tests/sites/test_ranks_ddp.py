@@ -1,6 +1,7 @@
 """DistributedDataParallel on two ranks, wrapped before or after `convert`, eager and split by torch.compile.
 
-As under FSDP2 (test_ranks_fsdp2.py), one process that takes both halves of the rows in turn does the same sums.
+As under FSDP2 (test_ranks_fsdp2.py), one process that takes both halves of the rows in turn does the same
+sums.
 """
 
 from __future__ import annotations
