@@ -30,9 +30,21 @@ WAYS = ("by hand", "TrainPipelineBase", "TrainPipelineSparseDist")
 TABLES = "model.sparse_arch.embedding_bag_collection"
 
 
-def build() -> nn.Module:
-    (entry,) = (foreign for foreign in dlrm.MODELS if foreign.name == "torchrec_dlrm_train")
+def build(name: str = "torchrec_dlrm_train") -> nn.Module:
+    (entry,) = (foreign for foreign in dlrm.MODELS if foreign.name == name)
     return entry.build()
+
+
+class Bare(nn.Module):
+    """DLRM_DCN inside DMP, called with its features; the loss is outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = model
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor]:
+        logits = self.held(batch.dense_features, batch.sparse_features).squeeze(-1)
+        return (nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()),)
 
 
 def half(rank: int) -> Any:
@@ -49,7 +61,7 @@ def half(rank: int) -> Any:
     return Batch(batch.dense_features[mine], sparse, batch.labels[mine])
 
 
-def distributed(model: nn.Module) -> nn.Module:
+def distributed(model: nn.Module, path: str = TABLES) -> nn.Module:
     """The same model and weights, its tables sharded."""
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -57,11 +69,11 @@ def distributed(model: nn.Module) -> nn.Module:
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    tables = model.get_submodule(TABLES)
+    tables = model.get_submodule(path)
     apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
     where = {f"t{place}": table_wise(rank=place % 2) for place in range(dlrm.FEATURES)}
     sides = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
-    plan = ShardingPlan({TABLES: construct_module_sharding_plan(tables, where, **sides)})
+    plan = ShardingPlan({path: construct_module_sharding_plan(tables, where, **sides)})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wrapped = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan, sharders=[EmbeddingBagCollectionSharder()]
@@ -86,6 +98,8 @@ class Job:
         found: dict[str, Any] = {
             f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS
         }
+        for order in ORDERS:
+            found[f"{order}, DLRM_DCN"] = self.bare(rank, order)
         wrapped = distributed(build())
         batch = half(rank)
         stats = probed(wrapped, lambda step: wrapped(batch)[0])
@@ -98,6 +112,18 @@ class Job:
             "seen": stats.coverage.seen,
         }
         return found
+
+    def bare(self, rank: int, order: str) -> dict[str, Any]:
+        """DLRM_DCN by itself, with a plan of its own that was probed within DMP."""
+        path = TABLES.removeprefix("model.")
+        wrapped = distributed(build("torchrec_dlrm_dcn"), path)
+        batch = half(rank)
+        plan = forced(probed(wrapped, lambda step: Bare(wrapped)(batch)[0]))
+        model = build("torchrec_dlrm_dcn")
+        model = distributed(loka.convert(model, plan) if order == "convert first" else model, path)
+        model = model if order == "convert first" else loka.convert(model, plan)
+        losses = by_hand(Bare(model), torch.optim.SGD(dense(model), LR), [[batch]] * STEPS)
+        return {"losses": [loss for (loss,) in losses], "runs": runs(model), "left": left(loka.revert(model))}
 
     def trained(self, rank: int, order: str, way: str) -> dict[str, Any]:
         from torchrec.distributed import train_pipeline
@@ -167,6 +193,18 @@ def test_two_ranks_train_as_one_process(
         assert not found["left"]
         if way == "TrainPipelineSparseDist":
             assert found["pipelined"] == 1, "its tables are looked up ahead"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dlrm_dcn_by_itself_with_a_plan_from_within(
+    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str
+) -> None:
+    """Its names are those of DLRMTrain without `model`, its losses the same."""
+    for rank in range(2):
+        found = ranks[rank][f"{order}, DLRM_DCN"]
+        assert found["losses"] == pytest.approx([both[rank] for both in alone], abs=ROUNDING, rel=0)
+        assert found["runs"] == {site.removeprefix("model."): STEPS for site in planned(plan)}
+        assert not found["left"]
 
 
 def test_a_probe_through_the_wrapper_has_the_bare_names(
