@@ -28,4 +28,4 @@ def test_effects_are_refused_where_a_weight_is_gone() -> None:
         layer.register_forward_hook(free)
         model(torch.randn(20, 13))
     told = {layer.no_effect for layer in probe.stats().layers.values()}
-    assert told == {"the weight of 2 was freed after its call, as wrappers that shard do"}
+    assert told == {"the weight of 2 was freed after its call, as a wrapper that shards does"}

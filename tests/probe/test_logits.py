@@ -97,7 +97,7 @@ def test_batch_norm_is_named_where_it_mixes_samples() -> None:
         nn.BatchNorm1d(16),
         nn.Linear(16, 1),
     )
-    x = torch.randn(40, 13)
+    x = torch.randn(300, 13)  # far more than the 64 rows whose gradient is asked for
     with loka.Probe(model, every=1) as probe:
         model(x).sum().backward()
     layers = probe.stats().layers
