@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from loka.cli.inputs import Data
+from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.stats import Stats
@@ -88,7 +89,7 @@ def run_arm(
             on_step=watch.keep if watch else None,
         )
     for message in trained.skipped_checkpoints:
-        print(message)
+        say(message)
     logits, labels = evaluate(
         model,
         run.data.test,
@@ -138,7 +139,7 @@ def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
     watched = stats.steps if stats else 0
     if newest == watched:
         return
-    print(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
+    say(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
     for leftover in (checkpoints, folder):
         if leftover.exists():
             shutil.rmtree(leftover)

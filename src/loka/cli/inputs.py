@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import SyntheticClicks, history_of, open_rows
+from loka.data import Schema, SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
 from loka.train.config import Precision, StepMode, TrainConfig
 from loka.zoo import HistoryTable, build, presets, takes_history
@@ -36,17 +36,38 @@ class Data:
         Counts what this process read, every pass over the rows included.
         """
         total = Counter(self.train.account()) + Counter(self.test.account())  # drops zero counts
-        return [f"rows read: {count} {reason} (all passes together)" for reason, count in total.items()]
+        return [
+            f"rows read: {count} {reason}{'' if reason.endswith(')') else ' (all passes together)'}"
+            for reason, count in total.items()
+        ]
 
 
-def open_data(path: Path | None, *, rows: int, seed: int, holdout: float = 0.2) -> Data:
+def open_data(
+    path: Path | None,
+    *,
+    rows: int,
+    seed: int,
+    holdout: float = 0.2,
+    schema: Path | None = None,
+    test: Path | None = None,
+) -> Data:
     """A file, a folder of prepared clicks or of npy files, or the synthetic world when there is none.
 
-    `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole.
+    `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole. The
+    last `holdout` share is held out, unless there is a `test` file or folder. `schema` is that of files.
     """
     if path is not None:
-        table, tail = open_rows(path, holdout=holdout)
-        return Data(train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out")
+        columns = Schema.from_json(schema) if schema else None
+        table, tail = open_rows(path, holdout=holdout, test=test, schema=columns)
+        of = f" of {test.name}" if test else ""
+        return Data(
+            train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}"
+        )
+    if schema or test:
+        raise LokaError(
+            f"{'--schema' if schema else '--test-data'} without --data",
+            way_out="name the rows to train on, or leave it out: synthetic rows have columns of their own",
+        )
     first = max(int(rows * (1 - holdout)), 1)
     world = SyntheticClicks(rows=first, seed=seed)
     rest = SyntheticClicks(rows=rows - first, first_row=first, seed=seed)

@@ -17,6 +17,7 @@ from torch import nn
 from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import Data, model_builder
+from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
@@ -81,14 +82,14 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
         report = _report(config, data)
         decided = plan_report(report, config.budget)
         decided.save(config.out / "plan.json")
-        print(decided.summary())
+        say(decided.summary())
         arms = _planned_arms(fresh, report, decided)
     arms = {**arms, **torchao}
     found: dict[str, StepTime] = {}
 
     def keep(result: StepTime) -> None:
         found[result.name] = result
-        print(_line(result), flush=True)
+        say(_line(result))
         _write(config, found, decided, batch)
 
     time_steps(
@@ -139,7 +140,7 @@ def _report(config: StepConfig, data: Data) -> Report:
         run = TrainConfig(batch_size=config.batch_size, max_rows=rows, seed=config.seed, device=config.device)
         with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder) as probe:
             train(model, data.train, config=run, track=bars)
-        print(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
+        say(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
     return measure(
         Stats.load(folder),
         device=config.device,

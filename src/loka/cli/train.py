@@ -31,10 +31,14 @@ from loka.cli.options import (
     ModelName,
     NoCache,
     Rows,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
 )
+from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
@@ -65,6 +69,8 @@ _SEGMENTS = 16
 def train(
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     plan: Annotated[Path | None, typer.Option(help="Train by this plan.")] = None,
     auto: Annotated[
         bool, typer.Option("--auto", help="From a cold start: bf16 while a probe learns, then FP8.")
@@ -166,20 +172,24 @@ def train(
             ),
             folder=out,
             track=bars,
-            say=print,
+            say=say,
         )
     elif given or out:
         raise LokaError(
             f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
             way_out="a plan that is made before has its limits in it: `loka plan`",
         )
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
-        print(chosen.summary())
-        companion = Valve(say=print) if valve else None
+        say(chosen.summary())
+        companion = Valve(say=say) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
-    with TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board:
+    shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
+    with (
+        alone_in(out, "training") if out and shared else contextlib.nullcontext(),
+        TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board,
+    ):
 
         def on_log(line: TrainLog) -> None:
             show_log(line)
@@ -200,12 +210,12 @@ def train(
         )
     _tell(result, config)
     if isinstance(companion, Auto):
-        print(companion.timeline)
+        say(companion.timeline)
     _judge(built, opened, config, bars)
 
 
 def show_log(line: TrainLog) -> None:
-    print(
+    say(
         f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
         f"{line.rows_per_second:.0f} rows/s"
     )
@@ -224,7 +234,7 @@ def _saved_plan(checkpoints: Path | None) -> Plan | None:
     found = load_newest(checkpoints) if checkpoints else None
     saved = plan_in(found.state, "given_plan") if found else None
     if found and saved:
-        print(f"by the plan in {found.path}")
+        say(f"by the plan in {found.path}")
     return saved
 
 
@@ -237,15 +247,15 @@ def _segments(column: int, source: Source) -> Segments:
 
 def _tell(result: TrainResult, config: TrainConfig) -> None:
     for message in (*result.skipped_checkpoints, *result.unsaved):
-        print(message)
+        say(message)
     if result.resumed_from is not None:
-        print(f"continued from step {result.resumed_from}")
+        say(f"continued from step {result.resumed_from}")
     if result.step_reason is not None:
-        print(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    print(f"window: {_line(result.reading.window)}")
+        say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
+    say(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
+    say(f"window: {_line(result.reading.window)}")
     for name, judged in result.reading.segments.items():
-        print(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
+        say(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
 
 
 def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars) -> None:
@@ -257,11 +267,11 @@ def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBa
         precision=config.precision,
         track=bars,
     )
-    print(f"held out: {_line(quality(logits, labels))}")
+    say(f"held out: {_line(quality(logits, labels))}")
     for site, runs in fp8_runs(model).items():
-        print(f"ran {runs} x {site}")
+        say(f"ran {runs} x {site}")
     for line in opened.account():
-        print(line)
+        say(line)
 
 
 def _line(judged: Quality) -> str:

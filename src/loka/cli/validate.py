@@ -18,10 +18,14 @@ from loka.cli.options import (
     Device,
     ModelName,
     Rows,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
 )
+from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
@@ -46,6 +50,8 @@ def validate(
     ],
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     pairs: Annotated[int, typer.Option(min=1, help="Training seeds; a verdict takes 4 or more.")] = MIN_PAIRS,
     segment: Annotated[
         list[str] | None,
@@ -84,7 +90,7 @@ def validate(
     if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
         raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
     device = choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]
     builder = model_builder(model)
 
@@ -95,7 +101,7 @@ def validate(
         return built
 
     def show(found: Validation) -> None:
-        print(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
+        say(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
 
     config = train_config(
         batch_size=batch_size,
@@ -106,35 +112,36 @@ def validate(
         lr=lr,
         sparse_lr=sparse_lr,
     )
-    print(f"data: {opened.description}")
-    found = validate_arms(
-        build,
-        opened.train,
-        opened.test,
-        arms,
-        config=config,
-        out=out,
-        model=model,
-        pairs=pairs,
-        divisions=_divisions(segment, opened.test),
-        cluster=None if cluster is None else cluster_named(cluster, opened.test),
-        limit=limit,
-        segment_limit=segment_limit,
-        identity={"mods": with_mods},
-        context={
-            "data": opened.description,
-            "batch_size": batch_size,
-            "mods": with_mods,
-            **({"cluster": cluster} if cluster else {}),
-        },
-        track=ProgressBars("validate"),
-        on_log=_Tenths(),
-        on_pair=show,
-    )
-    print(validation_table(found))
+    say(f"data: {opened.description}")
+    with alone_in(out, "validating"):
+        found = validate_arms(
+            build,
+            opened.train,
+            opened.test,
+            arms,
+            config=config,
+            out=out,
+            model=model,
+            pairs=pairs,
+            divisions=_divisions(segment, opened.test),
+            cluster=None if cluster is None else cluster_named(cluster, opened.test),
+            limit=limit,
+            segment_limit=segment_limit,
+            identity={"mods": with_mods},
+            context={
+                "data": opened.description,
+                "batch_size": batch_size,
+                "mods": with_mods,
+                **({"cluster": cluster} if cluster else {}),
+            },
+            track=ProgressBars("validate"),
+            on_log=_Tenths(),
+            on_pair=show,
+        )
+    say(validation_table(found))
     for line in opened.account():
-        print(line)
-    print(f"written: {out / 'validation.json'}")
+        say(line)
+    say(f"written: {out / 'validation.json'}")
     raise typer.Exit({"pass": PASS, "fail": FAIL, "undecided": UNDECIDED}[found.verdict])
 
 
@@ -155,4 +162,4 @@ class _Tenths:
         if tenth > self._shown.get(run, 0):
             self._shown[run] = tenth
             speed = f"{line.rows_per_second:.0f} rows/s"
-            print(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")
+            say(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")

@@ -35,6 +35,14 @@ class Side:
     flag: int = -1
     count: int = -1
 
+    def __hash__(self) -> int:
+        """Worked out once: eager steps look sides up at every call, and hashing enums is slow."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.cast, self.padded, self.flag, self.count))
+            object.__setattr__(self, "_hash", known)
+        return known
+
 
 def empty_scale(cast: Cast, sides: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Unwritten scales [groups of rows, groups of columns] of a quantized tensor, as they lie in memory.
@@ -84,6 +92,11 @@ def quantize_pair(
     if hp.device.type == "cuda":
         from loka.kernels.triton.quantize import quantize_pair_fused
 
+        if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
+            turned, lying = quantize_pair_fused(
+                hp.t(), row=column, column=row, given=given, seen=seen, health=health
+            )
+            return lying, turned
         return quantize_pair_fused(hp, row=row, column=column, given=given, seen=seen, health=health)
     if seen is not None and hp.numel():
         torch.maximum(seen, hp.abs().amax().float().view(1).view(torch.int32), out=seen)

@@ -19,6 +19,7 @@ than the launches inside it (docs/log.md, 2026-11-22).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def _first_side(run: ScaledGemm) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """What a call of `site_forward` makes: worked out once for a problem, as a step calls it each time."""
+    """What a call of `_forward` makes: worked out once for a problem, as a step calls it each time."""
 
     run: ScaledGemm
     x: tuple[Side, Side | None]
@@ -95,9 +96,14 @@ class _Forward:
 
 @functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
 def _forward_of(
-    layer: _Layer, dtype: torch.dtype, candidates: Candidates, keep: tuple[bool, bool]
+    sides: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    candidates: Candidates,
+    keep: tuple[bool, bool],
 ) -> _Forward | None:
-    """None where `output` is in hp, or empty."""
+    """For `sides` rows, features, outputs; None where `output` is in hp, or empty."""
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     output, grad_input, grad_weight = candidates
     run = layer.fp8(Gemm.OUTPUT, output, dtype)
     if run is None:
@@ -111,7 +117,10 @@ def _forward_of(
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_of(layer: _Layer, dtype: torch.dtype, name: str, gemm: Gemm) -> tuple[ScaledGemm, Side] | None:
+def _backward_of(
+    sides: tuple[int, int, int], device: torch.device, dtype: torch.dtype, name: str, gemm: Gemm
+) -> tuple[ScaledGemm, Side] | None:
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     run = layer.fp8(gemm, name, dtype)
     return None if run is None else (run, _first_side(run))
 
@@ -126,7 +135,8 @@ def _forward(
     candidates: Candidates,
     keep: tuple[bool, bool],
 ) -> Parts:
-    made = _forward_of(_layer(x, weight), x.dtype, candidates, keep)
+    sides = (x.shape[0], x.shape[1], weight.shape[0])
+    made = _forward_of(sides, x.device, x.dtype, candidates, keep)
     if made is None:
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_parts(None, x), *_parts(None, x)
@@ -137,8 +147,7 @@ def _forward(
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
 
-@torch.library.custom_op("loka::site", mutates_args=())
-def site_forward(
+def _site(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
@@ -164,8 +173,7 @@ def site_forward(
     return _forward(x, weight, health.data, candidates, (keep_input, keep_weight))
 
 
-@site_forward.register_fake
-def _(
+def _site_fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
@@ -196,14 +204,14 @@ def _backward(
     features: int,
     weight_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = _Layer(rows=dy.shape[0], features=features, outputs=dy.shape[1], device=dy.device)
-    dx = dy.new_empty(0)
-    dw = dy.new_empty(0, dtype=weight_dtype)
+    sides, device = (dy.shape[0], features, dy.shape[1]), dy.device
+    dx = dw = None
     if dy.numel() == 0:
-        dx = dy.new_zeros(layer.rows, features) if want[0] else dx
-        return dx, dw.new_zeros(layer.outputs, features) if want[1] else dw
-    for_input = _backward_of(layer, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
-    for_weight = _backward_of(layer, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
+        dx = dy.new_zeros(sides[0], features) if want[0] else None
+        dw = dy.new_zeros(sides[2], features, dtype=weight_dtype) if want[1] else None
+        return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+    for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
+    for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
     low = turned = None
     if for_input or for_weight:
         low, turned = quantize_pair(
@@ -220,11 +228,15 @@ def _backward(
         dw = for_weight[0](turned, _second(for_weight[0], x, x_scale, health))
     elif want[1]:
         dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
-    return dx, dw
+    return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
 
 
-@torch.library.custom_op("loka::site_backward", mutates_args=())
-def site_backward(
+def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """An op returns tensors: empty ones for what is not wanted."""
+    return like.new_empty(0, dtype=dtype) if found is None else found
+
+
+def _site_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -241,15 +253,14 @@ def site_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx [T, features] in the dtype of dy and dW [out, features] in `weight_dtype`; empty if not wanted.
 
-    `x` is the input [T, features], or its transpose as `site_forward` quantized it; `weight`
+    `x` is the input [T, features], or its transpose as `loka::site` quantized it; `weight`
     likewise. A scale is empty where its tensor is in high precision.
     """
     names, want = (grad_input, grad_weight), (want_input, want_weight)
     return _backward(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-@site_backward.register_fake
-def _(
+def _site_backward_fake(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -271,6 +282,19 @@ def _(
         else dy.new_empty(0, dtype=weight_dtype)
     )
     return dx, dw
+
+
+def _registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The op `name` without side effects. `torch.library.custom_op` would wrap each call in two more
+    Python functions, for gradients that SiteGemms gives and checks that tests make."""
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(name, ("CPU", "CUDA"), function)
+    torch.library.register_fake(name, fake)
+    return getattr(torch.ops.loka, name.partition("::")[2]).default
+
+
+site_forward = _registered("loka::site", _site, _site_fake)
+site_backward = _registered("loka::site_backward", _site_backward, _site_backward_fake)
 
 
 def _layer(x: torch.Tensor, weight: torch.Tensor) -> _Layer:
