@@ -11,6 +11,7 @@ import loka
 
 
 def test_effects_are_refused_where_a_weight_is_gone() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 1))
     layer = model[2]
     kept = layer.weight.detach().clone()
