@@ -24,7 +24,7 @@ from loka.nn.chain import dissolve_chains, form_chains, runs_fused
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.turned import restore_turned, turn_linear, turned_linears
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,7 +116,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
     if differences:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this "
-            f"{type(unwrap(model)).__name__} has",
+            f"{class_name(model)} has",
             why=differences,
             way_out="apply the same mods as when probing, or probe, measure and plan this model",
         )

@@ -71,8 +71,9 @@ class Probe:
         effect_samples: examples from which effects on the model's NE are known, over sampled steps;
             earlier ones fade. 0 turns the extra backward off.
         effect_step: examples of one sampled step that are used for it, at most.
-        logits: function from what the model returns to its logits [B] or [B, tasks], float. Not
-            needed where the model returns them (or probabilities straight out of a sigmoid).
+        logits: function from what the model returns to its logits [B] or [B, tasks], float. Not needed
+            where it returns those of one task (or probabilities straight out of a sigmoid), under the name
+            "logits" among others, or as TorchRec's DLRMTrain does.
         base_rate: share of positive labels, for the entropy that NE is relative to; by default the
             mean prediction. Where a model's output shows no logits it is needed: effects are then
             taken from the gradient of training, of a loss that is a mean over the batch.
