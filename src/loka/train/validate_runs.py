@@ -29,7 +29,7 @@ from loka.core.files import read_record, read_tensors, sha256_of_file, write_rec
 from loka.core.report import number_to_json
 from loka.data.batch import Source
 from loka.nn import check_finite, fp8_runs
-from loka.train.config import TrainConfig
+from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
 from loka.train.metrics import Quality, quality
@@ -185,11 +185,13 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
                 return None
     except FileRefused:
         return None
-    differs = [part for part in identity if identity[part] != content["identity"].get(part)]
+    there = dict(content["identity"])
+    there["config"] = as_recorded(there["config"], identity["config"])
+    differs = [part for part in identity if identity[part] != there.get(part)]
     if differs:
         raise LokaError(
             f"{folder} holds a run of something else",
-            why=[f"{part}: {content['identity'].get(part)} there, {identity[part]} now" for part in differs],
+            why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
             way_out="choose another output folder, or remove that one",
         )
     return Run.from_json(content["run"])
