@@ -18,7 +18,7 @@ from torch import nn
 from loka.core.exceptions import LokaError
 from loka.nn import chain_snapshot, fp8_runs
 from loka.train import TrainConfig, evaluate, train
-from loka.train.average import as_averaged, due
+from loka.train.average import as_averaged, averaged_weights, due
 
 CONFIG = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=3, average="tail", average_share=0.3)
 ROWS = RandomRows(64 * 20)
@@ -161,9 +161,7 @@ def test_batch_norm_gets_the_statistics_of_the_mean() -> None:
 
 
 def test_an_empty_mean_is_refused() -> None:
-    from loka.train.average import averaged_weights
-
     model = small_model()
-    with pytest.raises(LokaError, match="nothing was averaged yet"):
-        with as_averaged(model, averaged_weights(model, CONFIG, 20), config=CONFIG):
-            pass
+    empty = averaged_weights(model, CONFIG, 20)
+    with pytest.raises(LokaError, match="nothing was averaged"), as_averaged(model, empty, config=CONFIG):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import shutil
@@ -17,7 +18,7 @@ from small_run import RandomRows, small_model
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
-from loka.core.files import write_record
+from loka.core.files import sha256_of_file, write_record
 from loka.train import TrainConfig, build_optimizers, graphed, rate_factor, schedulers, train
 from loka.train.schedule import describe, warmup_steps
 
@@ -63,9 +64,9 @@ def test_every_schedule_rises_to_the_peak_and_falls_to_its_end(
     found = [rate_factor(step, steps, config) for step in range(steps)]
     peak = max(warmup_steps(steps, config) - 1, 0)
     assert found[peak] == 1.0
-    assert all(a < b for a, b in zip(found[:peak], found[1 : peak + 1], strict=True))
+    assert all(a < b for a, b in itertools.pairwise(found[: peak + 1]))
     slack = 1e-12  # of sums in double precision
-    assert all(b <= a + slack for a, b in zip(found[peak:], found[peak + 1 :], strict=False))
+    assert all(b <= a + slack for a, b in itertools.pairwise(found[peak:]))
     assert min(found[peak:]) >= (1.0 if schedule == "constant" else final_rate) - slack
     # What follows the last step, which no step is spent on: the end itself.
     end = rate_factor(steps, steps, config)
@@ -112,7 +113,7 @@ def test_the_rate_of_a_step_is_the_one_it_moves_by() -> None:
         config=replace(CONFIG, lr=0.01, schedule="linear"),
         on_step=lambda step: moved.append(float(model.weight.detach())),
     )
-    steps = [abs(b - a) for a, b in zip(moved, moved[1:], strict=False)]
+    steps = [abs(b - a) for a, b in itertools.pairwise(moved)]
     ratio = [step / steps[1] for step in steps]
     expected = factors(20, schedule="linear")
     # Clicks vary from batch to batch, and Adam's two means with them: by a few percent.
@@ -224,8 +225,6 @@ def aged(folder: Path, into: Path) -> None:
             for group in optimizer["param_groups"]:
                 del group["initial_lr"]
         torch.save(state, file.parent / "state.pt")
-        from loka.core.files import sha256_of_file
-
         content = {**record["content"], "sha256": sha256_of_file(file.parent / "state.pt")}
         write_record(file, kind=record["kind"], version=record["version"], content=content)
 

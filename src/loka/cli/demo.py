@@ -52,6 +52,7 @@ class DemoConfig:
     device: str
     min_sqnr_db: float | None
     min_speedup: float
+    schedule: str = "cosine"  # an older demo ran at a constant rate, and is not gone on with
 
 
 def default_config(

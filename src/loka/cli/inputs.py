@@ -16,7 +16,7 @@ from torch import nn
 from loka.core.exceptions import LokaError, UnknownName
 from loka.data import SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
-from loka.train.config import Precision, StepMode, TrainConfig
+from loka.train.config import NAMED, TrainConfig
 from loka.zoo import HistoryTable, build, presets, takes_history
 
 Build = Callable[[Source], nn.Module]
@@ -145,9 +145,9 @@ def choose_device(name: str | None) -> str:
 
 
 def train_config(**fields: object) -> TrainConfig:
-    """Raises UnknownName for a precision or a way to run steps that does not exist, LokaError for what else
-    cannot be."""
-    for name, known in (("precision", Precision), ("step", StepMode)):
+    """Raises UnknownName for a name that does not exist, such as of a precision or a schedule, LokaError for
+    what else cannot be."""
+    for name, known in NAMED.items():
         names = get_args(known)
         if fields.get(name, names[0]) not in names:
             raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {', '.join(names)}")

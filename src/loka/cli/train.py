@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from loka import mods
 from loka.cli.demo import MODS
@@ -23,17 +24,23 @@ from loka.cli.inputs import (
 )
 from loka.cli.ne import named_budget
 from loka.cli.options import (
+    AverageName,
+    AverageShare,
     BatchSize,
     CacheFolder,
     DataFile,
+    DecayShare,
     DenseRate,
     Device,
+    FinalRate,
     ModelName,
     NoCache,
     Rows,
+    ScheduleName,
     Seed,
     SparseRate,
     StepName,
+    Warmup,
 )
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -54,6 +61,9 @@ from loka.train import (
 )
 from loka.train import train as train_model
 from loka.train.auto import Auto, AutoConfig
+from loka.train.average import as_averaged
+from loka.train.length import Length
+from loka.train.schedule import describe
 from loka.train.state import plan_in
 from loka.train.tensorboard import TensorBoard
 from loka.train.valve import Valve
@@ -84,9 +94,12 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
     lr: DenseRate = 1e-3,
     sparse_lr: SparseRate = 0.1,
-    warmup: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")
-    ] = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "none",
+    average_share: AverageShare = 0.1,
     grad_clip: Annotated[float | None, typer.Option(help="Largest norm of the dense gradients.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts that a batch goes through in.")] = 1,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
@@ -133,6 +146,11 @@ def train(
         lr=lr,
         sparse_lr=sparse_lr,
         warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
         seed=seed,
         precision=precision,
         grad_clip=grad_clip,
@@ -177,6 +195,7 @@ def train(
         print(chosen.summary())
         companion = Valve(say=print) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+    print(describe(config, Length.of(opened.train, config).steps))
     with TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board:
 
         def on_log(line: TrainLog) -> None:
@@ -199,7 +218,7 @@ def train(
     _tell(result, config)
     if isinstance(companion, Auto):
         print(companion.timeline)
-    _judge(built, opened, config, bars)
+    _judge(built, opened, config, bars, result.average)
 
 
 def show_log(line: TrainLog) -> None:
@@ -246,16 +265,24 @@ def _tell(result: TrainResult, config: TrainConfig) -> None:
         print(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
 
 
-def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars) -> None:
-    logits, labels = evaluate(
-        model,
-        opened.test,
-        batch_size=config.batch_size,
-        device=config.device,
-        precision=config.precision,
-        track=bars,
-    )
-    print(f"held out: {_line(quality(logits, labels))}")
+def _judge(
+    model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars, average: AveragedModel | None
+) -> None:
+    def judged() -> Quality:
+        logits, labels = evaluate(
+            model,
+            opened.test,
+            batch_size=config.batch_size,
+            device=config.device,
+            precision=config.precision,
+            track=bars,
+        )
+        return quality(logits, labels)
+
+    print(f"held out: {_line(judged())}")
+    if average is not None:
+        with as_averaged(model, average, rows=opened.train, config=config):
+            print(f"held out, by the mean of the weights ({config.average}): {_line(judged())}")
     for site, runs in fp8_runs(model).items():
         print(f"ran {runs} x {site}")
     for line in opened.account():

@@ -34,13 +34,13 @@ class TrainConfig:
         lr: dense learning rate, Adam.
         sparse_lr: learning rate of tables with sparse gradients, row-wise AdaGrad.
         warmup: fraction of the steps over which both rates rise linearly.
-        schedule: how both rates go on from there (train/schedule.py): down along a cosine or a line, level and
-            then down ("wsd"), or level. Differences of 0.02 % between two models can be seen only where the
-            rate has decayed, so it does by default.
+        schedule: how both rates go on from there (train/schedule.py): down along a cosine or a line, level
+            and then down ("wsd"), or level. Differences of 0.02 % between two models can be seen only where
+            the rate has decayed, so it does by default.
         decay: of "wsd", fraction of the steps over which the rates fall at the end.
         final_rate: what the rates fall to, as a fraction of the peak.
-        average: a mean of the weights as a second read-out (train/average.py): exponential ("ema"), of the end
-            of the run ("tail"), or none. It costs the memory of the weights once more.
+        average: a mean of the weights as a second read-out (train/average.py): exponential ("ema"), of the
+            end of the run ("tail"), or none. It costs the memory of the weights once more.
         average_share: fraction of the steps that the mean covers; the time constant of "ema".
         precision: bf16 autocasts the model; tf32 lets a GPU multiply float32 matrices in TF32 (on a CPU it is
             fp32). Weights and loss are float32 in all cases.

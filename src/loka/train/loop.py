@@ -71,9 +71,9 @@ class TrainLog:
 class TrainResult:
     """Steps, rows and `reading` cover the whole run; the speed is that of this process alone.
 
-    `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks, `average`
-    the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the rate of the
-    last step as a share of the peak.
+    `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks,
+    `average` the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the
+    rate of the last step as a share of the peak.
     """
 
     steps: int

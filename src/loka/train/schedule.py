@@ -6,9 +6,10 @@
     wsd        1, and over the last `decay` of the updates linear    warm-up, stable, decay (2405.18392)
 
 The peak P is the last update of the warm-up or the first of all, and no update is spent at `final_rate`
-itself, where nothing would move if it is 0. One torch LambdaLR drives each optimizer, the dense one and that of the tables. The factor depends on the update's
-number alone, so a resumed run needs nothing but its step. A rate that is a tensor is written to in place,
-which a captured CUDA graph reads at its next replay, and nothing waits for the device.
+itself, where nothing would move if it is 0. One torch LambdaLR drives each optimizer, the dense one and that
+of the tables. The factor depends on the update's number alone, so a resumed run needs nothing but its step.
+A rate that is a tensor is written to in place, which a captured CUDA graph reads at its next replay, and
+nothing waits for the device.
 """
 
 from __future__ import annotations
