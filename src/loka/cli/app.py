@@ -14,7 +14,14 @@ from loka.cli.bench import bench
 from loka.cli.data import data_app
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
-from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between
+from loka.cli.inputs import (
+    choose_device,
+    model_builder,
+    open_data,
+    share_in_rows,
+    share_of_labels,
+    steps_between,
+)
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
     BatchSize,
@@ -24,11 +31,13 @@ from loka.cli.options import (
     ModelName,
     NoCache,
     Rows,
+    ScheduleName,
     Seed,
     TimeLimit,
 )
 from loka.cli.report import report as write_report
-from loka.cli.train import WithMods, show_log, train
+from loka.cli.train import WithMods, train
+from loka.cli.train_lines import show_log
 from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -73,6 +82,7 @@ def demo(
     device: Device = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
     min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
+    schedule: ScheduleName = "cosine",
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     config = default_config(
@@ -85,6 +95,7 @@ def demo(
         device=device,
         min_sqnr_db=min_sqnr_db,
         min_speedup=min_speedup,
+        schedule=schedule,
     )
     run_demo(config, out=out)
 
@@ -115,8 +126,12 @@ def probe(
     if with_mods:
         print(mods.apply(built, MODS))
     built.to(device)
+    if rate is None:
+        rate = share_in_rows(source, batch_size)
     config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
+    # Without a share there is no NE: an effect by the mean prediction would promise what does not exist.
+    samples = 512 if rate else 0
+    with Probe(built, every=cadence, save_to=out, base_rate=rate, effect_samples=samples) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
     stats = probing.stats()
     print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")

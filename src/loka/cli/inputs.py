@@ -17,6 +17,7 @@ from loka.core.exceptions import LokaError, UnknownName
 from loka.data import SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
 from loka.train.config import NAMED, TrainConfig
+from loka.train.labels import count_labels
 from loka.zoo import HistoryTable, build, presets, takes_history
 
 Build = Callable[[Source], nn.Module]
@@ -130,6 +131,19 @@ def share_of_labels(base_rate: float | None) -> float | None:
             way_out="such as 0.03, or leave it out",
         )
     return base_rate
+
+
+def share_in_rows(source: Source, batch_size: int) -> float | None:
+    """The share of positive labels, of the labels themselves; None, and a message, where all are equal."""
+    labels = count_labels(source, batch_size=batch_size)
+    if labels.rate is None:
+        print(
+            f"{labels}: NE is not defined on these rows, so no effect on it is measured and none is "
+            "promised. Check which column is the label, or say --base-rate"
+        )
+    else:
+        print(labels)
+    return labels.rate
 
 
 def choose_device(name: str | None) -> str:

@@ -9,12 +9,10 @@ from typing import Annotated
 import torch
 import typer
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import (
-    Data,
     choose_device,
     model_builder,
     open_data,
@@ -45,23 +43,18 @@ from loka.cli.options import (
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
-from loka.nn import check_finite, fp8_runs
+from loka.nn import check_finite
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train import (
     Companion,
-    Quality,
     Segments,
-    TrainConfig,
     TrainLog,
-    TrainResult,
-    evaluate,
     load_newest,
-    quality,
 )
 from loka.train import train as train_model
 from loka.train.auto import Auto, AutoConfig
-from loka.train.average import as_averaged
+from loka.train.labels import count_labels
 from loka.train.length import Length
 from loka.train.schedule import describe
 from loka.train.state import plan_in
@@ -164,6 +157,7 @@ def train(
     limits = {"ne": ne, "chains": chains, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
     given = {name: value for name, value in limits.items() if value is not None}
     bars = ProgressBars("train")
+    opened = open_data(data, rows=rows, seed=seed)
     companion: Companion | None = None
     if auto:
         if plan:
@@ -174,7 +168,7 @@ def train(
             AutoConfig(
                 every=steps_between(probe_every),
                 most_steps=probe_steps,
-                base_rate=share_of_labels(base_rate),
+                base_rate=share_of_labels(base_rate) or _known_share(opened.train, batch_size),
                 budget=named_budget("default", **given) if given else None,
                 candidates=tuple(candidate) if candidate else None,
                 measure_seconds=measure_seconds,
@@ -189,7 +183,6 @@ def train(
             f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
             way_out="a plan that is made before has its limits in it: `loka plan`",
         )
-    opened = open_data(data, rows=rows, seed=seed)
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
         print(chosen.summary())
@@ -215,17 +208,22 @@ def train(
             on_log=on_log,
             check=check_finite,
         )
-    _tell(result, config)
+    tell_result(result, config)
     if isinstance(companion, Auto):
         print(companion.timeline)
-    _judge(built, opened, config, bars, result.average)
+    judge(built, opened, config, bars, result.average)
 
 
-def show_log(line: TrainLog) -> None:
-    print(
-        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
-        f"{line.rows_per_second:.0f} rows/s"
-    )
+def _known_share(source: Source, batch_size: int) -> float:
+    """Of the labels themselves: early in training predictions say little of it."""
+    labels = count_labels(source, batch_size=batch_size)
+    if labels.rate is None:
+        raise LokaError(
+            f"--auto plans by what FP8 costs in NE, and {labels}: NE is not defined on these rows",
+            way_out="check which column is the label, or say --base-rate; without --auto such rows train",
+        )
+    print(labels)
+    return labels.rate
 
 
 def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:
@@ -250,47 +248,3 @@ def _segments(column: int, source: Source) -> Segments:
     if column >= len(sizes):
         raise LokaError(f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0")
     return Segments.of_column(column, ids=range(min(_SEGMENTS, sizes[column])))
-
-
-def _tell(result: TrainResult, config: TrainConfig) -> None:
-    for message in (*result.skipped_checkpoints, *result.unsaved):
-        print(message)
-    if result.resumed_from is not None:
-        print(f"continued from step {result.resumed_from}")
-    if result.step_reason is not None:
-        print(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    print(f"window: {_line(result.reading.window)}")
-    for name, judged in result.reading.segments.items():
-        print(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
-
-
-def _judge(
-    model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars, average: AveragedModel | None
-) -> None:
-    def judged() -> Quality:
-        logits, labels = evaluate(
-            model,
-            opened.test,
-            batch_size=config.batch_size,
-            device=config.device,
-            precision=config.precision,
-            track=bars,
-        )
-        return quality(logits, labels)
-
-    print(f"held out: {_line(judged())}")
-    if average is not None:
-        with as_averaged(model, average, rows=opened.train, config=config):
-            print(f"held out, by the mean of the weights ({config.average}): {_line(judged())}")
-    for site, runs in fp8_runs(model).items():
-        print(f"ran {runs} x {site}")
-    for line in opened.account():
-        print(line)
-
-
-def _line(judged: Quality) -> str:
-    return (
-        f"ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
-        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
-    )

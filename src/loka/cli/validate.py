@@ -12,22 +12,31 @@ from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import choose_device, model_builder, open_data, train_config
 from loka.cli.options import (
+    AverageName,
+    AverageShare,
     BatchSize,
     DataFile,
+    DecayShare,
     DenseRate,
     Device,
+    FinalRate,
     ModelName,
     Rows,
+    ScheduleName,
     Seed,
     SparseRate,
     StepName,
+    Warmup,
 )
+from loka.cli.power import Power
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
 from loka.report.validation_table import validation_table, verdict_line
 from loka.train import TrainLog
+from loka.train.length import Length
 from loka.train.paired import NE_LIMIT_PERCENT
+from loka.train.schedule import describe
 from loka.train.validate import validate as validate_arms
 from loka.train.validate_arms import arm_named
 from loka.train.validate_record import Validation
@@ -41,7 +50,8 @@ def validate(
     arm: Annotated[
         list[str],
         typer.Option(
-            help="A plan file, naive (tensor scales on every linear layer) or a recipe; repeatable."
+            help="A plan file, naive (tensor scales on every linear layer), a recipe, or nudged (the control "
+            "once more, an A/A arm); repeatable."
         ),
     ],
     model: ModelName = "wukong",
@@ -62,6 +72,16 @@ def validate(
     segment_limit: Annotated[
         float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
     ] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Stop after any pair that decides; --pairs are the most.")
+    ] = False,
+    bank: Annotated[
+        Path | None,
+        typer.Option(help="File of earlier pairs: says before what they can decide, and takes the new ones."),
+    ] = None,
+    prior_sd: Annotated[
+        float | None, typer.Option(min=0, help="Spread between pairs to expect, in percent of NE.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
         "runs/validate"
     ),
@@ -70,6 +90,12 @@ def validate(
     step: StepName = "eager",
     lr: DenseRate = 1e-3,
     sparse_lr: SparseRate = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "tail",
+    average_share: AverageShare = 0.1,
     seed: Seed = 0,
     device: Device = None,
     with_mods: Annotated[
@@ -105,8 +131,21 @@ def validate(
         step=step,
         lr=lr,
         sparse_lr=sparse_lr,
+        warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
     )
+    if sequential and pairs < MIN_PAIRS:
+        raise LokaError(
+            f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}",
+            way_out=f"--pairs {MIN_PAIRS} or more",
+        )
     print(f"data: {opened.description}")
+    print(describe(config, Length.of(opened.train, config).steps))
+    power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
     found = validate_arms(
         build,
         opened.train,
@@ -120,6 +159,7 @@ def validate(
         cluster=None if cluster is None else cluster_named(cluster, opened.test),
         limit=limit,
         segment_limit=segment_limit,
+        sequential=sequential,
         identity={"mods": with_mods},
         context={
             "data": opened.description,
@@ -130,8 +170,11 @@ def validate(
         track=ProgressBars("validate"),
         on_log=_Tenths(),
         on_pair=show,
+        on_start=lambda world: print(power.before(world, [a.name for a in arms], opened.test.rows)),
     )
     print(validation_table(found))
+    if (after := power.after(found)) is not None:
+        print(after)
     for line in opened.account():
         print(line)
     print(f"written: {out / 'validation.json'}")

@@ -26,7 +26,7 @@ from loka.train.validate_spread import MIN_PAIRS
 
 _POINTS = 801  # of the grid that a density lies on; 201 give the same bounds to four digits
 _FEW = 0.85
-"""The level is lowered by what Student's t leaves over: variances of four to twelve pairs are re-used from look
+"""The level is lowered by what Student's t leaves over: variances of a few pairs are used again from look
 to look, and a side of 2.5 % was wrong in 2.7 to 2.9 % (200,000 simulations each of 6, 8, 12 and 16 pairs)."""
 _NORMAL = NormalDist()
 
