@@ -40,18 +40,14 @@ from loka.cli.options import (
     StepName,
     Warmup,
 )
+from loka.cli.train_lines import judge, show_log, tell_result
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
 from loka.nn import check_finite
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import (
-    Companion,
-    Segments,
-    TrainLog,
-    load_newest,
-)
+from loka.train import Companion, Segments, TrainLog, load_newest
 from loka.train import train as train_model
 from loka.train.auto import Auto, AutoConfig
 from loka.train.labels import count_labels
