@@ -87,7 +87,7 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     assert "by 3 banked pairs of nudged: at a spread of " in second
     assert "held-out rows are needed" in second
     assert "nudged, 4 pairs, " in second
-    assert "A/A verdicts fail in " in second
+    assert "interval contains 0 in " in second
     moved = ("--schedule", "constant", "--pairs", 1, "--out", tmp_path / "w")
     third = call("validate", *arms, *common, *moved).output
     assert "bank.json holds pairs of 1 other models, rows or settings" in third

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka.train.pair_bank import Bank, deposit, prior_of, resample
-from loka.train.validate_arms import NUDGED
 from loka.train.validate_power import forecast
 from loka.train.validate_record import Validation
 from loka.train.validate_spread import MIN_PAIRS, Spread
@@ -72,13 +71,9 @@ class Power:
                 resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
                 for effect in (0.0, HARM, self.limit)
             )
-            if arm.name == NUDGED:
-                lines.append(
-                    f"{about}: A/A verdicts fail in {none.failed:.1%}, intervals contain 0 in "
-                    f"{none.contains_zero:.1%}"
-                )
             lines.append(
-                f"{about}: nothing wrong passes in {none.passed:.0%}; a harm of {HARM:g} % fails in "
+                f"{about}: nothing wrong passes in {none.passed:.0%} and fails in {none.failed:.1%}, and its "
+                f"interval contains 0 in {none.contains_zero:.1%}; a harm of {HARM:g} % fails in "
                 f"{harm.failed:.0%}; one of {self.limit:g} % passes in {limit.passed:.1%}"
             )
         if len(lines) == 1:

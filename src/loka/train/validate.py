@@ -29,7 +29,7 @@ from loka.train.loop import Track, untracked
 from loka.train.metrics import Floats, checked, log_losses
 from loka.train.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.train.sequential import look_tail
-from loka.train.validate_arms import NUDGED, ArmSpec
+from loka.train.validate_arms import ArmSpec
 from loka.train.validate_judge import ERROR, Judgement
 from loka.train.validate_record import ArmVerdict, Validation
 from loka.train.validate_runs import Bench, Progress, Run, digest_of, held_out, run, world_of
@@ -37,9 +37,6 @@ from loka.train.validate_segments import Divided, Division, clusters_of, divide
 from loka.train.validate_spread import MIN_PAIRS, spreads
 
 BY_MEAN = "all rows, by the mean of the weights"
-BY_BOTH = "all rows, against the mean of both controls"
-"""Control variates with the nudged control's difference, whose mean is 0, and the weight 1/2 that independent
-runs of one spread give: a weight estimated from a few pairs would cost more than it gains."""
 
 
 def validate(
@@ -208,10 +205,9 @@ def _judge(
     """`known` are the pairs compared before."""
     broken = [run for run in runs if run.arm == arm and run.broke]
     seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
-    twins = {run.seed for run in runs if run.arm == NUDGED and not run.broke} if arm != NUDGED else set()
     pairs = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
-    losses, by_mean, by_both = [], [], []
+    losses, by_mean = [], []
     for seed in seeds:
         before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
@@ -220,9 +216,6 @@ def _judge(
         losses.append((_losses(before.logits, labels), _losses(after.logits, labels)))
         if before.mean_logits is not None and after.mean_logits is not None:
             by_mean.append((_losses(before.mean_logits, labels), _losses(after.mean_logits, labels)))
-        if seed in twins:
-            again = _losses(held_out(bench.out, NUDGED, seed).logits, labels)
-            by_both.append(((losses[-1][0] + again) / 2, losses[-1][1]))
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
     if not seeds:
         return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
@@ -240,18 +233,14 @@ def _judge(
         ]
 
     everything = Divided(("all rows",), np.zeros(len(labels), np.int64))
-    others = [(BY_MEAN, by_mean), (BY_BOTH, by_both)]
+    of_mean = replace(everything, names=(BY_MEAN,))
     return ArmVerdict(
         name=arm,
         pairs=pairs,
         average=judge(everything, by.limit, ERROR)[0],
         segments=tuple(j for part in by.segments for j in judge(part, by.segment_limit, ERROR / several)),
         broke=broke,
-        readings=tuple(
-            judge(replace(everything, names=(name,)), by.limit, ERROR, found)[0]
-            for name, found in others
-            if len(found) == len(seeds)
-        ),
+        readings=tuple(judge(of_mean, by.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
     )
 
 
