@@ -106,6 +106,8 @@ def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path: Pa
     done = runner.invoke(app, [*probe, "--device", "cpu"], catch_exceptions=False)
     assert "no effect on it is measured and none is promised" in done.output
     assert not any(layer.effects for layer in Stats.load(tmp_path / "s").layers.values())
+    demo = ["demo", "--model", "dlrm", *map(str, data), "--device", "cpu", "--out", str(tmp_path / "d")]
+    assert "the rows to train on: all 1600 labels read are 0" in str(runner.invoke(app, demo).exception)
 
 
 def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path: Path) -> None:

@@ -27,9 +27,11 @@ from loka.report.page_depths import DEEPEST, Ranges, octaves, quantile
 from loka.report.page_plan import layer_rows, plan_section
 from loka.report.page_quality import Bar, forest
 from loka.report.svg import Scale, fit
+from loka.train.annealed import Annealed
 from loka.train.compare import Comparison
 from loka.train.paired import PairedDifference
 from loka.train.timeline import Event
+from loka.train.validate import BY_MEAN
 from loka.train.validate_judge import Judgement
 from loka.train.validate_record import ArmVerdict, Validation
 from loka.train.validate_runs import CurvePoint, Run
@@ -74,7 +76,13 @@ def hostile_validation() -> Validation:
     poor = replace(judged, spread=replace(spread, pairs=1, between=math.nan), name="poor")
     pair = PairedDifference(Estimate(0.1, 0.0, 0.2), Estimate(0, 0, 0), Estimate(0, 0, 0), rows=9000)
     pairs = dict.fromkeys(range(4), pair)
-    arm = ArmVerdict(name=HOSTILE, pairs=pairs, average=judged, segments=(judged, poor))
+    arm = ArmVerdict(
+        name=HOSTILE,
+        pairs=pairs,
+        average=judged,
+        segments=(judged, poor),
+        readings=(replace(judged, name=f"{BY_MEAN} {HOSTILE}"),),
+    )
     broken = ArmVerdict(name="broken", pairs={}, average=None, broke=HOSTILE)
     curve = tuple(CurvePoint(1000 * step, 0.9, 0.9 + 0.1 / step) for step in range(1, 30))
     runs = [Run(arm=name, seed=seed, curve=curve) for seed in range(4) for name in ("bf16", HOSTILE)]
@@ -87,6 +95,7 @@ def hostile_validation() -> Validation:
         arms=(arm, broken),
         runs=tuple(runs),
         context={HOSTILE: HOSTILE},
+        annealed=Annealed(final_rate=1.0),
     )
 
 
@@ -314,3 +323,9 @@ def test_layers_that_run_as_one_are_told(records):
     assert str(code(group.name)) in text
     assert "fastest as one" in text
     assert "1.50x" in text
+
+
+def test_the_read_out_of_the_mean_and_whether_it_is_annealed_are_shown(whole):
+    text = Reader(whole).text
+    assert "bf16 is NOT annealed: the last rate is 1 of the peak" in text
+    assert BY_MEAN in text

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fp8_run import AUTO, digest, make_plan, tower
 from fp8_run import CONFIG as FP8_CONFIG
-from fp8_run import digest, make_plan, tower
 from hypothesis import given
 from hypothesis import strategies as st
 from small_run import IDS, RandomRows, small_model
@@ -18,6 +18,7 @@ from torch import nn
 from loka.core.exceptions import LokaError
 from loka.nn import chain_snapshot, fp8_runs
 from loka.train import TrainConfig, evaluate, train
+from loka.train.auto import Auto
 from loka.train.average import as_averaged, averaged_weights, due
 
 CONFIG = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=3, average="tail", average_share=0.3)
@@ -129,6 +130,41 @@ def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales() -> None:
     assert chain_snapshot(model) == scales_after
     assert scales.keys() == scales_after.keys()
     assert np.array_equal(evaluate(model, HELD_OUT, batch_size=16)[0], plain)
+
+
+def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path) -> None:
+    """From bf16 to FP8 in one run, killed on either side of the turn; the mean is judged in FP8."""
+    rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)
+
+    def trained(folder: Path | None, stop: int = 0, seed: int = 0):
+        def kill(step: int) -> None:
+            if step == stop:
+                raise MemoryError
+
+        model = tower(seed)
+        return model, train(
+            model,
+            rows,
+            config=config,
+            companion=Auto(AUTO),
+            checkpoints=folder,
+            on_step=kill if stop else None,
+        )
+
+    straight, expected = trained(None)
+    for stop in (8, 22):
+        with pytest.raises(MemoryError):
+            trained(tmp_path, stop)
+    model, found = trained(tmp_path, seed=1)
+    assert found.resumed_from == 21
+    assert found.plan is not None
+    assert digest(dict(found.average.state_dict())) == digest(dict(expected.average.state_dict()))
+    with (
+        as_averaged(model, found.average, config=config),
+        as_averaged(straight, expected.average, config=config),
+    ):
+        logits = [evaluate(m, HELD_OUT, batch_size=16, precision="bf16")[0] for m in (model, straight)]
+    assert np.array_equal(*logits)
 
 
 class Normed(nn.Module):

@@ -74,7 +74,7 @@ def test_it_stops_early_where_much_is_clear() -> None:
     assert harm["pairs"] < 9
     none = looks(0.0, 12, simulations=4000, sequential=True)
     once = looks(0.0, 12, simulations=4000, sequential=False)
-    assert none["pass"] > 0.6  # a single look after 12 pairs passes in 0.79: looking has a price
+    assert none["pass"] > 0.6  # a single look after 12 pairs passes in 0.77: looking has a price
     assert once["pairs"] < none["pairs"] < 12
 
 
