@@ -360,7 +360,13 @@ def main() -> None:
         return
     given.device = choose_device(given.device)
     data = open_data(given.data, rows=given.rows, seed=given.seed)
-    config = TrainConfig(batch_size=given.batch_size, seed=given.seed, device=given.device, step=given.step)
+    config = TrainConfig(
+        batch_size=given.batch_size,
+        schedule="constant",  # as the runs beside this file were
+        seed=given.seed,
+        device=given.device,
+        step=given.step,
+    )
     bench = Bench(
         build=partial(model_builder(given.model), data.train),
         train=data.train,

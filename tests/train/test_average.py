@@ -132,6 +132,22 @@ def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales() -> None:
     assert np.array_equal(evaluate(model, HELD_OUT, batch_size=16)[0], plain)
 
 
+def test_a_mean_that_is_larger_than_the_last_weights_does_not_saturate() -> None:
+    """FP8 scales of weights are those of the steps before; the mean brings its own."""
+    config = replace(FP8_CONFIG, average="tail")
+    model = tower()
+    average = train(model, RandomRows(16 * 8), config=config, plan=make_plan()).average
+    weight = model.mlp[0].weight.detach()
+    mean = dict(zip(dict(model.named_parameters()), average.module.parameters(), strict=True))["mlp.0.weight"]
+    with torch.no_grad():
+        mean.mul_(8)
+    with as_averaged(model, average, config=config):
+        evaluate(model, HELD_OUT, batch_size=16)
+        reach = 448 * chain_snapshot(model)["mlp.0/weight"]["scale"]
+        assert reach >= 0.99 * float(model.mlp[0].weight.detach().abs().max())
+    assert 448 * chain_snapshot(model)["mlp.0/weight"]["scale"] < 4 * float(weight.abs().max())
+
+
 def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path) -> None:
     """From bf16 to FP8 in one run, killed on either side of the turn; the mean is judged in FP8."""
     rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)
@@ -194,6 +210,12 @@ def test_batch_norm_gets_the_statistics_of_the_mean() -> None:
         torch.testing.assert_close(model.norm.running_mean, seen.mean(0), rtol=1e-4, atol=1e-5)
         assert (model.training, model.norm.training) == (True, False)
     assert digest(model.state_dict()) == before
+
+
+def test_a_mean_in_few_bits_is_refused() -> None:
+    with pytest.raises(LokaError, match=r"rounded away: table\.weight, mlp\.0\.weight"):
+        averaged_weights(small_model().bfloat16(), CONFIG, 20)
+    assert averaged_weights(small_model().bfloat16(), replace(CONFIG, average="none"), 20) is None
 
 
 def test_an_empty_mean_is_refused() -> None:

@@ -180,6 +180,9 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch: pytest
             rates.step()
         assert seen == pytest.approx([0.1 * rate_factor(k, 12, config) for k in range(12)], rel=1e-6)
         assert optimizer.param_groups[0]["lr"] is rate
+        assert isinstance(
+            rates.base_lrs[0], float
+        )  # a tensor would be read back from the device at each step
         models[captured] = model
     assert (fake.captures, step.replays) == (1, 10)
     for plain, replayed in zip(models[False].parameters(), models[True].parameters(), strict=True):

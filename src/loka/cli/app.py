@@ -21,6 +21,7 @@ from loka.cli.inputs import (
     share_in_rows,
     share_of_labels,
     steps_between,
+    train_config,
 )
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
@@ -49,7 +50,6 @@ from loka.probe import Probe, merge_stats
 from loka.probe import measure as measure_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig
 from loka.train import train as train_model
 
 app = typer.Typer(
@@ -110,6 +110,7 @@ def probe(
     ] = "20",
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
+    schedule: ScheduleName = "cosine",
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
@@ -128,7 +129,7 @@ def probe(
     built.to(device)
     if rate is None:
         rate = share_in_rows(source, batch_size)
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
+    config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
     # Without a share there is no NE: an effect by the mean prediction would promise what does not exist.
     samples = 512 if rate else 0
     with Probe(built, every=cadence, save_to=out, base_rate=rate, effect_samples=samples) as probing:

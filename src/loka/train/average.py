@@ -4,8 +4,9 @@
     ema    a += (w - a) / n,  n updates in `average_share` of the steps         (Polyak and Juditsky 1992)
 
 torch's AveragedModel keeps it. About a hundred updates fall into that share, so a run pays for a thousand
-passes over its weights at most, and for one more copy of them. The mean holds weights alone: it is judged
-inside the model itself, which may run in FP8 and may have been converted on the way.
+passes over its weights at most, each of which waits for the device, and for one more copy of them. The mean
+holds weights alone: it is judged inside the model itself, which may run in FP8 and may have been converted on
+the way.
 
 BatchNorm's running statistics are those of other weights. Where the model has such layers they are estimated
 anew from training rows (`update_bn`) and put back afterwards; layers without running statistics, such as
@@ -27,7 +28,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
-from loka.nn import forget_weights
 from loka.nn.carried import carried, restore_carried
 from loka.train.config import Precision, TrainConfig
 from loka.train.forward import arguments, predict
@@ -45,9 +45,19 @@ class Weights(nn.Module):
 
 
 def averaged_weights(model: nn.Module, config: TrainConfig, steps: int) -> AveragedModel | None:
-    """What `config.average` asks for, still empty; None where it asks for none."""
+    """What `config.average` asks for, still empty; None where it asks for none.
+
+    Raises:
+        LokaError: weights of less than 32 bits, in which a step of a hundredth is lost to rounding.
+    """
     if config.average == "none":
         return None
+    short = [name for name, weight in model.named_parameters() if weight.dtype.itemsize < 4]
+    if short:
+        raise LokaError(
+            f"a mean of weights in less than 32 bits is rounded away: {', '.join(short[:3])}",
+            way_out="float32 weights (bf16 autocasts them as they are used), or average='none'",
+        )
     if config.average == "tail":
         return AveragedModel(Weights(model))
     span, every = _span(config, steps)
@@ -86,13 +96,11 @@ def as_averaged(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if normed else []
     _exchange(model, average)
     try:
-        forget_weights(model)
         if normed and rows is not None:
             _estimate(model, rows, config)
         yield model
     finally:
         _exchange(model, average)
-        forget_weights(model)
         restore_carried(model, scales)
         with torch.no_grad():
             for buffer, value in buffers:
