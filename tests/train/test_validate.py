@@ -203,7 +203,7 @@ def test_runs_from_before_schedules_are_read_as_runs_at_a_constant_rate(tmp_path
     again = run(tmp_path, pairs=1, config=level, on_log=lambda name, line: trained.append(name))
     assert not trained
     assert again.to_json() == before.to_json()
-    with pytest.raises(LokaError, match="'schedule': 'constant'.* there, .*'schedule': 'cosine'.* now"):
+    with pytest.raises(LokaError, match=r"'schedule': 'constant'.* there, .*'schedule': 'cosine'.* now"):
         run(tmp_path, pairs=1)
 
 
@@ -250,7 +250,7 @@ def test_naive_is_tensorwise_with_e5m2_gradients_on_every_layer():
 
 
 def test_unknown_arms_and_segments_list_what_there_is():
-    with pytest.raises(LokaError, match="naive, tensorwise_e4m3, rowwise_e4m3"):
+    with pytest.raises(LokaError, match="naive, nudged, tensorwise_e4m3, rowwise_e4m3"):
         arm_named("rowwise", rows=64)
     with pytest.raises(LokaError, match="no such file"):
         arm_named("nowhere.json", rows=64)
