@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import FileRefused, LokaError
-from loka.train import TrainConfig
+from loka.train import TrainConfig, paired_difference
 from loka.train.pair_bank import Bank, BankedArm, deposit, prior_of, resample
 from loka.train.validate import validate
 from loka.train.validate_arms import ArmSpec, arm_named, by_recipe, nudged
-from loka.train.validate_judge import ERROR
-from loka.train.validate_power import POWER, contributions, forecast, rates
-from loka.train.validate_record import Validation
+from loka.train.validate_judge import ERROR, Judgement
+from loka.train.validate_power import POWER, contributions, forecast, rates, spread_by_rows
+from loka.train.validate_record import ArmVerdict, Validation
 from loka.train.validate_spread import MIN_PAIRS, Spread
 
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
@@ -79,6 +79,7 @@ def banked(values: list[float], name: str = "naive", rows_error: float = 0.0) ->
         model="dlrm",
         rows=10**6,
         rows_error=rows_error,
+        by_rows=0.0,
         pairs=dict(enumerate(values)),
     )
 
@@ -146,6 +147,32 @@ def test_a_bank_takes_the_pairs_and_tells_other_settings_apart(found: Validation
     assert prior_of(both, found.world, ("plan",)).name == "naive"  # no such arm: the widest but A/A's
     assert prior_of(both, other.world, ("plan",)).name == "nudged"
     assert prior_of(both, "elsewhere", ("naive",)) is None
+
+
+def test_more_rows_reduce_the_part_that_rows_make() -> None:
+    """Two models that differ on every row by chance alone, no seed better than another."""
+    said = {}
+    for rows in (4000, 16000):
+        rng = np.random.default_rng(4)
+        pairs = {}
+        for seed in range(200):
+            z = rng.normal(-1, 1, rows)
+            labels = (rng.random(rows) < 1 / (1 + np.exp(-z))).astype(np.float32)
+            pairs[seed] = paired_difference(z, z + 0.1 * rng.normal(size=rows), labels)
+        values = [pair.ne_percent.value for pair in pairs.values()]
+        spread = Spread(mean=0.0, pairs=200, rows=rows, between=float(np.std(values, ddof=1)), rows_error=0.0)
+        judged = Judgement(name="all rows", spread=spread, clicks=rows // 3, limit=LIMIT, tail=ERROR)
+        said[rows] = spread, spread_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
+    for spread, by_rows in said.values():
+        # A standard deviation of 200 values is known to 5 %.
+        assert by_rows == pytest.approx(spread.between, rel=0.15)
+    spread, by_rows = said[4000]
+    more = forecast(spread, pairs=4, limit=LIMIT, held_out=16000, by_rows=by_rows)
+    # Two such deviations differ by 7 % by chance: three times that. A half is expected of the rows.
+    assert more.between == pytest.approx(said[16000][0].between, rel=0.22)
+    assert more.between == pytest.approx(spread.between / 2, rel=0.1)
+    same = forecast(spread, pairs=4, limit=LIMIT, held_out=4000, by_rows=by_rows)
+    assert same.between == pytest.approx(spread.between)
 
 
 def test_what_each_pair_contributed(found: Validation) -> None:

@@ -52,7 +52,12 @@ class Power:
                 f"model, the rows and the schedule{held}. --prior-sd gives one, --bank keeps what was trained"
             )
         found = forecast(
-            prior, pairs=self.pairs, limit=self.limit, held_out=held_out, sequential=self.sequential
+            prior,
+            pairs=self.pairs,
+            limit=self.limit,
+            held_out=held_out,
+            by_rows=known.by_rows if known is not None and self.prior_sd is None else 0.0,
+            sequential=self.sequential,
         )
         return f"{by}: {found}"
 

@@ -7,7 +7,7 @@ import math
 from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.train.validate_judge import ERROR
-from loka.train.validate_power import contributions
+from loka.train.validate_power import contributions, spread_by_rows
 from loka.train.validate_record import ArmVerdict, Validation
 
 
@@ -69,6 +69,11 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
         lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
+        if arm.average.spread.pairs > 1:
+            lines.append(
+                f"{arm.average.spread.between:.3g} % between pairs, of which the choice of rows would make "
+                f"{spread_by_rows(arm):.3g} % by itself"
+            )
         for reading in arm.readings:
             between, judged_by = reading.spread.between, arm.average.spread.between
             lines.append(

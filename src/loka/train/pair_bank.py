@@ -20,7 +20,7 @@ import numpy as np
 
 from loka.core.files import read_record, write_record
 from loka.train.validate_arms import NUDGED
-from loka.train.validate_power import Rates, rates
+from loka.train.validate_power import Rates, rates, spread_by_rows
 from loka.train.validate_record import Validation
 from loka.train.validate_spread import MIN_PAIRS, Spread
 
@@ -33,7 +33,8 @@ class BankedArm:
     """Pairs of one arm against one control, by seed, in percent of NE.
 
     `world` is a digest of model, rows and configuration, which pairs have to share to be drawn together;
-    `rows_error` is that of all pairs' mean, over `rows` held-out rows.
+    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the spread
+    between pairs that is the choice of these rows.
     """
 
     world: str
@@ -42,6 +43,7 @@ class BankedArm:
     model: str
     rows: int
     rows_error: float
+    by_rows: float
     pairs: Mapping[int, float]
 
     @property
@@ -89,6 +91,7 @@ def deposit(bank: Bank, found: Validation) -> Bank:
             model=found.model,
             rows=arm.average.spread.rows,
             rows_error=arm.average.spread.rows_error,
+            by_rows=spread_by_rows(arm),
             pairs=new,
         )
         before = kept.get((added.world, added.key))
@@ -96,7 +99,7 @@ def deposit(bank: Bank, found: Validation) -> Bank:
             # The rows' error is known best from the validation with the most pairs.
             better = added if len(new) >= len(before.pairs) else before
             pairs = dict(sorted({**before.pairs, **new}.items()))
-            added = replace(added, rows_error=better.rows_error, pairs=pairs)
+            added = replace(better, pairs=pairs)
         kept[added.world, added.key] = added
     return Bank(tuple(kept.values()))
 

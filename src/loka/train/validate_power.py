@@ -76,18 +76,29 @@ class Contribution:
     without: Estimate
 
 
-def forecast(prior: Spread, *, pairs: int, limit: float, held_out: int, sequential: bool = False) -> Forecast:
+def forecast(
+    prior: Spread,
+    *,
+    pairs: int,
+    limit: float,
+    held_out: int,
+    by_rows: float = 0.0,
+    sequential: bool = False,
+) -> Forecast:
     """What `pairs` pairs on `held_out` rows will decide, if they spread as `prior` did.
 
-    A `rows_error` of nan in it means that only the spread between pairs is known.
+    A `rows_error` of nan in it means that only the spread between pairs is known. `by_rows` is the part of
+    that spread which is the choice of rows (`spread_by_rows`): with other rows it is another one.
     """
     known = math.isfinite(prior.rows_error)
-    error = prior.rows_error * math.sqrt(prior.rows / held_out) if known else 0.0
+    fewer = prior.rows / held_out
+    error = prior.rows_error * math.sqrt(fewer) if known else 0.0
+    between = math.sqrt(max(prior.between**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
     rng = np.random.default_rng(0)
     noise, shift = rng.normal(size=(_DRAWS, _MOST)), rng.normal(size=_DRAWS)
 
     def passing(count: int) -> float:
-        values = prior.between * noise[:, :count] + error * shift[:, None]
+        values = between * noise[:, :count] + error * shift[:, None]
         return rates(values, rows_error=error, limit=limit, sequential=sequential).passed
 
     low, high = MIN_PAIRS - 1, _MOST
@@ -104,8 +115,20 @@ def forecast(prior: Spread, *, pairs: int, limit: float, held_out: int, sequenti
         rows=max(prior.rows_to(limit, ERROR) or 1, 1) if known else None,
         held_out=held_out,
         limit=limit,
-        between=prior.between,
+        between=between,
     )
+
+
+def spread_by_rows(arm: ArmVerdict) -> float:
+    """How far pairs would spread on these rows by the choice of rows alone, in percent of NE.
+
+    A pair's own error over rows, less what all pairs share of it. It falls with the square root of the rows;
+    what is left of the spread between pairs is that of training.
+    """
+    if arm.average is None or not arm.pairs:
+        return 0.0
+    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.pairs.values()]
+    return math.sqrt(max(float(np.mean(squares)) - arm.average.spread.rows_error**2, 0.0))
 
 
 def rates(
