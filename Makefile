@@ -2,6 +2,8 @@
 # exact build (so that nothing else pulls another), then the package with its dev group.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Built for that torch; without dependencies, which would bring another. The dev group has what it imports.
+TORCHREC ?= torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 BIN := .venv/bin
 
 .PHONY: demo test lint types layers check clean
@@ -30,6 +32,7 @@ layers: .venv/ready
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[data]' --group dev
+	$(if $(TORCHREC),$(BIN)/python -m pip install --quiet --no-deps $(TORCHREC))
 	touch .venv/ready
 
 clean:

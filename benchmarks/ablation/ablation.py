@@ -17,7 +17,6 @@ each combination is raced against the unchanged model's in bf16, both compiled, 
 
 Mods that make the same model as others, having found nothing to change, are named and not trained. `--out`
 keeps finished runs and `ablation.json`; a killed ablation goes on when started again.
-
 Step times take compiling, mostly: `--compile-only MODS PART` does a part of that and stops (ahead.py).
 """
 
@@ -46,6 +45,7 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import read_record, write_record
+from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.core.recipe import RECIPES
 from loka.core.report import estimate_from_json, estimate_to_json
@@ -53,7 +53,7 @@ from loka.core.stats import Stats
 from loka.core.table import format_table
 from loka.data.batch import Batch
 from loka.dispatch import plan as plan_report
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.probe import Probe, measure
 from loka.probe.effects import predicted_ne
 from loka.probe.settings import COARSE, Settings
@@ -227,7 +227,7 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
 
     def counted(arm: ArmSpec) -> nn.Module:
         model = built(bench, arm)
-        candidates = [name for linear in fp8_linears(model).values() for name in linear.loka_candidates]
+        candidates = [name for site in sites_of(model).values() for name in site.candidates]
         emulated[arm.name] = sum(name.startswith("emulated:") for name in candidates)
         return model
 
@@ -331,6 +331,7 @@ def _told(entry: dict[str, Any] | None) -> str:
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 
+@forced_fusion()
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", default="dcnv2", help="as `loka validate` takes it, such as wukong:2gf")
@@ -360,13 +361,8 @@ def main() -> None:
         return
     given.device = choose_device(given.device)
     data = open_data(given.data, rows=given.rows, seed=given.seed)
-    config = TrainConfig(
-        batch_size=given.batch_size,
-        schedule="constant",  # as the runs beside this file were
-        seed=given.seed,
-        device=given.device,
-        step=given.step,
-    )
+    told = {name: getattr(given, name) for name in ("batch_size", "seed", "device", "step")}
+    config = TrainConfig(schedule="constant", **told)  # as the runs beside this file were
     bench = Bench(
         build=partial(model_builder(given.model), data.train),
         train=data.train,

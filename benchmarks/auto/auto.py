@@ -16,6 +16,8 @@ trained and thrown away first, so that neither arm pays for compiling what both 
 Where FP8 ends above x, the last tenth of its curve says how many more rows it would take; that is an
 estimate and is marked as one. A measurement costs the same however long the run is: `break_even` is the
 number of rows from which on --auto is ahead, at the throughputs found. The output is written as it goes.
+
+It runs what a user's `--auto` runs, so that no chain is formed (core/fusion.py).
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from loka.core.chain_recipe import ADMITTED, SAFE
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.files import write_record
+from loka.core.fusion import forced_fusion
 from loka.core.table import format_table
 from loka.core.timing import time_interleaved
 from loka.nn.chain import form_chains
@@ -62,6 +63,7 @@ Build = Callable[[], nn.Module]
 StepOf = Callable[[nn.Module, str, int], Step]
 
 
+@forced_fusion()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))

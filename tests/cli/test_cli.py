@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -14,8 +15,11 @@ import pytest
 from command_line import SMALL, loka, measure_coarsely
 from forked import start_loka
 
+from loka import cli as loka_cli
 from loka.cli import arms, demo
+from loka.cli.terminal import printable
 from loka.core.exceptions import LokaError
+from loka.core.files import write_record
 from loka.train import newest_step
 
 
@@ -201,3 +205,41 @@ def test_a_killed_demo_watches_every_step_again(
 )
 def test_mistakes_are_answered_with_a_message(wrong: tuple[object, ...], tmp_path: Path) -> None:
     assert loka(*wrong, cwd=tmp_path, fails=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("a\rb\x08c\x7f\x9b31m", r"a\rb\x08c\x7f\x9b31m"),
+        ("\u202eeslaf\u2066\u2028", r"\u202eeslaf\u2066\u2028"),
+        ("\ud800", r"\ud800"),
+        ("two\nlines\tand mläöüß 中文 ≤ →", "two\nlines\tand mläöüß 中文 ≤ →"),
+    ],
+)
+def test_control_characters_are_shown_and_not_sent(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_names_in_records_cannot_speak_to_the_terminal(measured: Path, tmp_path: Path) -> None:
+    """In tables, in refusals and in what a plan lists."""
+    content = json.loads((measured / "report.json").read_text())["content"]
+    evil = "\x1b[2Jtop"
+    text = json.dumps(content).replace('"top.', json.dumps(evil)[:-1] + ".")
+    path = tmp_path / "report.json"
+    write_record(path, kind="loka-report", version=2, content=json.loads(text))
+    shown = loka("plan", path, "--min-sqnr-db", 20, "--min-speedup", 0, cwd=tmp_path)
+    shown += loka("diff", "plan.json", "plan.json", cwd=tmp_path)
+    shown += loka("plan", path, "--force", f"{evil}=x", cwd=tmp_path, fails=True)
+    assert "\x1b" not in shown
+    assert r"\x1b[2Jtop.0" in shown
+
+
+def test_every_command_prints_by_way_of_it() -> None:
+    folder = Path(loka_cli.__file__).parent
+    bare = [
+        path.name
+        for path in folder.glob("*.py")
+        if path.name != "terminal.py" and re.search(r"(?<![\w.])print\b", path.read_text())
+    ]
+    assert bare == []

@@ -27,7 +27,7 @@ from loka.core.files import read_record
 from loka.core.plan import Plan
 from loka.core.report import HP, Measurement, Report
 from loka.dispatch import plan
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.nn.linears import find_linears, is_prediction
 from loka.probe import Probe
 from loka.train import step_time
@@ -238,7 +238,7 @@ def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) 
     fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
     model = step._by_plan(fresh, decided)()
     wide = [path for path, shape in measured.model.layers.items() if not is_prediction(shape.out_features)]
-    assert step._count(model) == len(fp8_linears(model)) == len(wide)
+    assert step._count(model) == len(sites_of(model)) == len(wide)
     with pytest.raises(UnknownName, match="no candidate is called 'cutlass:rowwise'"):
         step._everywhere(measured, "cutlass:rowwise")
 
@@ -342,6 +342,23 @@ def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
     assert biased == ["logit"]
     other = step._fresh(dataclasses.replace(config, seed=4), data.train)
     assert not torch.equal(other.logit.weight, first.logit.weight)
+
+
+def test_effects_are_by_the_labels_or_by_the_given_rate(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def probe(model: nn.Module, **options: Any) -> Probe:
+        told.append(options["base_rate"])
+        return Probe(model, **options)
+
+    monkeypatch.setattr(step, "Probe", probe)
+    monkeypatch.setattr(step, "measure", lambda *args, **options: None)
+    step._report(config_in(tmp_path / "counted"), data)
+    step._report(config_in(tmp_path / "given", base_rate=0.25), data)
+    labels = torch.cat([batch.label for batch in data.train.batches(32)])
+    assert told == [pytest.approx(labels.mean().item()), 0.25]
 
 
 def test_statistics_in_the_folder_are_not_gathered_again(

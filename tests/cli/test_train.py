@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
+import command_line
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -132,3 +134,40 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert "the rows have 26 sparse columns" in refused("--segments", 26)
     assert "more parts than the 128 rows" in refused("--accumulate", 200)
     assert "loka[tensorboard]" in refused("--tensorboard", tmp_path) or __import__("tensorboard")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
+    sent: list[object] = []
+
+    def send(model: object) -> None:
+        if not sent:
+            sent.append(model)
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("loka.cli.train.check_finite", send)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = [*SMALL, "--checkpoints", "saved", "--log-every", "7"]
+    try:
+        text = command_line.loka(*command, cwd=tmp_path, fails=status)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert "interrupted: step 7 is saved in saved, and the same command goes on from there" in text
+    assert "Abort" not in text
+    assert "continued from step 7" in command_line.loka(*command, cwd=tmp_path)
+
+
+def test_an_interrupt_without_checkpoints_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*others: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loka.cli.train.check_finite", press)
+    text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
+    assert "interrupted: no checkpoint of this run was saved" in text
+    monkeypatch.setattr("loka.cli.train.open_data", press)
+    text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
+    assert "interrupted; demo, measure, validate, bench and data convert go on" in text

@@ -15,6 +15,7 @@ from loka.core.drift import Drift, drift, effects_of, valve
 from loka.core.effect import Effect
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.fusion import forced_fusion
 from loka.core.plan import ChainDecision, Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -216,6 +217,7 @@ def test_an_effect_of_earlier_steps_is_no_news() -> None:
     assert drift(BOTH, stale, before=window()).unknown == ("a",)
 
 
+@forced_fusion()
 def test_a_chain_of_which_a_part_is_unknown_costs_what_was_planned() -> None:
     links = tuple(Link(path=path, in_features=8, out_features=8, bias=False) for path in ("a", "b"))
     decided = ChainDecision(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from durable import folder_flushed_after, watch_disk
 
-from loka.core.exceptions import FileRefused
+from loka.core.exceptions import FileRefused, NotWritten
 from loka.core.files import (
     read_record,
     read_tensors,
@@ -94,10 +95,64 @@ def test_failed_write_leaves_the_old_file(record: Path, monkeypatch: pytest.Monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotWritten, match="No space") as caught:
         write_atomic(record, b"new")
+    assert f"{record} is as it was before" in caught.value.why
+    assert "free space" in caught.value.way_out
+    with pytest.raises(NotWritten, match=r"there is no .*other\.json, nor a part of it"):
+        write_atomic(record.with_name("other.json"), b"new")
     assert read(record) == [1, 2.5, "x"]
     assert list(record.parent.iterdir()) == [record]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """The error is an OSError too, for callers that know no other."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="cannot write") as caught:
+        write_atomic(tmp_path / "file" / "thing.json", b"new")
+    assert isinstance(caught.value, NotWritten)
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one(record: Path) -> None:
+    """One that opened the old file goes on reading it: the new one is another file under its name."""
+    old = record.read_bytes()
+    with record.open("rb") as file:
+        write_atomic(record, b"new")
+        assert file.read() == old
+    assert record.read_bytes() == b"new"
+
+
+def test_the_name_is_given_while_the_new_file_is_whole(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+    seen = []
+
+    def look(temporary: Path, path: Path) -> None:
+        seen.append((Path(temporary).read_bytes(), read(path)))
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "replace", look)
+    write_atomic(record, b"new")
+    assert seen == [(b"new", [1, 2.5, "x"])]
+
+
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch_disk(monkeypatch)
+    write_atomic(record, b"new")
+    assert [what for what, _ in seen] == ["flush", "rename", "flush"]
+    assert Path(seen[0][1]).name.startswith(f".{record.name}.")
+    assert folder_flushed_after(seen, record)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_files_are_readable_by_whom_the_umask_says(record: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomic(record, b"new")
+    finally:
+        os.umask(before)
+    assert record.stat().st_mode & 0o777 == mode
 
 
 def test_tensors_are_checked_against_the_record(tmp_path: Path) -> None:

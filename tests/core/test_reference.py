@@ -95,6 +95,23 @@ def test_power_of_two_scales_are_powers_of_two_and_never_saturate() -> None:
     assert (hp.abs().amax(dim=1, keepdim=True) <= quantized.scale * Format.E4M3.max).all()
 
 
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("magnitude", [2.9e38, 2.98e38, 3.3e38, 3.39e38, torch.finfo(torch.float32).max])
+def test_the_largest_numbers_stay_finite(cast: Cast, magnitude: float) -> None:
+    """2^128 is not a float32, and 3.3e38 rounded to three bits of mantissa is 2^128."""
+    hp = torch.tensor([[magnitude, -magnitude, 1e37]])
+    restored = dequantize(quantize(hp, cast))
+    assert torch.isfinite(restored).all()
+    assert ((restored - hp).abs() <= hp.abs() * 0.1251).all()
+
+
+def test_the_largest_power_is_the_last_that_fits() -> None:
+    for format in Format:
+        most = torch.tensor(format.largest_power)
+        assert torch.isfinite(most * format.max)
+        assert torch.isinf(2 * most * format.max)
+
+
 def test_requantizing_with_power_of_two_scales_is_exact() -> None:
     hp = values(64, 64, 1, 0.5)
     cast = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)

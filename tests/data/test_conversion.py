@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from click_files import assert_same, gather, lines, made_up, write_csv, write_tsv
+from durable import flushed_before, folder_flushed_after, watch_disk
 
+from loka.core.alone import FolderInUse
 from loka.core.exceptions import DataRefused, FileRefused
+from loka.core.files import write_record
 from loka.data import (
     Frequency,
     Schema,
@@ -294,11 +298,70 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -
     path = write_tsv(tmp_path / "t.tsv", ROWS)
 
     def track(items: object, description: str, total: int) -> object:
-        with pytest.raises(DataRefused, match="another process is converting"):
+        with pytest.raises(FolderInUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
         return items
 
     convert(path, tmp_path / "out", vocabulary=HASHED, track=track)
+
+
+def test_a_shard_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    seen = watch_disk(monkeypatch)
+    convert(path, folder, vocabulary=HASHED, workers=1)
+    for shard in folder.glob("shard-*"):
+        assert flushed_before(seen, shard, f"/.unfinished-{shard.name}")
+        assert folder_flushed_after(seen, shard)
+
+
+@pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]])
+def test_a_shard_of_another_size_is_refused_and_redone(tmp_path: Path, change: Callable) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    whole = contents(folder)
+    shard = folder / "shard-00001.parquet"
+    shard.write_bytes(change(whole[shard.name]))
+    with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated or overwritten"):
+        open_shards(folder)
+    convert(path, folder, vocabulary=HASHED)
+    assert contents(folder) == whole
+
+
+@pytest.mark.parametrize("name", ["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: object) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    shutil.copy(folder / "shard-00001.parquet", tmp_path / "outside.parquet")
+    content = json.loads((folder / "manifest.json").read_text())["content"]
+    content["shards"]["1"]["file"] = name
+    write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
+    with pytest.raises(FileRefused, match=r"shard 1 .* (is no file of the folder|of another type)"):
+        open_shards(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}],
+)
+def test_a_manifest_of_impossible_numbers_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    whole = json.loads((folder / "manifest.json").read_text())["content"]
+    content = {**whole, "shards": {**whole["shards"], "1": {**whole["shards"]["1"], **change}}}
+    for wrong in (content, {**whole, "group_rows": 0}, {**whole, "vocab_sizes": [0] * 26}):
+        write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=wrong)
+        with pytest.raises(FileRefused, match="not that of a manifest"):
+            open_shards(folder)
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path: Path) -> None:
+    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
+    convert(path, folder, vocabulary=HASHED)
+    (folder / "shard-00001.parquet").unlink()
+    os.mkfifo(folder / "shard-00001.parquet")
+    with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated"):
+        open_shards(folder)
 
 
 def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

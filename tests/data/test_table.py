@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -273,6 +274,30 @@ def test_identity_follows_file_vocabulary_and_range(tmp_path: Path) -> None:
     sources.append(TableClicks(path, vocabulary=hashed_vocabulary(9)))
     assert sources[-1].rows == 21
     assert len({source.identity for source in sources}) == 4
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_identity_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    """A large file is known by blocks: here three of 64 bytes, at both ends and in the middle."""
+    if large:
+        monkeypatch.setattr("loka.data.content.BLOCK", 64)
+        monkeypatch.setattr("loka.data.content.BLOCKS", 3)
+    path = write_tsv(tmp_path / "t.tsv", made_up(20))
+    status, data = path.stat(), path.read_bytes()
+
+    def identity(content: bytes, *, later: int = 0) -> str:
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later))
+        return TableClicks(path, vocabulary=hashed_vocabulary(9)).identity
+
+    first = identity(data)
+    assert identity(data) == first
+    assert (identity(data, later=1) == first) != large, "a small file that was touched is the same"
+    for place in (0, len(data) // 2, len(data) - 2):
+        for digit in b"01234567\t":
+            changed = data[:place] + bytes([digit]) + data[place + 1 :]
+            if changed != data and (place or digit in b"01"):
+                assert identity(changed) != first, "of the same size and mtime"
 
 
 def test_schema_json_in_both_spellings(tmp_path: Path) -> None:

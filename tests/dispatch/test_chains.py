@@ -17,6 +17,8 @@ from loka.kernels.run import kernel_runs, reset_kernel_runs
 from loka.nn.chain import running_chains
 from loka.probe.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 CANDIDATES = ("emulated:tensorwise_e4m3", "emulated:rowwise_e4m3", "emulated:tensorwise_e5m2")
 
 

@@ -21,6 +21,8 @@ from loka.nn.cross import running_crosses
 from loka.probe import Settings
 from loka.zoo import build
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 INSIDE = [f"cross.{layer}.{part}" for layer in (0, 1) for part in "vu"]
 
 

@@ -12,6 +12,7 @@ from reports import measured
 
 import loka
 from loka.core.exceptions import LokaError
+from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 from loka.dispatch.frontier import base_time, frontier, saved_time
 
@@ -39,6 +40,7 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share() -> None:
     assert "hp takes 300 us" in lines[-1]
 
 
+@forced_fusion()
 def test_chains_count_as_a_whole() -> None:
     found = frontier(chained(1e-5, 2e-5, 200.0))
     last = found.points[-1]

@@ -93,6 +93,14 @@ def test_the_repair_uses_what_is_left() -> None:
     assert {name: w.name for name, w in taken.items()} == {"a": "hp", "b": "x", "c": "x"}
 
 
+def test_the_repair_counts_what_an_upgrade_gives_back() -> None:
+    """x spends 6e-5 already, so that going on to y, at 8e-5, takes 2e-5 of the 4e-5 that are left, not 8e-5.
+    y lies above the convex hull, from x to z, which is too dear: only the repair comes to it."""
+    times = {"hp": (100, 0.0), "x": (40, 6e-5), "y": (39, 8e-5), "z": (20, 1.2e-4)}
+    items = {"a": [way("a", name, time, effect) for name, (time, effect) in times.items()]}
+    assert spend(items, 1e-4)["a"].name == "y"
+
+
 def test_a_large_step_takes_the_place_of_small_ones() -> None:
     """b saves 10 us for 1e-6, a 60 for 1e-5: the first by price, the second by what is saved."""
     items = {

@@ -14,6 +14,7 @@ from reports import measured
 import loka
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.error import Estimate
+from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 
 
@@ -156,6 +157,7 @@ def test_without_times_multiplications_are_saved() -> None:
     assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
 
 
+@forced_fusion()
 def test_a_chain_is_bought_as_a_whole() -> None:
     """For 3e-5 it saves 100 us, c 20 us for 1e-5; in parts a saves 20 us for 1e-5."""
     report = chained(1e-5, 2e-5, 200.0)
@@ -178,6 +180,7 @@ def test_a_chain_is_bought_as_a_whole() -> None:
     }
 
 
+@forced_fusion()
 def test_of_equal_recipes_the_first_is_bought() -> None:
     """Not timed, and with the same effect on NE: forward is the same."""
     report = dataclasses.replace(chained(1e-5, 2e-5, 200.0), chain_times={})
@@ -186,6 +189,7 @@ def test_of_equal_recipes_the_first_is_bought() -> None:
         assert plan.chains["a"].recipe == recipes[0]
 
 
+@forced_fusion()
 def test_a_chain_slower_than_its_parts_is_not_bought() -> None:
     """Parts save 60 us each and leave 180 of 300, the whole 280: the effect is the same."""
     plan = loka.plan(chained(1e-5, 1e-5, 280.0, parts_us=40.0), Budget(ne=1.0))
@@ -193,6 +197,7 @@ def test_a_chain_slower_than_its_parts_is_not_bought() -> None:
     assert plan.decisions["a/output"].candidate == TENSOR
 
 
+@forced_fusion()
 def test_a_chain_with_an_unknown_link_is_not_bought() -> None:
     report = chained(1e-5, 2e-5, 200.0)
     site = report.sites["b/output"]
@@ -245,6 +250,7 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estim
     assert "and 1 without an estimate" in plan.summary()
 
 
+@forced_fusion()
 def test_a_chain_whose_effect_is_not_finite_is_not_known() -> None:
     plan = loka.plan(chained(1e-5, 2e-5, 200.0), Budget(ne=1e-4))
     wild = dataclasses.replace(plan.chains["a"], ne=Estimate(1e-5, 0.0, math.inf))

@@ -53,6 +53,25 @@ def test_bf16_stays_when_nothing_is_worth_having() -> None:
     assert decide({FAST: measured(28, 95, noise=0.2)}).candidate == "hp", "a doubt stays in bf16"
 
 
+def test_a_speedup_that_is_just_what_was_asked_is_enough() -> None:
+    """On the lower end of its interval, here 1.25 without rounding."""
+    exact = dataclasses.replace(measured(28, 64), speedup=Estimate(1.5, 1.25, 1.75))
+    for asked, chosen in ((1.25, FAST), (math.nextafter(1.25, 2), "hp")):
+        decision = decide({FAST: exact}, loka.Budget(min_speedup=asked))
+        assert decision.candidate == chosen
+    faster = {FAST: exact, EXACT: dataclasses.replace(exact, speedup=Estimate(2.5, 2.5, 2.5))}
+    rejected = decide(faster, loka.Budget(min_speedup=1.25)).rejected[FAST]
+    assert rejected.startswith("slower"), "not too slow"
+
+
+@pytest.mark.parametrize(("high", "chosen"), [(0.2, FAST), (0.2001, "hp")])
+def test_the_limit_on_mere_binds_the_upper_end(high: float, chosen: str) -> None:
+    errors = {**measured(28, 50).errors, "mere": Estimate(0.15, 0.1, high)}
+    decision = decide({FAST: dataclasses.replace(measured(28, 50), errors=errors)}, loka.Budget(max_mere=0.2))
+    assert decision.candidate == chosen
+    assert (chosen == FAST) or "is above 0.2" in decision.rejected[FAST]
+
+
 def test_nan_errors_are_never_admitted() -> None:
     bad = Measurement(
         errors={

@@ -252,3 +252,14 @@ def test_scales_lie_as_the_libraries_read_them() -> None:
     assert (second.scale.shape, second.scale.stride()) == ((5, 2), (4, 1))
     beyond = second.scale.as_strided((5, 4), (4, 1))[:, 2:]
     assert (beyond == 0).all()
+
+
+@pytest.mark.parametrize("format", list(Format), ids=str)
+def test_the_largest_numbers_have_the_scales_of_the_twin(format: Format, device: torch.device) -> None:
+    hp = torch.tensor([[2.9e38], [2.99e38], [3.3e38], [-3.4e38], [1e30]]).expand(5, 16).contiguous()
+    cast = Cast(format, Granularity.ROW, power_of_two=True)
+    side = quantizer.Side(cast=cast, padded=(5, 16))
+    row, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None)
+    twin = quantize(hp, cast)
+    assert torch.equal(row.scale.cpu(), twin.scale)
+    assert torch.isfinite(dequantize(row)).all()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import loka
+from loka.core.fusion import forced_fusion
 from loka.core.report import Measurement
 from loka.probe import Settings
 from loka.probe.agenda import Job, agenda
@@ -67,6 +68,7 @@ def test_chains_first_then_layers_each_from_the_largest_on(stats: loka.Stats) ->
     assert untimed == ["large.0", "large.2", "small.0", "small.2", "alone", "logit"]
 
 
+@forced_fusion()
 def test_a_limited_time_goes_to_the_largest_chain(
     stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_limited_time_goes_to_the_largest_chain(
     ]
 
 
+@forced_fusion()
 def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
     monkeypatch.setattr(
@@ -101,9 +104,9 @@ def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.Monk
     )
     ordered = timed(stats)
 
-    def as_called(stats: loka.Stats, wholes, groups, *, timed: bool) -> list[Job]:
+    def as_called(stats: loka.Stats, wholes, turned, *, timed: bool) -> list[Job]:
         layers = [Job(kind, path) for kind in ("errors", "times") for path in stats.layers]
-        together = [("whole", whole.name) for whole in wholes] + [("shared", each.name) for each in groups]
+        together = [("whole", whole.name) for whole in wholes]
         return [*layers, *(Job(*job) for job in together)]
 
     monkeypatch.setattr(measuring, "agenda", as_called)

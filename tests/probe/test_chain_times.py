@@ -20,6 +20,8 @@ from loka.probe import chain_times
 from loka.probe.chain_times import build_chain, chain_key, time_chain
 from loka.probe.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 
 @pytest.fixture(scope="module")
 def stats() -> loka.Stats:

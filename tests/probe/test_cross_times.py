@@ -20,6 +20,8 @@ from loka.probe import Settings, chain_times, cross_times
 from loka.probe.cross_times import build_stack, stack_key, time_stack
 from loka.zoo import build
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 STACK = CrossStack(
     joint=True,
     layers=(

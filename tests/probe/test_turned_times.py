@@ -17,6 +17,8 @@ from loka.nn.turned import TurnedLinear, turned_linears
 from loka.probe import Settings, turned_times
 from loka.probe.turned_times import TURNED, TokenMap, time_turned, turned_key
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 SETTINGS = Settings(rows=32, min_draws=2, max_draws=2)
 
 

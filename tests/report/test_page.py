@@ -19,12 +19,10 @@ from loka.core.exceptions import LokaError
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import quantize
 from loka.core.report import Report
-from loka.core.shared_input import Branch, SharedInput
-from loka.core.shared_plan import SharedDecision
-from loka.report.html import Cell, Html, code, number, table, tag
+from loka.report.html import Cell, Html, number, table, tag
 from loka.report.page import page
 from loka.report.page_depths import DEEPEST, Ranges, octaves, quantile
-from loka.report.page_plan import layer_rows, plan_section
+from loka.report.page_plan import layer_rows
 from loka.report.page_quality import Bar, forest
 from loka.report.svg import Scale, fit
 from loka.train.annealed import Annealed
@@ -304,25 +302,6 @@ def test_a_time_line_tells_how_long_each_phase_took(records):
     assert rows[3] == ["fp8", "10", "8.0", "12.0", "333"]  # 4000 rows in 12 s
     assert rows[4][:4] == ["end", "50", "20.0", "-"]
     assert "20 s up to the last entry" in section
-
-
-def test_layers_that_run_as_one_are_told(records):
-    plan = records["plan"]
-    paths = list(plan.model.layers)[:2]
-    shapes = [plan.model.layers[path] for path in paths]
-    group = SharedInput(
-        in_features=shapes[0].in_features,
-        branches=tuple(
-            Branch(path=path, out_features=shape.out_features, bias=shape.bias)
-            for path, shape in zip(paths, shapes, strict=True)
-        ),
-    )
-    time, speedup = Estimate(50.0, 49.0, 51.0), Estimate(1.5, 1.4, 1.6)
-    decided = SharedDecision(group=group, reason="fastest as one", microseconds=time, speedup=speedup)
-    text = str(plan_section(replace(plan, shared={group.name: decided})))
-    assert str(code(group.name)) in text
-    assert "fastest as one" in text
-    assert "1.50x" in text
 
 
 def test_the_read_out_of_the_mean_and_whether_it_is_annealed_are_shown(whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from small_run import IDS, RandomRows, small_model
 from torch import nn
 
-from loka.core.exceptions import LokaError
-from loka.nn import chain_snapshot, fp8_runs
+from loka.core.exceptions import CheckpointRefused, LokaError
+from loka.core.fusion import forced_fusion
+from loka.nn import chain_snapshot, fp8_runs, sites_of
+from loka.nn.chain import running_chains
 from loka.train import TrainConfig, evaluate, train
 from loka.train.auto import Auto
 from loka.train.average import as_averaged, averaged_weights, due
+from loka.train.run import Run
 
 CONFIG = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=3, average="tail", average_share=0.3)
 ROWS = RandomRows(64 * 20)
@@ -84,6 +88,14 @@ def test_a_killed_run_ends_with_the_same_mean(tmp_path: Path, kind, stop: int) -
     assert digest(dict(again.average.state_dict())) == digest(dict(straight.state_dict()))
 
 
+@pytest.mark.parametrize("kept", [{"average": None}, {"average": {"n_averaged": 3}}, {}])
+def test_a_state_without_the_mean_is_refused(tmp_path: Path, kept) -> None:
+    state = Run(small_model(), CONFIG, steps=20).capture()
+    del state["average"]
+    with pytest.raises(CheckpointRefused, match="does not fit this model"):
+        Run(small_model(), CONFIG, steps=20).restore({**state, **kept}, step=0, path=tmp_path)
+
+
 def test_training_is_the_same_with_and_without() -> None:
     models = [small_model(), small_model()]
     for model, kind in zip(models, ("none", "tail"), strict=True):
@@ -114,11 +126,16 @@ def test_it_is_judged_inside_the_model_which_is_put_back() -> None:
     assert digest(model.state_dict()) == before
 
 
-def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales() -> None:
-    """Chains hold FP8 copies of the weights: those of the mean are made, and those of the model again."""
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales(chains: bool) -> None:
+    """Sites hold nothing of a weight. Chains hold FP8 copies: those of the mean are made, and those of the
+    model again."""
     config = replace(FP8_CONFIG, average="tail", average_share=0.5)
     rows, model = RandomRows(16 * 20), tower()
-    average = train(model, rows, config=config, plan=make_plan()).average
+    with forced_fusion() if chains else nullcontext():
+        average = train(model, rows, config=config, plan=make_plan()).average
+    assert bool(running_chains(model)) is chains
+    assert sites_of(model)
     scales, plain = chain_snapshot(model), evaluate(model, HELD_OUT, batch_size=16)[0]
     scales_after = chain_snapshot(model)
     runs = fp8_runs(model)
@@ -132,8 +149,9 @@ def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales() -> None:
     assert np.array_equal(evaluate(model, HELD_OUT, batch_size=16)[0], plain)
 
 
+@forced_fusion()
 def test_a_mean_that_is_larger_than_the_last_weights_does_not_saturate() -> None:
-    """FP8 scales of weights are those of the steps before; the mean brings its own."""
+    """A chain's scales of weights are those of the steps before; the mean brings its own."""
     config = replace(FP8_CONFIG, average="tail")
     model = tower()
     average = train(model, RandomRows(16 * 8), config=config, plan=make_plan()).average

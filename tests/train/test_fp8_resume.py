@@ -25,6 +25,8 @@ from loka.nn import chain_snapshot
 from loka.train import CheckpointNotSaved, evaluate, load_newest, train
 from loka.train.state import plan_in
 
+pytestmark = pytest.mark.usefixtures("forced_fusion")
+
 KILLS = 20
 STEPS = 90
 

@@ -15,6 +15,7 @@ from loka.core.chain import Chain, Link
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
+from loka.core.fusion import forced_fusion
 from loka.core.plan import ChainDecision, Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -145,6 +146,7 @@ def test_the_gate() -> None:
     assert "ABOVE the budget" in str(made(1e-5, 1e-5, budget=1.05e-5))
 
 
+@forced_fusion()
 def test_sites_in_chains_run_by_the_recipe_that_stands_for_the_chain() -> None:
     model = build()
     plan = plan_of(model, {"0": "emulated:blockwise_e4m3", "2": ROW}, ne=1e-6)

@@ -1,5 +1,6 @@
 """Resuming continues bit for bit, after Ctrl-C and in bf16; test_fp8_resume.py kills at random points."""
 
+import os
 import signal
 from dataclasses import replace
 
@@ -8,8 +9,10 @@ import small_run
 import torch
 from small_run import RandomRows, small_model
 
+from loka.core.alone import FolderInUse
 from loka.core.exceptions import CheckpointRefused
 from loka.train import TrainConfig, train
+from loka.train.interrupt import Terminated
 
 CONFIG = TrainConfig(batch_size=64, epochs=2, precision="fp32", checkpoint_every=4, log_every=5)
 
@@ -57,7 +60,11 @@ def test_interrupt_saves_the_completed_step_and_resumes_exactly(tmp_path, precis
     assert (result.train_ne, result.rows, result.steps) == (whole.train_ne, 1777, whole.steps)
 
 
-def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "usual"),
+    [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)],
+)
+def test_a_signal_in_the_middle_of_a_step_waits_for_its_end(tmp_path, number, usual):
     expected, _ = straight_run(CONFIG)
     model = small_model()
     calls = []
@@ -65,16 +72,17 @@ def test_ctrl_c_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
     def press(*_):
         calls.append(None)
         if len(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     handle = model.mlp.register_forward_hook(press)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    previous = signal.signal(number, usual)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Terminated if number == signal.SIGTERM else KeyboardInterrupt) as stopped:
             train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert f"step 6 is saved in {tmp_path}" in str(stopped.value)
+        assert signal.getsignal(number) is usual
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(number, previous)
         handle.remove()
     model = small_model(seed=99)
     assert train(model, RandomRows(), config=CONFIG, checkpoints=tmp_path).resumed_from == 6
@@ -169,3 +177,20 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
     with pytest.raises(CheckpointRefused, match="already holds checkpoints"):
         train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, resume=False)
+
+
+def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(tmp_path):
+    refused = []
+
+    def again(step):
+        if step == 5:
+            unfinished = tmp_path / ".unfinished-step-00000008"
+            unfinished.mkdir()
+            with pytest.raises(FolderInUse, match="another process is training in") as error:
+                train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
+            assert unfinished.exists()
+            refused.append(error.value)
+
+    train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path, on_step=again)
+    assert f"process {os.getpid()} on " in refused[0].why[0]
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())

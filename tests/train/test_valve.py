@@ -16,11 +16,13 @@ from small_run import RandomRows
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.data.batch import Batch
-from loka.nn import chain_snapshot, fp8_linears
+from loka.nn import chain_snapshot, sites_of
 from loka.nn.chain import running_chains
 from loka.train import Run, load_newest, train
 from loka.train.state import plan_in
 from loka.train.valve import Valve, ValveConfig, without
+
+pytestmark = pytest.mark.usefixtures("forced_fusion")
 
 VALVE = ValveConfig(every=10, watch=3)
 STEPS = 40
@@ -73,10 +75,67 @@ def test_what_drifts_is_closed_and_the_rest_goes_on(plan: Plan, move, closed, st
     assert valve.closed[closed].startswith(f"step {step}: mlp.0/input: ")
     assert why in valve.closed[closed]
     assert list(running_chains(model)) == list(result.plan.chains) == ["mlp.4"]
-    assert list(fp8_linears(model)) == ["side"]
+    assert list(sites_of(model)) == ["side"]
     decided = [d for d in result.plan.decisions.values() if d.path == "mlp.0"]
     assert [d.candidate for d in decided] == [HP] * 3
     assert "closed by the valve" in decided[0].reason
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, shares: dict[int, tuple[float, float]]) -> None:
+    """The shares of mlp.0's input that saturate and underflow in the period that ends at each step; of other
+    operands, and in other periods, none."""
+    snapshot = chain_snapshot
+    elements = 16 * 20 * VALVE.watch  # CONFIG's rows, the layer's inputs, the steps that are counted
+    seen = {"saturated": 0, "underflowed": 0}
+    periods = iter(sorted(shares))
+    calls: list[int] = []
+
+    def told(model: Any) -> dict[str, Any]:
+        if len(calls) % 2:  # the second look of a period
+            saturated, underflowed = shares.get(next(periods, 0), (0.0, 0.0))
+            seen["saturated"] += round(saturated * elements)
+            seen["underflowed"] += round(underflowed * elements)
+        calls.append(len(calls))
+        found = {slot: {**now, "saturated": 0, "underflowed": 0} for slot, now in snapshot(model).items()}
+        if "mlp.0/input" in found:  # not once it was closed
+            found["mlp.0/input"].update(seen)
+        return found
+
+    monkeypatch.setattr("loka.train.valve.chain_snapshot", told)
+
+
+@pytest.mark.parametrize(
+    ("shares", "closed"),
+    [
+        ({10: (0.0, 0.30), 20: (0.0, 0.34)}, None),  # much, but no more than at first
+        ({10: (0.0, 0.30), 20: (0.0, 0.36)}, 20),
+        ({10: (0.0, 0.0), 20: (0.0, 0.04)}, None),
+        ({10: (0.0, 0.0), 20: (0.0, 0.06)}, 20),
+        ({10: (0.03, 0.0)}, 10),
+        ({10: (0.015, 0.0)}, None),
+    ],
+)
+def test_the_thresholds(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, shares: dict[int, tuple[float, float]], closed: int | None
+) -> None:
+    """With 2 % that may saturate: of the default's ten thousandth this small tensor has no element."""
+    counted(monkeypatch, shares)
+    config = replace(VALVE, saturated=0.02, underflowed=0.05)
+    _, valve, _ = trained(plan, lambda dense, step: dense, valve=Valve(config))
+    assert [text.split(":")[0] for text in valve.closed.values()] == ([f"step {closed}"] if closed else [])
+
+
+@pytest.mark.parametrize(("elements", "closed"), [(7, False), (8, True)])
+def test_a_few_elements_may_saturate_whatever_their_share(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, elements: int, closed: bool
+) -> None:
+    counted(monkeypatch, {10: (elements / 960, 0.0)})
+    _, valve, _ = trained(plan, lambda dense, step: dense)
+    assert bool(valve.closed) == closed
+
+
+def test_by_default_a_ten_thousandth_may_saturate() -> None:
+    assert (ValveConfig().saturated, ValveConfig().underflowed) == (1e-4, 0.05)
 
 
 def test_what_is_not_closed_keeps_its_scales(plan: Plan) -> None:

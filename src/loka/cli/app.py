@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+import typer.core
 
 from loka import mods
 from loka.cli.bench import bench
@@ -16,15 +16,16 @@ from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
 from loka.cli.inputs import (
     choose_device,
+    effects_by,
     model_builder,
     open_data,
-    share_in_rows,
     share_of_labels,
     steps_between,
     train_config,
 )
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
+    BaseRate,
     BatchSize,
     CacheFolder,
     DataFile,
@@ -33,10 +34,13 @@ from loka.cli.options import (
     NoCache,
     Rows,
     ScheduleName,
+    SchemaFile,
     Seed,
+    TestData,
     TimeLimit,
 )
 from loka.cli.report import report as write_report
+from loka.cli.terminal import say
 from loka.cli.train import WithMods, train
 from loka.cli.train_lines import show_log
 from loka.cli.validate import validate
@@ -51,8 +55,27 @@ from loka.probe import measure as measure_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train import train as train_model
+from loka.train.interrupt import Terminated
+
+_INTERRUPTED = (
+    "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
+    "started again"
+)
+
+
+class _Commands(typer.core.TyperGroup):
+    """Ctrl-C ends a command here: click would say "Aborted!" and keep to itself what stands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
+            raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -67,12 +90,14 @@ def doctor(
     target: Annotated[str | None, typer.Option(help="Another target to ask for, such as sm_90.")] = None,
 ) -> None:
     """What can run here, and why the rest cannot."""
-    print(diagnose(target))
+    say(diagnose(target))
 
 
 @app.command()
 def demo(
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     model: Annotated[list[str] | None, typer.Option("--model", help="May be given several times.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for everything written.")] = Path("runs/demo"),
     rows: Annotated[int | None, typer.Option(min=10, help="Size of the synthetic world.")] = None,
@@ -88,6 +113,8 @@ def demo(
     config = default_config(
         models=tuple(model or ()),
         data=data,
+        schema=schema,
+        test_data=test_data,
         rows=rows,
         batch_size=batch_size,
         pairs=pairs,
@@ -104,6 +131,7 @@ def demo(
 def probe(
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
     out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
     every: Annotated[
         str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
@@ -114,31 +142,26 @@ def probe(
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
-    base_rate: Annotated[
-        float | None, typer.Option(help="Share of positive labels, which NE is relative to.")
-    ] = None,
+    base_rate: BaseRate = None,
 ) -> None:
     """Train in bf16 and learn what flows through every linear layer."""
     cadence, rate = steps_between(every), share_of_labels(base_rate)
     device = choose_device(device)
-    source = open_data(data, rows=rows, seed=seed).train
+    source = open_data(data, rows=rows, seed=seed, schema=schema).train
     torch.manual_seed(seed)
     built = model_builder(model)(source)
     if with_mods:
-        print(mods.apply(built, MODS))
+        say(mods.apply(built, MODS))
     built.to(device)
-    if rate is None:
-        rate = share_in_rows(source, batch_size)
+    effects = effects_by(rate, source, batch_size)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
-    # Without a share there is no NE: an effect by the mean prediction would promise what does not exist.
-    samples = 512 if rate else 0
-    with Probe(built, every=cadence, save_to=out, base_rate=rate, effect_samples=samples) as probing:
+    with Probe(built, every=cadence, save_to=out, **effects) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
     stats = probing.stats()
-    print(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+    say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
     for path, reason in stats.skipped.items():
-        print(f"not probed: {path}: {reason}")
-    print(f"written: {out}")
+        say(f"not probed: {path}: {reason}")
+    say(f"written: {out}")
 
 
 @app.command()
@@ -149,7 +172,7 @@ def merge(
     """One set of statistics from several that watched other rows."""
     merged = merge_stats([Stats.load(folder) for folder in stats])
     merged.save(out)
-    print(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
+    say(f"{merged.sampled_steps} of {merged.steps} steps sampled in {len(stats)} folders; written: {out}")
 
 
 @app.command()
@@ -178,8 +201,8 @@ def measure(
         time_limit=time_limit,
         track=ProgressBars("measure"),
     )
-    print(report)
-    print(f"written: {out}")
+    say(report)
+    say(f"written: {out}")
 
 
 @app.command()
@@ -196,7 +219,7 @@ def plan(
         float | None, typer.Option(min=0, help="Increase of NE allowed in all, absolute, such as 2e-4.")
     ] = None,
     chains: Annotated[
-        str | None, typer.Option(help="measured: those that were timed and are faster; always; never.")
+        str | None, typer.Option(help="measured, always or never; no effect, as no plan has chains for now.")
     ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
@@ -232,8 +255,8 @@ def plan(
     out = out or Path("plan.json")
     decided = plan_report(loaded, allowed, force=_forced(force or []))
     decided.save(out)
-    print(decided)
-    print(f"written: {out}")
+    say(decided)
+    say(f"written: {out}")
 
 
 @app.command()
@@ -242,7 +265,7 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another plan.")],
 ) -> None:
     """Which decisions differ between two plans."""
-    print(diff_plans(Plan.load(first), Plan.load(second)))
+    say(diff_plans(Plan.load(first), Plan.load(second)))
 
 
 @app.command()
@@ -293,11 +316,8 @@ def main() -> None:
     try:
         app()
     except LokaError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
     except OSError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
-        raise SystemExit(130) from None

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from loka.cli.inputs import Data, train_config
+from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.stats import Stats
-from loka.nn import check_finite, fp8_linears, fp8_runs
+from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import evaluate, newest_step, quality, train
@@ -93,7 +94,7 @@ def run_arm(
             on_step=watch.keep if watch else None,
         )
     for message in trained.skipped_checkpoints:
-        print(message)
+        say(message)
     logits, labels = evaluate(
         model,
         run.data.test,
@@ -143,14 +144,14 @@ def _drop_unwatched(checkpoints: Path, folder: Path) -> None:
     watched = stats.steps if stats else 0
     if newest == watched:
         return
-    print(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
+    say(f"statistics cover {watched} steps and the checkpoint {newest}: the probed run starts over")
     for leftover in (checkpoints, folder):
         if leftover.exists():
             shutil.rmtree(leftover)
 
 
 def _candidates(model: nn.Module) -> list[list[Any]]:
-    return [[path, *linear.loka_candidates] for path, linear in fp8_linears(model).items()]
+    return [[name, *site.candidates] for name, site in sites_of(model).items()]
 
 
 def _write(folder: Path, result: ArmResult) -> None:

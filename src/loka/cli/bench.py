@@ -10,19 +10,22 @@ from typing import Annotated
 import typer
 
 from loka.cli.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
-from loka.cli.inputs import choose_device, open_data
+from loka.cli.inputs import choose_device, open_data, share_of_labels
 from loka.cli.ne import named_budget
 from loka.cli.options import (
+    BaseRate,
     BatchSize,
     CacheFolder,
     DataFile,
     Device,
     ModelName,
     NoCache,
+    SchemaFile,
     Seed,
     TimeLimit,
 )
 from loka.cli.step import StepConfig, run_step_bench, step_table
+from loka.cli.terminal import say
 from loka.core.exceptions import MissingLibrary, UnknownName
 from loka.core.files import write_atomic
 from loka.core.gemm_bench import GemmBench
@@ -90,22 +93,23 @@ def gemm(
     if not report.timed:
         text = f"{report}\n\n{text}"
     write_atomic(out / "gemm.txt", f"{text}\n".encode())
-    print(text)
+    say(text)
     written = [REPORT, PLAN, RESULTS, "gemm.txt"]
     if not report.timed:
         reason = "Times need a GPU" if report.machine.target == "cpu" else "Nothing is timed yet"
-        print(f"{reason}: errors only, no plot.")
+        say(f"{reason}: errors only, no plot.")
     elif found.contests:
         written += _pictures(found, out)
     if not found.complete:
-        print("Incomplete; the same command again goes on.", *report.notes, sep="\n  ")
-    print(f"written: {', '.join(str(out / name) for name in written)}")
+        say("\n  ".join(["Incomplete; the same command again goes on.", *report.notes]))
+    say(f"written: {', '.join(str(out / name) for name in written)}")
 
 
 @bench.command()
 def step(
     model: ModelName = "wukong:2gf",
     data: DataFile = None,
+    schema: SchemaFile = None,
     batch_size: BatchSize = 6144,
     arm: Annotated[
         list[str] | None, typer.Option(help="Only these arms; repeatable. All by default.")
@@ -121,6 +125,7 @@ def step(
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
     min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for measuring sites.")] = None,
+    base_rate: BaseRate = None,
 ) -> None:
     """Forward and backward of a model by torchao's recipes, by one library, and by plan."""
     config = StepConfig(
@@ -137,12 +142,14 @@ def step(
         budget=named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
         cache=default_folder(),
         time_limit=time_limit,
+        base_rate=share_of_labels(base_rate),
     )
     rows = config.batch_size * (config.probe_steps + 1)
-    text = step_table(run_step_bench(config, open_data(data, rows=rows, seed=seed, holdout=0.01)))
+    opened = open_data(data, rows=rows, seed=seed, holdout=0.01, schema=schema)
+    text = step_table(run_step_bench(config, opened))
     write_atomic(out / "step.txt", f"{text}\n".encode())
-    print(text)
-    print(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")
+    say(text)
+    say(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")
 
 
 @bench.command()
@@ -152,7 +159,7 @@ def plot(
 ) -> None:
     """Speed-up over bf16 by shape. Needs the results alone: no GPU, any machine."""
     plot_gemm(GemmBench.load(results), out)
-    print(f"written: {out}")
+    say(f"written: {out}")
 
 
 @bench.command()
@@ -160,7 +167,7 @@ def show(
     results: Annotated[Path, typer.Argument(help=f"{RESULTS}, written by `loka bench gemm`.")],
 ) -> None:
     """The table of results again."""
-    print(gemm_table(GemmBench.load(results)))
+    say(gemm_table(GemmBench.load(results)))
 
 
 def _pictures(found: GemmBench, out: Path) -> list[str]:
@@ -168,6 +175,6 @@ def _pictures(found: GemmBench, out: Path) -> list[str]:
         for name in _PICTURES:
             plot_gemm(found, out / name)
     except MissingLibrary as error:
-        print(f"{error}; then: loka bench plot {out / RESULTS}")
+        say(f"{error}; then: loka bench plot {out / RESULTS}")
         return []
     return list(_PICTURES)

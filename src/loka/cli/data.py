@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
 from loka.data import CRITEO, Frequency, Schema, Shuffle, hashed_vocabulary, open_shards, read_manifest
 from loka.data import convert as convert_files
@@ -57,7 +58,7 @@ def convert(
         track=ProgressBars(),
     )
     seconds = time.perf_counter() - started
-    print(f"{manifest.rows} rows in {out} after {seconds:.1f} s")
+    say(f"{manifest.rows} rows in {out} after {seconds:.1f} s")
     _print_counts(manifest.counts)
 
 
@@ -65,12 +66,12 @@ def convert(
 def info(folder: Folder) -> None:
     """What a prepared folder holds, and what was replaced or skipped on the way into it."""
     manifest = read_manifest(folder)
-    print(f"{manifest.rows} rows in {len(manifest.shards)} of {manifest.pieces} shards")
-    print(f"{len(manifest.dense)} dense and {len(manifest.sparse)} sparse features")
+    say(f"{manifest.rows} rows in {len(manifest.shards)} of {manifest.pieces} shards")
+    say(f"{len(manifest.dense)} dense and {len(manifest.sparse)} sparse features")
     for name, size in zip(manifest.sparse, manifest.vocab_sizes, strict=True):
-        print(f"{name}: {size} ids")
+        say(f"{name}: {size} ids")
     if manifest.history:
-        print(f"history: {manifest.history.length} of {manifest.history.vocab_size} ids")
+        say(f"history: {manifest.history.length} of {manifest.history.vocab_size} ids")
     _print_counts(manifest.counts)
 
 
@@ -80,7 +81,7 @@ def check(folder: Folder, workers: Workers = None) -> None:
     source = open_shards(folder, workers=workers)
     total = -(-source.rows // 65_536)
     rows = sum(map(len, ProgressBars()(source.batches(65_536), "check", total)))
-    print(f"{rows} rows read, all as written")
+    say(f"{rows} rows read, all as written")
 
 
 @data_app.command()
@@ -98,7 +99,7 @@ def speed(
         rows += len(batch)
         if time.perf_counter() - started > seconds:
             break
-    print(f"{rows / (time.perf_counter() - started):.0f} rows/s over {rows} rows")
+    say(f"{rows / (time.perf_counter() - started):.0f} rows/s over {rows} rows")
 
 
 def _vocabulary(
@@ -122,4 +123,4 @@ def _vocabulary(
 def _print_counts(counts: dict[str, int]) -> None:
     for reason, number in counts.items():
         if number:
-            print(f"{number} {reason}")
+            say(f"{number} {reason}")

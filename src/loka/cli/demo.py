@@ -21,12 +21,15 @@ from loka import mods
 from loka.cli.arms import ArmRun, run_arm
 from loka.cli.inputs import Data, choose_device, model_builder, open_data, train_config
 from loka.cli.ne import named_budget
+from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.files import write_atomic
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.stats import Stats
+from loka.core.untrusted import Limits, parse_json, read_bounded
 from loka.dispatch import convert, plan
 from loka.probe import measure
 from loka.report.progress import ProgressBars
@@ -54,12 +57,16 @@ class DemoConfig:
     min_sqnr_db: float | None
     min_speedup: float
     schedule: str
+    schema: str | None = None
+    test_data: str | None = None
 
 
 def default_config(
     *,
     models: tuple[str, ...] = (),
     data: Path | None = None,
+    schema: Path | None = None,
+    test_data: Path | None = None,
     rows: int | None = None,
     batch_size: int | None = None,
     pairs: int | None = None,
@@ -85,17 +92,30 @@ def default_config(
         min_sqnr_db=allowed.min_sqnr_db,
         min_speedup=allowed.min_speedup,
         schedule=schedule,
+        schema=str(schema) if schema else None,
+        test_data=str(test_data) if test_data else None,
     )
 
 
-def run_demo(config: DemoConfig, *, out: Path, say: Say = print) -> dict[str, Comparison]:
+def run_demo(config: DemoConfig, *, out: Path, say: Say = say) -> dict[str, Comparison]:
     """Runs the loop for every model and writes stats/, report.json, plan.json and train.json.
 
     Raises:
-        LokaError: `out` holds another demo.
+        LokaError: `out` holds another demo, or another process runs one there.
     """
+    with alone_in(out, "running a demo"):
+        return _run_demo(config, out, say)
+
+
+def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
     _claim(out, config)
-    data = open_data(Path(config.data) if config.data else None, rows=config.rows, seed=config.seed)
+    data = open_data(
+        Path(config.data) if config.data else None,
+        rows=config.rows,
+        seed=config.seed,
+        schema=Path(config.schema) if config.schema else None,
+        test=Path(config.test_data) if config.test_data else None,
+    )
     for part, source in (("rows to train on", data.train), ("held-out rows", data.test)):
         require_both(source, batch_size=config.batch_size, what=f"the {part}")
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
@@ -114,13 +134,13 @@ def _claim(out: Path, config: DemoConfig) -> None:
     wanted = json.loads(json.dumps(asdict(config)))
     if file.exists():
         try:
-            found = dict(json.loads(file.read_text()))
-        except (ValueError, TypeError) as error:
+            found = dict(parse_json(read_bounded(file, Limits()), Limits()))
+        except (ValueError, TypeError, OSError, RecursionError) as error:
             raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
-        if found != wanted:
-            different = [
-                f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
-            ]
+        different = [
+            f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
+        ]
+        if different:
             raise LokaError(
                 f"{out} holds another demo",
                 why=different,

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from loka.cli.terminal import say
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import SyntheticClicks, history_of, open_rows
+from loka.data import Schema, SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import count_labels
@@ -37,17 +38,38 @@ class Data:
         Counts what this process read, every pass over the rows included.
         """
         total = Counter(self.train.account()) + Counter(self.test.account())  # drops zero counts
-        return [f"rows read: {count} {reason} (all passes together)" for reason, count in total.items()]
+        return [
+            f"rows read: {count} {reason}{'' if reason.endswith(')') else ' (all passes together)'}"
+            for reason, count in total.items()
+        ]
 
 
-def open_data(path: Path | None, *, rows: int, seed: int, holdout: float = 0.2) -> Data:
+def open_data(
+    path: Path | None,
+    *,
+    rows: int,
+    seed: int,
+    holdout: float = 0.2,
+    schema: Path | None = None,
+    test: Path | None = None,
+) -> Data:
     """A file, a folder of prepared clicks or of npy files, or the synthetic world when there is none.
 
-    `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole.
+    `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole. The
+    last `holdout` share is held out, unless there is a `test` file or folder. `schema` is that of files.
     """
     if path is not None:
-        table, tail = open_rows(path, holdout=holdout)
-        return Data(train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out")
+        columns = Schema.from_json(schema) if schema else None
+        table, tail = open_rows(path, holdout=holdout, test=test, schema=columns)
+        of = f" of {test.name}" if test else ""
+        return Data(
+            train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}"
+        )
+    if schema or test:
+        raise LokaError(
+            f"{'--schema' if schema else '--test-data'} without --data",
+            way_out="name the rows to train on, or leave it out: synthetic rows have columns of their own",
+        )
     first = max(int(rows * (1 - holdout)), 1)
     world = SyntheticClicks(rows=first, seed=seed)
     rest = SyntheticClicks(rows=rows - first, first_row=first, seed=seed)
@@ -133,16 +155,25 @@ def share_of_labels(base_rate: float | None) -> float | None:
     return base_rate
 
 
-def share_in_rows(source: Source, batch_size: int) -> float | None:
+def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict[str, Any]:
+    """What a Probe is told of NE's base rate: the given one, or that of the labels of `source`.
+
+    Without one there is no NE: an effect by the mean prediction would promise what does not exist.
+    """
+    rate = _share_in_rows(source, batch_size) if base_rate is None else base_rate
+    return {"effect_samples": 0} if rate is None else {"base_rate": rate}
+
+
+def _share_in_rows(source: Source, batch_size: int) -> float | None:
     """The share of positive labels, of the labels themselves; None, and a message, where all are equal."""
     labels = count_labels(source, batch_size=batch_size)
     if labels.rate is None:
-        print(
+        say(
             f"{labels}: NE is not defined on these rows, so no effect on it is measured and none is "
             "promised. Check which column is the label, or say --base-rate"
         )
     else:
-        print(labels)
+        say(labels)
     return labels.rate
 
 

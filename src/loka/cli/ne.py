@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.drift import drift, effects_of, valve
 from loka.core.exceptions import LokaError, UnknownName
@@ -43,14 +44,14 @@ def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
     if out is not None and not as_json:
         checked_path(out)
     found = frontier(report, budget)
-    print(found)
+    say(found)
     if out is None:
         return
     if as_json:
         found.save(out)
     else:
         plot_frontier(found, out)
-    print(f"written: {out}")
+    say(f"written: {out}")
 
 
 HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 is an error's
@@ -60,22 +61,22 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
     """Prints how the last window differs, what would be decided differently and what the valve should do,
     and returns the exit status. Earlier windows count for the valve's patience alone."""
     history = [drift(plan, window, before=before) for window in windows]
-    print(history[-1])
+    say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
     if report is not None:
         changed = replan(plan, report, effects_of(windows[-1]))
-        print(f"planned again with the effects of this window, and the times of the report:\n{changed}")
+        say(f"planned again with the effects of this window, and the times of the report:\n{changed}")
         status = REPLAN if changed else status
     held = sorted(valve(history))
     if held:
-        print(f"the valve should hold in hp: {', '.join(held)}")
+        say(f"the valve should hold in hp: {', '.join(held)}")
         return CLOSE
     if status == REPLAN:
-        print("no layer is in doubt, but planning again would pay")
+        say("no layer is in doubt, but planning again would pay")
         return REPLAN
     unknown = history[-1].unknown
     if unknown:
-        print(f"whether the plan holds is not known: this window does not tell of {', '.join(unknown)}")
+        say(f"whether the plan holds is not known: this window does not tell of {', '.join(unknown)}")
         return UNKNOWN
-    print("the plan holds")
+    say("the plan holds")
     return HOLDS

@@ -17,6 +17,14 @@ DataFile = Annotated[
     Path | None,
     typer.Option("--data", help="Criteo TSV, parquet, CSV, or a folder that `loka data convert` wrote."),
 ]
+SchemaFile = Annotated[
+    Path | None,
+    typer.Option("--schema", help="JSON naming the columns of --data (docs/data.md); Criteo's if left out."),
+]
+TestData = Annotated[
+    Path | None,
+    typer.Option("--test-data", help="Rows to judge on; the last fifth of --data if left out."),
+]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a step.")]
@@ -48,6 +56,10 @@ AverageName = Annotated[
 ]
 AverageShare = Annotated[
     float, typer.Option("--average-share", min=0, max=1, help="Share of the steps that the mean covers.")
+]
+BaseRate = Annotated[
+    float | None,
+    typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused, LokaError
 from loka.core.files import write_atomic
 from loka.core.plan import Plan
@@ -45,7 +46,7 @@ def report(
         timeline=load_timeline(timeline) if timeline else None,
     )
     write_atomic(out, made.encode())
-    print(f"written: {out} ({len(made.encode()) / 1024:.0f} KB)")
+    say(f"written: {out} ({len(made.encode()) / 1024:.0f} KB)")
 
 
 def load_quality(path: Path) -> Validation | Comparison:

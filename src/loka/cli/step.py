@@ -16,7 +16,8 @@ from torch import nn
 
 from loka import mods
 from loka.cli.demo import MODS
-from loka.cli.inputs import Data, model_builder
+from loka.cli.inputs import Data, effects_by, model_builder
+from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
@@ -29,7 +30,7 @@ from loka.data.batch import Batch, Source
 from loka.dispatch import convert
 from loka.dispatch import plan as plan_report
 from loka.kernels.registry import candidate_named
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.nn.linears import is_prediction
 from loka.probe import Probe, measure
 from loka.report.progress import ProgressBars
@@ -43,7 +44,7 @@ EVERYWHERE = ("deep_gemm:blockwise_e4m3", "fbgemm_fast:rowwise_e4m3", "torch_fas
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What to time. `arms` picks by name; all of them by default."""
+    """What to time. `arms` picks by name; all of them by default. `base_rate` None: that of the labels."""
 
     model: str
     batch_size: int
@@ -59,6 +60,7 @@ class StepConfig:
     budget: Budget = field(default_factory=Budget)
     cache: Path | None = None
     time_limit: float | None = None
+    base_rate: float | None = None
 
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
@@ -81,14 +83,14 @@ def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
         report = _report(config, data)
         decided = plan_report(report, config.budget)
         decided.save(config.out / "plan.json")
-        print(decided.summary())
+        say(decided.summary())
         arms = _planned_arms(fresh, report, decided)
     arms = {**arms, **torchao}
     found: dict[str, StepTime] = {}
 
     def keep(result: StepTime) -> None:
         found[result.name] = result
-        print(_line(result), flush=True)
+        say(_line(result))
         _write(config, found, decided, batch)
 
     time_steps(
@@ -137,9 +139,10 @@ def _report(config: StepConfig, data: Data) -> Report:
         model = _fresh(config, data.train)
         rows = min(config.batch_size * config.probe_steps, data.train.rows)
         run = TrainConfig(batch_size=config.batch_size, max_rows=rows, seed=config.seed, device=config.device)
-        with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder) as probe:
+        effects = effects_by(config.base_rate, data.train, config.batch_size)
+        with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder, **effects) as probe:
             train(model, data.train, config=run, track=bars)
-        print(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
+        say(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
     return measure(
         Stats.load(folder),
         device=config.device,
@@ -175,7 +178,7 @@ def _torchao_arms(fresh: Callable[[], nn.Module], batch: Batch) -> dict[str, Arm
 
 
 def _count(model: nn.Module) -> int:
-    return len(fp8_linears(model))
+    return len(sites_of(model))
 
 
 def _by_plan(fresh: Callable[[], nn.Module], decided: Plan) -> Callable[[], nn.Module]:

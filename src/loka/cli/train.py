@@ -35,12 +35,16 @@ from loka.cli.options import (
     NoCache,
     Rows,
     ScheduleName,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
     Warmup,
 )
+from loka.cli.terminal import say
 from loka.cli.train_lines import judge, show_log, tell_result
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
@@ -64,6 +68,8 @@ _SEGMENTS = 16
 def train(
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     plan: Annotated[Path | None, typer.Option(help="Train by this plan.")] = None,
     auto: Annotated[
         bool, typer.Option("--auto", help="From a cold start: bf16 while a probe learns, then FP8.")
@@ -103,7 +109,9 @@ def train(
     ne: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: increase of NE allowed, absolute; 2e-4.")
     ] = None,
-    chains: Annotated[str | None, typer.Option(help="Of --auto: measured, always or never.")] = None,
+    chains: Annotated[
+        str | None, typer.Option(help="Of --auto: measured, always or never; no effect for now.")
+    ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
     min_speedup: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")
@@ -153,7 +161,7 @@ def train(
     limits = {"ne": ne, "chains": chains, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
     given = {name: value for name, value in limits.items() if value is not None}
     bars = ProgressBars("train")
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     companion: Companion | None = None
     if auto:
         if plan:
@@ -172,7 +180,7 @@ def train(
             ),
             folder=out,
             track=bars,
-            say=print,
+            say=say,
         )
     elif given or out:
         raise LokaError(
@@ -181,11 +189,15 @@ def train(
         )
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
-        print(chosen.summary())
-        companion = Valve(say=print) if valve else None
+        say(chosen.summary())
+        companion = Valve(say=say) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
-    print(describe(config, Length.of(opened.train, config).steps))
-    with TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board:
+    say(describe(config, Length.of(opened.train, config).steps))
+    shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
+    with (
+        alone_in(out, "training") if out and shared else contextlib.nullcontext(),
+        TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board,
+    ):
 
         def on_log(line: TrainLog) -> None:
             show_log(line)
@@ -206,7 +218,7 @@ def train(
         )
     tell_result(result, config)
     if isinstance(companion, Auto):
-        print(companion.timeline)
+        say(companion.timeline)
     judge(built, opened, config, bars, result.average)
 
 
@@ -218,7 +230,7 @@ def _known_share(source: Source, batch_size: int) -> float:
             f"--auto plans by what FP8 costs in NE, and {labels}: NE is not defined on these rows",
             way_out="check which column is the label, or say --base-rate; without --auto such rows train",
         )
-    print(labels)
+    say(labels)
     return labels.rate
 
 
@@ -235,7 +247,7 @@ def _saved_plan(checkpoints: Path | None) -> Plan | None:
     found = load_newest(checkpoints) if checkpoints else None
     saved = plan_in(found.state, "given_plan") if found else None
     if found and saved:
-        print(f"by the plan in {found.path}")
+        say(f"by the plan in {found.path}")
     return saved
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.cli.inputs import Data
+from loka.cli.terminal import say
 from loka.nn import fp8_runs
 from loka.report.progress import ProgressBars
 from loka.train import Quality, TrainConfig, TrainLog, TrainResult, evaluate, quality
@@ -13,7 +14,7 @@ from loka.train.average import as_averaged
 
 
 def show_log(line: TrainLog) -> None:
-    print(
+    say(
         f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
         f"{line.rows_per_second:.0f} rows/s"
     )
@@ -21,15 +22,15 @@ def show_log(line: TrainLog) -> None:
 
 def tell_result(result: TrainResult, config: TrainConfig) -> None:
     for message in (*result.skipped_checkpoints, *result.unsaved):
-        print(message)
+        say(message)
     if result.resumed_from is not None:
-        print(f"continued from step {result.resumed_from}")
+        say(f"continued from step {result.resumed_from}")
     if result.step_reason is not None:
-        print(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    print(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    print(f"window: {_line(result.reading.window)}")
+        say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
+    say(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
+    say(f"window: {_line(result.reading.window)}")
     for name, judged in result.reading.segments.items():
-        print(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
+        say(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
 
 
 def judge(
@@ -46,14 +47,14 @@ def judge(
         )
         return quality(logits, labels)
 
-    print(f"held out: {_line(judged())}")
+    say(f"held out: {_line(judged())}")
     if average is not None:
         with as_averaged(model, average, rows=opened.train, config=config):
-            print(f"held out, by the mean of the weights ({config.average}): {_line(judged())}")
+            say(f"held out, by the mean of the weights ({config.average}): {_line(judged())}")
     for site, runs in fp8_runs(model).items():
-        print(f"ran {runs} x {site}")
+        say(f"ran {runs} x {site}")
     for line in opened.account():
-        print(line)
+        say(line)
 
 
 def _line(judged: Quality) -> str:

@@ -23,12 +23,16 @@ from loka.cli.options import (
     ModelName,
     Rows,
     ScheduleName,
+    SchemaFile,
     Seed,
     SparseRate,
     StepName,
+    TestData,
     Warmup,
 )
 from loka.cli.power import Power
+from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.data.batch import Source
 from loka.report.progress import ProgressBars
@@ -56,6 +60,8 @@ def validate(
     ],
     model: ModelName = "wukong",
     data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
     pairs: Annotated[int, typer.Option(min=1, help="Training seeds; a verdict takes 4 or more.")] = MIN_PAIRS,
     segment: Annotated[
         list[str] | None,
@@ -110,7 +116,7 @@ def validate(
     if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
         raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
     device = choose_device(device)
-    opened = open_data(data, rows=rows, seed=seed)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     arms = [arm_named(name, rows=batch_size) for name in arm]
     builder = model_builder(model)
 
@@ -121,7 +127,7 @@ def validate(
         return built
 
     def show(found: Validation) -> None:
-        print(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
+        say(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
 
     config = train_config(
         batch_size=batch_size,
@@ -143,41 +149,42 @@ def validate(
             f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}",
             way_out=f"--pairs {MIN_PAIRS} or more",
         )
-    print(f"data: {opened.description}")
-    print(describe(config, Length.of(opened.train, config).steps))
+    say(f"data: {opened.description}")
+    say(describe(config, Length.of(opened.train, config).steps))
     power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
-    found = validate_arms(
-        build,
-        opened.train,
-        opened.test,
-        arms,
-        config=config,
-        out=out,
-        model=model,
-        pairs=pairs,
-        divisions=_divisions(segment, opened.test),
-        cluster=None if cluster is None else cluster_named(cluster, opened.test),
-        limit=limit,
-        segment_limit=segment_limit,
-        sequential=sequential,
-        identity={"mods": with_mods},
-        context={
-            "data": opened.description,
-            "batch_size": batch_size,
-            "mods": with_mods,
-            **({"cluster": cluster} if cluster else {}),
-        },
-        track=ProgressBars("validate"),
-        on_log=_Tenths(),
-        on_pair=show,
-        on_start=lambda world: print(power.before(world, [a.name for a in arms], opened.test.rows)),
-    )
-    print(validation_table(found))
+    with alone_in(out, "validating"):
+        found = validate_arms(
+            build,
+            opened.train,
+            opened.test,
+            arms,
+            config=config,
+            out=out,
+            model=model,
+            pairs=pairs,
+            divisions=_divisions(segment, opened.test),
+            cluster=None if cluster is None else cluster_named(cluster, opened.test),
+            limit=limit,
+            segment_limit=segment_limit,
+            sequential=sequential,
+            identity={"mods": with_mods},
+            context={
+                "data": opened.description,
+                "batch_size": batch_size,
+                "mods": with_mods,
+                **({"cluster": cluster} if cluster else {}),
+            },
+            track=ProgressBars("validate"),
+            on_log=_Tenths(),
+            on_pair=show,
+            on_start=lambda world: say(power.before(world, [a.name for a in arms], opened.test.rows)),
+        )
+    say(validation_table(found))
     if (after := power.after(found)) is not None:
-        print(after)
+        say(after)
     for line in opened.account():
-        print(line)
-    print(f"written: {out / 'validation.json'}")
+        say(line)
+    say(f"written: {out / 'validation.json'}")
     raise typer.Exit({"pass": PASS, "fail": FAIL, "undecided": UNDECIDED}[found.verdict])
 
 
@@ -198,4 +205,4 @@ class _Tenths:
         if tenth > self._shown.get(run, 0):
             self._shown[run] = tenth
             speed = f"{line.rows_per_second:.0f} rows/s"
-            print(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")
+            say(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")

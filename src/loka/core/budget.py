@@ -31,8 +31,8 @@ class Budget:
         keep_prediction: keep linear layers with at most 8 outputs in hp: quantizing the
             logit layer's gradients biases training (71 % of e5m2's damage).
         chains: "measured" forms the chains that were timed and are faster as a whole; "always"
-            those within the error limits, timed or not; "never" none. So too stacks of cross layers, and
-            layers that read one tensor.
+            those within the error limits, timed or not; "never" none. So too stacks of cross layers.
+            No effect today: plans name none of these (core/fusion.py says why); "always" leaves a note.
         chain_recipes: how chains may quantize (core/chain_recipe.py); of equals the first is taken. By
             default those that do not bias training; faster ones are admitted by name.
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from loka.core.budget import spends, total_effect
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan, known_effect
 from loka.core.recipe import SHARED
 from loka.core.report import HP
@@ -163,6 +164,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
                 why=[f"no step of {stats.steps} was sampled"],
                 way_out="probe more steps, or sample more often: --every 1",
             )
+    plan = as_it_runs(plan)
     recipes = plan.output_recipes
     negligible = (plan.budget.ne or limits.ne) / (2 * max(len(recipes), 1))
     layers = {}

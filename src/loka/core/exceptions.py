@@ -45,6 +45,10 @@ class FileRefused(LokaError):
     """A file LoKA wrote is truncated, edited, of another kind or of a newer version."""
 
 
+class NotWritten(LokaError, OSError):
+    """A file could not be written: the disk is full or refuses. What was there before is intact."""
+
+
 class PlanMismatch(LokaError):
     """A plan was made for another model or another machine; the differences are listed."""
 
@@ -67,6 +71,10 @@ class DataRefused(LokaError):
 
 class CheckpointRefused(LokaError):
     """No checkpoint in a folder could be used, or it belongs to another run."""
+
+
+class FusionLeftOut(UserWarning):
+    """`convert` ran parts of a plan by their sites which the plan has as a whole; they are named."""
 
 
 class MissingLibrary(LokaError, ImportError):

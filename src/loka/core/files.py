@@ -7,17 +7,19 @@ can execute code: JSON for records, safetensors for arrays.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from loka.core.exceptions import FileRefused, MissingLibrary
+from loka.core.exceptions import FileRefused, MissingLibrary, NotWritten
+from loka.core.untrusted import Limits, open_regular, parse_json, read_bounded
 
 if TYPE_CHECKING:
     import torch
@@ -25,26 +27,55 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_LIMITS = Limits()
+
 
 def sha256_of_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Raises OSError where it cannot be read, or is no regular file."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Writes `data` so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Writes `data` so that a reader sees the old file or the new one, never a part. It is readable by whom
+    the umask says.
+
+    Raises:
+        NotWritten: the disk is full or refuses; `path` is as it was.
+    """
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        _forget(temporary)
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
         raise
     sync_folder(path.parent)
+
+
+def _forget(temporary: Path) -> None:
+    with contextlib.suppress(OSError):  # such as a folder that is a file: why it failed is said already
+        temporary.unlink(missing_ok=True)
+
+
+def _not_written(path: Path, error: OSError) -> NotWritten:
+    there = os.path.lexists(path)
+    standing = f"{path} is as it was before" if there else f"there is no {path}, nor a part of it"
+    return NotWritten(
+        f"cannot write {path}",
+        why=[error.strerror or str(error), standing],
+        way_out="free space, or choose another folder, then run the same again",
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -67,46 +98,56 @@ def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, A
 
 
 def read_record(
-    path: Path, *, kind: str, version: int, way_out: str, parse: Callable[[dict[str, Any]], T]
+    path: Path,
+    *,
+    kind: str,
+    version: int,
+    way_out: str,
+    parse: Callable[[dict[str, Any]], T],
+    limits: Limits = _LIMITS,
 ) -> T:
     """`parse` applied to the content of a record file; one ending in ".gz" was compressed with gzip.
 
     Raises:
-        FileRefused: missing, truncated, edited, of another kind, or from a newer LoKA.
+        FileRefused: missing, truncated, edited, of another kind, from a newer LoKA, beyond `limits`, or
+            `parse` raised.
     """
 
-    def refuse(reason: str, remedy: str = way_out) -> FileRefused:
-        return FileRefused(f"cannot use {path} as a {kind}", why=[reason], way_out=remedy)
+    def refuse(reason: str) -> FileRefused:
+        return FileRefused(f"cannot use {path} as a {kind}", why=[reason], way_out=way_out)
 
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        record = json.loads(data, parse_constant=_no_constant)
+        data = read_bounded(path, limits)
     except FileNotFoundError:
         raise refuse("there is no such file") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise refuse(f"it is not whole gzip data ({error}); it was truncated or overwritten") from error
     except OSError as error:
         raise refuse(f"it cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
+        raise refuse(f"{error}, and no record does") from error
+    try:
+        record = parse_json(data, limits)
+        del data
+        if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
+            raise refuse("it lacks the fields kind, version, sha256 and content")
+        if record["kind"] != kind:
+            raise refuse(f"it is a {str(record['kind'])[:80]}")
+        if (found := record["version"]) != version:
+            raise refuse(f"it has format version {str(found)[:80]}, and this LoKA reads {version}")
+        if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
+            raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
+    except RecursionError:
+        raise refuse("its JSON is nested deeper than any record") from None
+    except ValueError as error:
         raise refuse(f"it is not complete JSON ({error}); it was truncated or overwritten") from error
-    if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
-        raise refuse("it lacks the fields kind, version, sha256 and content")
-    if record["kind"] != kind:
-        raise refuse(f"it is a {record['kind']}")
-    if record["version"] != version:
-        raise refuse(f"it has format version {record['version']}, and this LoKA reads {version}")
-    if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
-        raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
     try:
         return parse(record["content"])
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise refuse(f"its content is not that of a {kind} ({type(error).__name__}: {error})") from error
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
+    except (FileRefused, MissingLibrary):
+        raise
+    except Exception as error:  # what a reader of fields raises on values that nobody expects has no bounds
+        why = str(error).splitlines()[0] if str(error) else ""
+        raise refuse(f"its content is not that of a {kind} ({type(error).__name__}: {why[:200]})") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -126,14 +167,22 @@ def tensors_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
 
 def read_tensors(path: Path, *, sha256: str, way_out: str) -> dict[str, torch.Tensor]:
     """Reads a safetensors file whose checksum a record states."""
+
+    def refuse(reason: str) -> FileRefused:
+        return FileRefused(f"cannot use {path}", why=[reason], way_out=way_out)
+
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
-        raise FileRefused(f"cannot read {path}", why=[str(error)], way_out=way_out) from error
+        raise refuse(f"it cannot be read ({error.strerror})") from error
     if hashlib.sha256(data).hexdigest() != sha256:
-        reason = "its checksum differs from the one in the record beside it: truncated or damaged"
-        raise FileRefused(f"cannot use {path}", why=[reason], way_out=way_out)
-    return tensors_from_bytes(data)
+        raise refuse("its checksum differs from the one in the record beside it: truncated or damaged")
+    library = _safetensors()
+    try:
+        return dict(library.load(data))
+    except Exception as error:  # SafetensorError, which has no base but Exception; torch's on odd shapes
+        raise refuse(f"it is not safetensors data ({error})") from error
 
 
 def _safetensors() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.chain import Chain
 from loka.core.chain_recipe import chain_recipe_named
+from loka.core.coverage import Coverage
 from loka.core.cross_record import CrossStack, Whole, check_distinct
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -27,7 +28,6 @@ from loka.core.report import (
     required_estimate,
     site_name,
 )
-from loka.core.shared_plan import SharedDecision, decisions_from_json, decisions_to_json
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -103,9 +103,8 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `chains` and `crosses`, by name, are those that run as a whole; the sites inside keep their decisions,
-    which say what would run without the chain. `shared`, by name, are groups of layers that read one
-    tensor and run as one; their sites' decisions say by which kernels. `turned` are the layers over tokens
-    that stay in hp and read a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
+    which say what would run without the chain. `turned` are the layers over tokens that stay in hp and read
+    a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
     """
 
     model: ModelSignature
@@ -115,8 +114,8 @@ class Plan:
     decisions: Mapping[str, Decision]
     chains: Mapping[str, ChainDecision] = field(default_factory=dict)
     crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
-    shared: Mapping[str, SharedDecision] = field(default_factory=dict)
     turned: Mapping[str, Estimate] = field(default_factory=dict)
+    coverage: Coverage | None = None
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -140,6 +139,14 @@ class Plan:
         """GEMM name -> candidate at one module; "hp" where the plan says nothing."""
         found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
+
+    def by_site(self) -> dict[str, tuple[str, str, str]]:
+        """By site, the candidates of output, grad_input and grad_weight; "hp" where the plan says nothing."""
+        found: dict[str, dict[str, str]] = {}
+        for decision in self.decisions.values():
+            found.setdefault(decision.path, {})[decision.problem.gemm.value] = decision.candidate
+        order = ("output", "grad_input", "grad_weight")
+        return {path: tuple(names.get(gemm, HP) for gemm in order) for path, names in found.items()}  # type: ignore[misc]
 
     @property
     def wholes(self) -> list[tuple[Whole, Estimate | None]]:
@@ -203,12 +210,12 @@ class Plan:
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
         lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
         lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
-        lines += [str(decided) for decided in self.shared.values()]
         lines += [
             f"tokens {path}: reads its transposed input as it lies, {speedup.value:.2f}x"
             for path, speedup in self.turned.items()
         ]
         lines.append(self.summary())
+        lines += self.coverage_lines()
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -233,6 +240,29 @@ class Plan:
             f"{text}. Linear-layer GEMM time, quantization and chains included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
         )
+
+    def coverage_lines(self) -> list[str]:
+        """What share of the step's matmul FLOPs runs in FP8 by this plan, and what the rest is."""
+        if self.coverage is None:
+            return []
+        total = self.coverage.total or 1.0
+        low: dict[str, float] = {}
+        high = 0.0
+        for decision in self.decisions.values():
+            flops = self.coverage.sites.get(decision.path, {}).get(decision.problem.gemm.value, 0.0)
+            if decision.candidate == HP:
+                high += flops
+            else:
+                low[decision.problem.gemm.value] = low.get(decision.problem.gemm.value, 0.0) + flops
+        by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
+        told = f" ({by_gemm})" if by_gemm else ""
+        unplanned = sum(map(self.coverage.of_site, self.coverage.sites)) - sum(low.values()) - high
+        lines = [
+            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{told}, "
+            f"{100 * high / total:.1f} % are sites kept in hp, {100 * unplanned / total:.1f} % sites without "
+            "a decision"
+        ]
+        return lines + self.coverage.lines()[1:]
 
     def _spent(self) -> str:
         """What the plan costs in NE, if anything of it is known or asked for."""
@@ -320,7 +350,7 @@ def _to_json(plan: Plan) -> dict[str, Any]:
             name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
             for name, decided in plan.crosses.items()
         },
-        **({"shared": decisions_to_json(plan.shared)} if plan.shared else {}),
+        **({"coverage": plan.coverage.to_json()} if plan.coverage else {}),
         **({"turned": {p: estimate_to_json(s) for p, s in plan.turned.items()}} if plan.turned else {}),
         "notes": list(plan.notes),
     }
@@ -348,12 +378,6 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
     check_distinct(
         [decided.chain for decided in chains.values()], [decided.stack for decided in crosses.values()]
     )
-    inside = {path for d in chains.values() for path in d.chain.linears}
-    inside |= {path for d in crosses.values() for path in d.stack.linears}
-    kernels: dict[str, dict[str, str]] = {}
-    for decision in decisions.values():
-        if decision.path not in inside:
-            kernels.setdefault(decision.path, {})[decision.problem.gemm.value] = decision.candidate
     turned = {path: required_estimate(entry) for path, entry in content.get("turned", {}).items()}
     if not set(turned) <= set(model.layers):
         raise ValueError("turned layers that the model does not have")
@@ -365,8 +389,8 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
         decisions=decisions,
         chains=chains,
         crosses=crosses,
-        shared=decisions_from_json(content.get("shared", []), model, kernels),
         turned=turned,
+        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         notes=tuple(content["notes"]),
     )
 

@@ -12,6 +12,7 @@ Every scale dequantizes: hp = fp8 * scale.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
@@ -51,6 +52,11 @@ class Format(Enum):
     @property
     def smallest_subnormal(self) -> float:
         return 2.0 ** (self.min_exponent - self.mantissa)
+
+    @property
+    def largest_power(self) -> float:
+        """The largest power of two that, as a scale, leaves all values finite: max * it < 2^128."""
+        return 2.0 ** (127 - math.floor(math.log2(self.max)))
 
 
 class Granularity(Enum):

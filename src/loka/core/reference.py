@@ -1,12 +1,14 @@
 """Quantization and scaled GEMM in plain PyTorch: ground truth, and the CPU path.
 
-    scale = max(amax, tiny * FMAX) / FMAX     per group; rounded up to 2^k where asked
+    scale = max(amax, tiny * FMAX) / FMAX     per group; rounded up to 2^k where asked, FMAX 2^k < 2^128
     fp8   = round_to_nearest_even(clamp(hp / scale, -FMAX, FMAX))
     out   = (fp8_A * scale_A) @ (fp8_B * scale_B)^T     in float32
 
 `tiny` is float32's smallest normal number, so a zero group quantizes to exact zeros and the
 scale stays a normal float32 whose reciprocal is finite: there is no absolute epsilon that
 would flush small gradients (kernels that clamp amax at 1e-4 lose rows of std 1e-10).
+Powers of two end where a value that rounds up would become infinite: e4m3 at 2^119, so that above 2.98e38
+values saturate, at most 12.5 % short of themselves.
 A NaN or infinity in a group makes the whole group NaN when dequantized: it always surfaces.
 """
 
@@ -71,7 +73,7 @@ def scale_of(amax: torch.Tensor, cast: Cast) -> torch.Tensor:
     if cast.power_of_two:
         mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        rounded = torch.ldexp(torch.ones_like(scale), exponent)
+        rounded = torch.ldexp(torch.ones_like(scale), exponent).clamp_max(cast.format.largest_power)
         scale = torch.where(torch.isfinite(scale), rounded, scale)
     return scale
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.chain import Chain, chains_from_json
+from loka.core.coverage import Coverage
 from loka.core.cross_record import CrossStack, Whole, crosses_from_json
 from loka.core.device import Fingerprint
 from loka.core.effect import OLD
@@ -17,7 +18,6 @@ from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
-from loka.core.shared_input import SharedInput, shared_from_json
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -80,11 +80,9 @@ class Report:
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
         chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
+        coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
         chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
             "fused:e4m3_row".
-        shared: the model's groups of linear layers that read one tensor.
-        shared_times: by the name of such a group or of a part of one: "hp", the layers by themselves in
-            FP8 ("apart"), and as one ("shared"); times are of all of them together.
         turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
             against the form that copies it (nn/turned.py), by path.
         no_effect: by layer, why its effect on the model's NE is not known, or is old.
@@ -101,9 +99,8 @@ class Report:
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
+    coverage: Coverage | None = None
     chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
-    shared: tuple[SharedInput, ...] = ()
-    shared_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -293,9 +290,8 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sharing": sharing,
         "chains": [chain.to_json() for chain in report.chains],
         "crosses": [stack.to_json() for stack in report.crosses],
+        **({"coverage": report.coverage.to_json()} if report.coverage else {}),
         "chain_times": _times_to_json(report.chain_times),
-        **({"shared": [group.to_json() for group in report.shared]} if report.shared else {}),
-        **({"shared_times": _times_to_json(report.shared_times)} if report.shared_times else {}),
         "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
@@ -344,9 +340,8 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         sharing=sharing,
         chains=chains,
         crosses=crosses,
+        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         chain_times=chain_times,
-        shared=shared_from_json(content.get("shared", ()), model),
-        shared_times=_times_from_json(content.get("shared_times", {})),
         turned_times={
             path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
         },

@@ -1,4 +1,4 @@
-"""Which linear layers a model has: what binds statistics, reports and plans to a model."""
+"""Which GEMMs with a parameter a model has: what binds statistics, reports and plans to a model."""
 
 from __future__ import annotations
 
@@ -8,20 +8,39 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightUse:
+    """Where a GEMM stands whose weight is not the `weight` of an nn.Linear that calls it.
+
+    Attributes:
+        caller: path of the innermost module whose forward makes the call.
+        key: the parameter's name, then the view that is multiplied by (graph/views.py).
+        form: how the call reads it (graph/gemm_calls.py).
+        expert: which of several stacked weights; None where there is one.
+    """
+
+    caller: str
+    key: str
+    form: str
+    expert: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearShape:
-    """One linear layer: weight [out_features, in_features]."""
+    """One site: weight [out_features, in_features], whichever way it lies. `use`: None for nn.Linear."""
 
     in_features: int
     out_features: int
     bias: bool
+    use: WeightUse | None = None
 
     def __str__(self) -> str:
-        return f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
+        told = f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
+        return told if self.use is None else f"{told}, in {self.use.caller or 'the model'}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature:
-    """The linear layers of a model by module path, in the order `named_modules` gives them."""
+    """The sites of a model: nn.Linear modules in the order of `named_modules`, then what Probe saw beside them."""
 
     name: str
     layers: Mapping[str, LinearShape]
@@ -42,15 +61,25 @@ class ModelSignature:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        layers = {
-            path: [shape.in_features, shape.out_features, shape.bias] for path, shape in self.layers.items()
-        }
-        return {"name": self.name, "layers": layers}
+        return {"name": self.name, "layers": {path: _to_json(shape) for path, shape in self.layers.items()}}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ModelSignature:
-        layers = {
-            path: LinearShape(in_features=shape[0], out_features=shape[1], bias=shape[2])
-            for path, shape in content["layers"].items()
-        }
+        layers = {path: _from_json(shape) for path, shape in content["layers"].items()}
         return cls(name=content["name"], layers=layers)
+
+
+def _to_json(shape: LinearShape) -> list[Any]:
+    plain: list[Any] = [shape.in_features, shape.out_features, shape.bias]
+    use = shape.use
+    return plain if use is None else [*plain, [use.caller, use.key, use.form, use.expert]]
+
+
+def _from_json(content: list[Any]) -> LinearShape:
+    use = None
+    if len(content) > 3:
+        caller, key, form, expert = content[3]
+        if not all(isinstance(text, str) for text in (caller, key, form)):
+            raise ValueError(f"a site is used at {content[3]}, which are no names")
+        use = WeightUse(caller=caller, key=key, form=form, expert=None if expert is None else int(expert))
+    return LinearShape(in_features=content[0], out_features=content[1], bias=content[2], use=use)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from loka.core.chain import Chain, chains_from_json
+from loka.core.coverage import Coverage
 from loka.core.cross_record import CrossStack, crosses_from_json
 from loka.core.effect import Effect
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES
-from loka.core.shared_input import SharedInput, shared_from_json
 from loka.core.signature import ModelSignature
 
 _KIND, _VERSION = "loka-stats", 1
@@ -71,8 +71,9 @@ class LinearStats:
 class Stats:
     """Statistics of a model. `skipped` says why a layer has none.
 
-    `chains`, `crosses` (stacks of cross layers) and `shared` (layers that read one tensor) are those of the
-    first sampled step; a lone layer is a chain of one, a lone cross layer a stack of one.
+    `coverage` accounts for the matmul FLOPs of that step; None in statistics of before there was any.
+    `chains` and `crosses` (stacks of cross layers) are those of the first sampled step; a lone layer is a
+    chain of one, a lone cross layer a stack of one.
     """
 
     model: ModelSignature
@@ -82,7 +83,7 @@ class Stats:
     skipped: Mapping[str, str] = field(default_factory=dict)
     chains: tuple[Chain, ...] = ()
     crosses: tuple[CrossStack, ...] = ()
-    shared: tuple[SharedInput, ...] = ()
+    coverage: Coverage | None = None
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
@@ -185,10 +186,10 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     }
     if stats.chains:  # else the digest is that of a folder from before there were chains
         content["chains"] = [chain.to_json() for chain in stats.chains]
+    if stats.coverage is not None:
+        content["coverage"] = stats.coverage.to_json()
     if stats.crosses:
         content["crosses"] = [stack.to_json() for stack in stats.crosses]
-    if stats.shared:
-        content["shared"] = [group.to_json() for group in stats.shared]
     return content, tensors
 
 
@@ -220,5 +221,5 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
         skipped=content["skipped"],
         chains=chains,
         crosses=crosses_from_json(content.get("crosses", ()), chains, model),
-        shared=shared_from_json(content.get("shared", ()), model),
+        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
     )

@@ -8,18 +8,16 @@ few tens of MB.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from loka.core.exceptions import DataRefused, FileRefused, LokaError
+from loka.core.alone import alone_in
+from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.files import canonical
+from loka.data.content import content_of
 from loka.data.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.files import Paths, TableFile, open_files
 from loka.data.rows import Piece, count_piece, piece_chunks, pieces_of
@@ -81,6 +79,7 @@ def convert(
 
     Raises:
         DataRefused: rows that cannot be read, or the folder holds a conversion of something else.
+        FolderInUse: another process is converting into it.
         ConversionStopped: the disk is full or refuses.
     """
     opened, folder = open_files(files, format=format), Path(folder)
@@ -89,7 +88,7 @@ def convert(
     digest = hashlib.sha256(canonical(settings)).hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with alone_in(folder, "converting"):
             found = _earlier(folder, settings, digest)
             for left in folder.glob(f"{UNFINISHED}*"):
                 left.unlink()
@@ -118,7 +117,7 @@ def convert(
     except OSError as error:
         raise ConversionStopped(
             f"cannot write to {folder}",
-            why=[str(error)],
+            why=error.why if isinstance(error, NotWritten) else [str(error)],
             way_out="free space, then run the same conversion again: it goes on where this one stopped",
         ) from error
 
@@ -154,7 +153,7 @@ def _converted(
         raise DataRefused(
             f"{pieces[0].file.path}: no readable row",
             why=[f"{number} {reason}" for reason, number in manifest.counts.items() if number],
-            way_out="name the format, or pass a schema with the file's separator and header",
+            way_out="name the format, or pass a schema (--schema FILE) with the file's separator and header",
         )
     return manifest
 
@@ -273,7 +272,7 @@ def _settings(
     schema_dict = {k: list(v) if isinstance(v, tuple) else v for k, v in schema.to_dict().items()}
     return {
         "encoding": ENCODING,
-        "files": [[file.path.name, file.format, file.size, file.mtime_ns] for file in files],
+        "files": [[file.format, *content_of(file.path)] for file in files],
         "schema": schema_dict,
         "vocabulary": described,
         "shard_bytes": _shard_bytes(files),
@@ -283,20 +282,3 @@ def _settings(
 
 def _shard_bytes(files: tuple[TableFile, ...]) -> int:
     return min(max(sum(file.size for file in files) // SHARDS, LEAST_SHARD), MOST_SHARD)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One conversion at a time; the lock ends with the process, however it ends."""
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataRefused(
-                f"another process is converting into {folder}",
-                way_out="wait for it, or choose another folder",
-            ) from None
-        yield
-    finally:
-        os.close(handle)

@@ -77,6 +77,6 @@ def _format(path: Path) -> str:
         raise DataRefused(
             f"{path}: the suffix does not say how to read it",
             why=[f"known: {', '.join(FORMATS)}, text also with {', '.join(COMPRESSIONS)}"],
-            way_out="pass format='parquet', 'csv' or 'tsv'",
+            way_out="rename it, or pass format='parquet', 'csv' or 'tsv' (--format of `loka data convert`)",
         )
     return FORMATS[suffixes[-1]]

@@ -23,6 +23,7 @@ import numpy as np
 from loka.core.exceptions import DataRefused
 from loka.data.batch import History
 from loka.data.block import Block
+from loka.data.content import content_of
 from loka.data.order import Shuffle
 from loka.data.reader import Reader
 from loka.data.workers import in_order, processors
@@ -133,7 +134,7 @@ class NpyStore:
     @property
     def identity(self) -> str:
         paths = [path for t in self._triplets for path in (t.dense, t.sparse, t.labels)]
-        files = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        files = [content_of(path) for path in paths]
         content = {"store": "NpyStore", "files": files, "sizes": self._sizes, "modulo": self._modulo}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -78,6 +78,7 @@ class Reader:
         rows: int | None = None,
         workers: int | None = None,
         pin: bool = False,
+        counts_store: bool = True,
     ) -> None:
         present = int(store.group_rows.sum())
         rows = present - first_row if rows is None else rows
@@ -93,6 +94,7 @@ class Reader:
         self._store, self._first, self._last = store, first_row, first_row + rows
         self._workers = workers or min(processors(), MOST_WORKERS)
         self._pin = pin
+        self._counts_store = counts_store
 
     @property
     def rows(self) -> int:
@@ -131,6 +133,7 @@ class Reader:
             rows=self._last - self._first,
             workers=self._workers,
             pin=self._pin,
+            counts_store=self._counts_store,
         )
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
@@ -142,9 +145,13 @@ class Reader:
         return self._batches(batch_size, start * batch_size)
 
     def account(self) -> dict[str, int]:
-        """What the store counted when it was made, over all its rows, and the rows no rank reads."""
+        """What the store counted when it was made, over all its rows, and the rows no rank reads.
+
+        Of two readers of one store that `split` made only the first has the store's counts.
+        """
         left_out = (self._last - self._first) % self._shuffle.world
-        return {**self._store.account(), "rows left out of each epoch, ranks get equally many": left_out}
+        counted = self._store.account() if self._counts_store else {}
+        return {**counted, "rows left out of each epoch, ranks get equally many": left_out}
 
     @cached_property
     def _order(self) -> Order:
@@ -199,7 +206,7 @@ def split(
     kept = replace(shuffle, seed=None, epoch=0)
     return (
         Reader(store, shuffle=shuffle, rows=train, workers=workers, pin=pin),
-        Reader(store, shuffle=kept, first_row=train, workers=workers, pin=pin),
+        Reader(store, shuffle=kept, first_row=train, workers=workers, pin=pin, counts_store=False),
     )
 
 

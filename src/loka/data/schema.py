@@ -30,6 +30,14 @@ class Schema:
     sequence_length: int = 50
 
     def __post_init__(self) -> None:
+        if not all(isinstance(name, str) for name in self.columns):
+            raise DataRefused("the schema names a column by something else than text")
+        single = self.separator is None or (isinstance(self.separator, str) and len(self.separator) == 1)
+        if not single or (self.separator or ",") in '"\r\n' or not (self.separator or ",").isascii():
+            raise DataRefused(
+                f"the separator {self.separator!r} cannot be",
+                way_out="one ASCII character that is neither a quote nor a line end",
+            )
         folded = [name.casefold() for name in self.columns]
         twice = sorted({name for name in self.columns if folded.count(name.casefold()) > 1})
         if twice:
@@ -68,7 +76,7 @@ class Schema:
             raise DataRefused(
                 f"{where}: columns do not fit the schema",
                 why=[*why, f"present: {', '.join(present)}"],
-                way_out="pass this file's schema (Schema(...) or Schema.from_json), or rename its columns",
+                way_out="pass its schema (--schema FILE; Schema(...) in Python), or rename its columns",
             )
         return tuple(found[0] for found in places)
 
@@ -83,7 +91,7 @@ class Schema:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataRefused(f"{path}: not a readable schema file", why=[str(error)]) from error
         try:
             return cls(**(_from_bars(content) if "feature_cols" in content else _from_ours(content)))

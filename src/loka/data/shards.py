@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 GROUP_ROWS = 8192
 MANIFEST = "manifest.json"
 _KIND, _VERSION = "manifest of prepared clicks", 1
+_MOST_ROWS = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +217,32 @@ def _redo(folder: Path) -> str:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    shards = {int(number): Shard(**shard) for number, shard in content.pop("shards").items()}
+    shards = {int(number): _shard(number, shard) for number, shard in content.pop("shards").items()}
     history = History(**content["history"]) if content["history"] else None
     names = {name: tuple(content[name]) for name in ("dense", "sparse", "vocab_sizes")}
-    return Manifest(**{**content, **names, "shards": shards, "history": history})
+    return _checked(Manifest(**{**content, **names, "shards": shards, "history": history}))
+
+
+def _shard(number: str, content: dict[str, Any]) -> Shard:
+    shard = Shard(**content)
+    kinds = {"file": str, "rows": int, "bytes": int, "counts": dict}
+    if any(type(getattr(shard, name)) is not kind for name, kind in kinds.items()):
+        raise TypeError(f"shard {number} has fields of another type than it should")
+    if shard.file in ("", "..") or "\0" in shard.file or Path(shard.file).name != shard.file:
+        raise ValueError(f"shard {number} names {shard.file!r}, which is no file of the folder")
+    return shard
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Numbers that memory or arithmetic would be lost on. A group takes more than one byte of its shard."""
+    size = manifest.group_rows
+    for shard in manifest.shards.values():
+        possible = 0 < size < _MOST_ROWS and 0 <= shard.rows < _MOST_ROWS
+        if not possible or -(-shard.rows // size) > shard.bytes:
+            raise ValueError(f"{shard.file} of {shard.bytes} bytes has {shard.rows} rows in groups of {size}")
+    if any(type(ids) is not int or not 0 < ids <= 2**31 + 1 for ids in manifest.vocab_sizes):
+        raise ValueError("vocab_sizes that no column has")
+    return manifest
 
 
 def open_shards(

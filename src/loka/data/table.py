@@ -11,6 +11,7 @@ import numpy as np
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, History
 from loka.data.block import Block, check_batching, into_batches, shard_range
+from loka.data.content import content_of
 from loka.data.encoding import ENCODING, REASONS, encoded, history_in
 from loka.data.files import Paths, open_files
 from loka.data.rows import count_rows, read_rows
@@ -79,7 +80,7 @@ class TableClicks:
         config = {
             "source": "TableClicks",
             "encoding": ENCODING,
-            "files": [[file.path.name, file.format, file.size, file.mtime_ns] for file in self._files],
+            "files": [[file.format, *content_of(file.path)] for file in self._files],
             "schema": self._schema.to_dict(),
             "vocabulary": self._vocabulary.digest,
             "range": [self._first, self._last],
@@ -125,4 +126,15 @@ def open_table(
     return (
         TableClicks(path, vocabulary=vocabulary, schema=schema, rows=train),
         TableClicks(path, vocabulary=vocabulary, schema=schema, first_row=train),
+    )
+
+
+def open_tables(
+    train: Paths, test: Paths, *, schema: Schema = CRITEO, min_count: int = 2
+) -> tuple[TableClicks, TableClicks]:
+    """Two tables as a training and a held-out source. The vocabulary is built on the first one only."""
+    vocabulary = build_vocabulary(train, schema=schema, min_count=min_count)
+    return (
+        TableClicks(train, vocabulary=vocabulary, schema=schema),
+        TableClicks(test, vocabulary=vocabulary, schema=schema),
     )

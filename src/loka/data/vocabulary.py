@@ -18,8 +18,10 @@ import numpy as np
 
 from loka.core.exceptions import DataRefused
 from loka.core.files import read_record, write_record
+from loka.core.untrusted import Limits
 from loka.data.columns import category_strings, sequence_strings
 from loka.data.files import Paths, open_files
+from loka.data.hashing import hashes_of
 from loka.data.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.schema import CRITEO, Schema
 from loka.data.workers import Track, as_done, in_order, processors, untracked
@@ -32,6 +34,7 @@ PENDING = 1 << 18
 # Text that one thread counts at a time.
 PIECE_BYTES = 64 << 20
 _KIND, _VERSION = "vocabulary", 1
+_LIMITS = Limits(bytes=16 << 30, values=1 << 31)  # it has as many categories as the rows had
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class HashedVocabulary:
         return _digest(self.to_dict())
 
     def _ids(self, strings: pa.Array) -> np.ndarray:
-        return 1 + (_fnv1a(strings) % np.uint64(self.buckets)).astype(np.int64)
+        return 1 + (hashes_of(strings) % np.uint64(self.buckets)).astype(np.int64)
 
 
 def hashed_vocabulary(buckets: int) -> HashedVocabulary:
@@ -184,7 +187,9 @@ def read_vocabulary(path: Path, *, made_for: str | None = None) -> Vocabulary | 
             raise ValueError("it was made for something else")
         return vocabulary_from_dict(content["vocabulary"])
 
-    return read_record(path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse)
+    return read_record(
+        path, kind=_KIND, version=_VERSION, way_out="build it again", parse=parse, limits=_LIMITS
+    )
 
 
 class _Table:
@@ -198,7 +203,7 @@ class _Table:
         import pyarrow as pa
 
         self._known = pa.array(known, pa.string())
-        hashes = _fnv1a(self._known)
+        hashes = hashes_of(self._known)
         self._places = np.argsort(hashes)
         self._hashes = hashes[self._places]
 
@@ -210,7 +215,7 @@ class _Table:
         ids = np.zeros(len(strings), np.int64)
         if not len(self._hashes):
             return ids
-        hashes = _fnv1a(strings)
+        hashes = hashes_of(strings)
         found = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         hit = np.flatnonzero(self._hashes[found] == hashes)
         places = self._places[found[hit]]
@@ -294,30 +299,6 @@ def _parts(
             parts.append((piece, low, high))
         position += present
     return parts
-
-
-def _fnv1a(strings: pa.Array) -> np.ndarray:
-    """64-bit FNV-1a of the UTF-8 bytes of each string [n], with a final mix so that any modulus is fair."""
-    import pyarrow as pa
-
-    strings = strings.cast(pa.string())
-    count = len(strings)
-    hashes = np.full(count, 0xCBF29CE484222325, np.uint64)
-    if not count:
-        return hashes
-    _, offset_buffer, data_buffer = strings.buffers()
-    offsets = np.frombuffer(offset_buffer, np.int32)[strings.offset : strings.offset + count + 1]
-    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.empty(0, np.uint8)
-    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets)
-    rows = np.flatnonzero(lengths > 0)
-    step = 0
-    while len(rows):
-        hashes[rows] = (hashes[rows] ^ data[starts[rows] + step]) * np.uint64(0x100000001B3)
-        step += 1
-        rows = rows[lengths[rows] > step]
-    hashes ^= hashes >> np.uint64(33)
-    hashes *= np.uint64(0xFF51AFD7ED558CCD)
-    return hashes ^ (hashes >> np.uint64(33))
 
 
 def _digest(content: Mapping[str, Any]) -> str:

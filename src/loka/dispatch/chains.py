@@ -5,7 +5,8 @@ A recipe may run where every site of the chain keeps the budget's error limits u
 stands for it (core/chain_recipe.py), less what the chain's own recipe loses beyond that. It does run
 where the whole chain is faster than hp by `min_speedup`, and faster than what the plan's sites would
 make of it. Under a budget of NE it is the knapsack that weighs it against its sites
-(dispatch/ne_budget.py).
+(dispatch/ne_budget.py). All of it happens inside of core/fusion.py's switch alone; else everything is left to
+its sites.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from loka.core.chain import Chain
 from loka.core.chain_recipe import ChainRecipe, chain_recipe_named
 from loka.core.cross_record import CrossStack, Whole
 from loka.core.error import Estimate
+from loka.core.fusion import NOT_PLANNED, fusion_forced
 from loka.core.plan import ChainDecision, CrossDecision, Decision
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -51,6 +53,9 @@ def decide_chains(
     chains: dict[str, ChainDecision] = {}
     crosses: dict[str, CrossDecision] = {}
     notes = []
+    asked = budget.chains == "always" or (budget.chains == "measured" and report.chain_times)
+    if asked and not fusion_forced():
+        notes.append(NOT_PLANNED)
     for whole in wholes_of(report, budget):
         decision = _decide(whole, report, budget, decisions, objects, granted)
         if isinstance(decision, ChainDecision):
@@ -64,8 +69,8 @@ def decide_chains(
 
 
 def wholes_of(report: Report, budget: Budget) -> list[Whole]:
-    """The chains and stacks that `budget` may form."""
-    if budget.chains == "never":
+    """The chains and stacks that `budget` may form; none outside of `forced_fusion`."""
+    if budget.chains == "never" or not fusion_forced():
         return []
     return [*(chain for chain in report.chains if not chain.lone), *report.crosses]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
@@ -9,32 +10,38 @@ from torch import nn
 
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
-from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
+from loka.core.exceptions import FusionLeftOut, NotConverted, PlanMismatch, WrongResults
+from loka.core.fusion import as_it_runs, left_out
 from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP
 from loka.core.signature import LinearShape
+from loka.graph.attach import attach, detach
 from loka.kernels.registry import require_supported
 from loka.kernels.self_check import self_check
 from loka.nn.chain import dissolve_chains, form_chains, runs_fused
-from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
 from loka.nn.linears import find_linears, signature
-from loka.nn.shared_input import share_input
+from loka.nn.site import site_forwards
 from loka.nn.turned import restore_turned, turn_linear, turned_linears
 from loka.nn.unwrap import unwrap
 
 M = TypeVar("M", bound=nn.Module)
 
+_LEFT_OUT = (
+    "parts of this plan are left out, and their layers run by the decisions of their sites: what runs as "
+    "a whole can be silently wrong where a model is used in another way than when it was probed"
+)
+
 
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
-    A chain or stack of cross layers of the plan runs as a whole in the place of its first module; a
-    layer outside of them with at least one FP8 GEMM becomes an Fp8Linear, and those that share their
-    input run as one; one that the plan has turned, a TurnedLinear. The module objects, parameters and
-    `state_dict` keys stay the same, so optimizers and checkpoints are not touched.
-    All checks come first: a refused plan leaves the model as it was.
+    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py). Chains,
+    stacks of cross layers and turned layers of a plan are formed inside `core.fusion.forced_fusion` alone;
+    elsewhere their layers run by the decisions of their sites, and a FusionLeftOut warning names them.
+    The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
+    checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it was.
 
     Raises:
         PlanMismatch: the plan was made for another model, or measured on another machine.
@@ -42,17 +49,20 @@ def convert(model: M, plan: Plan) -> M:
         NoKernelFits: a candidate of the plan cannot run here.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if fp8_linears(model) or turned_linears(model) or runs_fused(model):
+    if site_forwards(model) or turned_linears(model) or runs_fused(model):
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
     _check_model(model, plan)
     linears, _ = find_linears(model)
-    _check_machine(linears, plan)
+    _check_machine(model, plan)
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
-    _check_results(linears, plan)
+    _check_results(model, plan)
+    if left := left_out(plan):
+        warnings.warn(FusionLeftOut("\n  ".join([_LEFT_OUT, *left])), stacklevel=2)
+        plan = as_it_runs(plan)
     if plan.chains or plan.crosses:
         form_chains(
             model,
@@ -64,15 +74,9 @@ def convert(model: M, plan: Plan) -> M:
         *(d.stack for d in plan.crosses.values()),
     ]
     inside = {path for whole in wholes for path in whole.linears}
-    for path in dict.fromkeys(decision.path for decision in plan.decisions.values()):
-        if path in inside:
-            continue
-        chosen = plan.candidates(path)
-        candidates = (chosen[Gemm.OUTPUT], chosen[Gemm.GRAD_INPUT], chosen[Gemm.GRAD_WEIGHT])
-        if candidates != (HP, HP, HP):
-            convert_linear(linears[path], path=path, candidates=candidates)
-    for decided in plan.shared.values():
-        share_input(model, decided.group)
+    candidates = plan.by_site()
+    chosen = {path: names for path, names in candidates.items() if path not in inside and set(names) != {HP}}
+    attach(model, plan.model.layers, chosen)
     for path in plan.turned:
         if path not in inside and set(plan.candidates(path).values()) == {HP}:
             turn_linear(linears[path], path=path)
@@ -84,19 +88,18 @@ def revert(model: M) -> M:
 
     Raises NotConverted if there is nothing to revert.
     """
-    converted, turned = fp8_linears(model), turned_linears(model)
-    if not converted and not turned and not runs_fused(model):
-        raise NotConverted("no layer of this model runs by a plan", way_out="convert it first")
+    turned = turned_linears(model)
+    if not site_forwards(model) and not turned and not runs_fused(model):
+        raise NotConverted("no site of this model runs by a plan", way_out="convert it first")
+    detach(model)
     for layer in turned.values():
         restore_turned(layer)
-    for linear in converted.values():
-        restore_linear(linear)
     dissolve_chains(model)
     return model
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
-    differences = signature(model).differences(plan.model)
+    differences = signature(model, like=plan.model).differences(plan.model)
     differences += [
         f"{d.site} is planned as {d.problem}, which does not fit {plan.model.layers[d.path]}"
         if d.path in plan.model.layers
@@ -127,8 +130,8 @@ def _fits(decision: Decision, shape: LinearShape) -> bool:
     return problem == wanted
 
 
-def _check_machine(linears: dict[str, nn.Linear], plan: Plan) -> None:
-    here = [fingerprint(device) for device in _devices(linears)]
+def _check_machine(model: nn.Module, plan: Plan) -> None:
+    here = [fingerprint(device) for device in _devices(model)]
     differences = [line for machine in here for line in machine.differences(plan.machine)]
     if differences:
         raise PlanMismatch(
@@ -139,14 +142,14 @@ def _check_machine(linears: dict[str, nn.Linear], plan: Plan) -> None:
         )
 
 
-def _check_results(linears: dict[str, nn.Linear], plan: Plan) -> None:
+def _check_results(model: nn.Module, plan: Plan) -> None:
     """Self-checks each candidate and GEMM of the plan on each device; once in a process."""
     sites: dict[tuple[str, Gemm], list[str]] = {}
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
     evidence = []
-    for device in _devices(linears):
+    for device in _devices(model):
         for (name, gemm), where in sites.items():
             found = self_check(name, gemm=gemm, device=device)
             if found is not None:
@@ -161,5 +164,6 @@ def _check_results(linears: dict[str, nn.Linear], plan: Plan) -> None:
         )
 
 
-def _devices(linears: dict[str, nn.Linear]) -> list[torch.device]:
-    return list(dict.fromkeys(linear.weight.device for linear in linears.values()))
+def _devices(model: nn.Module) -> list[torch.device]:
+    """Of the parameters: where sites will run."""
+    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))

@@ -42,10 +42,6 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
         left, right = (by_name.get(name, "in parts") for by_name in wholes)
         if left != right:
             context.append(f"chain {name}: {left} -> {right}")
-    for name in dict.fromkeys([*first.shared, *second.shared]):
-        left, right = ("as one" if name in each.shared else "by themselves" for each in (first, second))
-        if left != right:
-            context.append(f"shared input {name}: {left} -> {right}")
     names = list(dict.fromkeys([*first.decisions, *second.decisions]))
     sites = []
     for name in names:

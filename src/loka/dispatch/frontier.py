@@ -20,7 +20,6 @@ from loka.core.exceptions import LokaError
 from loka.core.files import write_record
 from loka.core.plan import ChainDecision, CrossDecision, Plan
 from loka.core.report import HP, Report, estimate_to_json
-from loka.core.shared_plan import SharedDecision
 from loka.core.table import format_table
 from loka.dispatch.ne_budget import WAY_OUT
 from loka.dispatch.plan import plan
@@ -110,7 +109,6 @@ class Frontier:
                 "fp8": {s: d.candidate for s, d in point.plan.decisions.items() if d.candidate != HP},
                 "chains": {name: decided.recipe for name, decided in point.plan.chains.items()},
                 "crosses": {name: decided.recipe for name, decided in point.plan.crosses.items()},
-                **({"shared": sorted(point.plan.shared)} if point.plan.shared else {}),
                 "knee": point is self.knee,
             }
             for point in self.points
@@ -183,10 +181,9 @@ def base_time(report: Report) -> float:
 def saved_time(made: Plan) -> float:
     """What the plan saves of `base_time`, in the same unit."""
     saved, by_sites = 0.0, set[str]()
-    wholes: list[tuple[ChainDecision | CrossDecision | SharedDecision, tuple[str, ...]]] = []
+    wholes: list[tuple[ChainDecision | CrossDecision, tuple[str, ...]]] = []
     wholes += [(decided, decided.chain.linears) for decided in made.chains.values()]
     wholes += [(decided, decided.stack.linears) for decided in made.crosses.values()]
-    wholes += [(decided, decided.group.linears) for decided in made.shared.values()]
     inside = {path for _, linears in wholes for path in linears}
     for decided, linears in wholes:
         if decided.microseconds and decided.hp_microseconds:
@@ -222,6 +219,5 @@ def _choices(made: Plan) -> tuple[dict[str, str], dict[str, str]]:
     wholes = {
         **{n: d.recipe for n, d in made.chains.items()},
         **{n: d.recipe for n, d in made.crosses.items()},
-        **dict.fromkeys(made.shared, "as one"),
     }
     return {site: decision.candidate for site, decision in made.decisions.items()}, wholes

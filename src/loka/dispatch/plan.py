@@ -27,7 +27,6 @@ from loka.dispatch.chains import decide_chains
 from loka.dispatch.decision import decision_of
 from loka.dispatch.joint import Choice, Layer, Option, Sharing, choose, combine, option_of, speedup_of, tied
 from loka.dispatch.ne_budget import WAY_OUT, cost_of, grant, is_forced
-from loka.dispatch.shared import decide_shared
 from loka.dispatch.turned import decide_turned
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
@@ -62,13 +61,10 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     chains, crosses, apart = decide_chains(
         report, budget, decisions, _objection, granted=granted.wholes if granted else None
     )
-    shared = decide_shared(report, budget, decisions, chains, crosses, _objection)
-    decisions = {**decisions, **shared.sites}
-    chains = {name: decided for name, decided in chains.items() if name not in shared.given_way}
     inside = {path for decided in chains.values() for path in decided.chain.linears}
     inside |= {path for decided in crosses.values() for path in decided.stack.linears}
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*apart, *shared.notes, *(granted.notes if granted else ()), *report.notes]
+    notes += [*apart, *(granted.notes if granted else ()), *report.notes]
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -79,8 +75,8 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         decisions=decisions,
         chains=chains,
         crosses=crosses,
-        shared=shared.groups,
         turned=decide_turned(report, budget, decisions, inside),
+        coverage=report.coverage,
         notes=tuple(notes),
     )
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from loka.core.budget import Budget
 from loka.core.error import Estimate
+from loka.core.fusion import fusion_forced
 from loka.core.plan import Decision
 from loka.core.report import HP, Report
 
@@ -19,8 +20,13 @@ _TIE = 1.01  # lower end of a speed-up; less is noise
 def decide_turned(
     report: Report, budget: Budget, decisions: Mapping[str, Decision], inside: Collection[str]
 ) -> dict[str, Estimate]:
-    """Speed-ups by path. A layer that matches `budget.keep` stays as it is; `inside` are the layers that run
-    within a chain or a stack of cross layers."""
+    """Speed-ups by path; none outside of `forced_fusion`.
+
+    A layer that matches `budget.keep` stays as it is; `inside` are the layers that run within a chain or a
+    stack of cross layers.
+    """
+    if not fusion_forced():
+        return {}
     low = {decision.path for decision in decisions.values() if decision.candidate != HP}
     return {
         path: measured.speedup

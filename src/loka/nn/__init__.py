@@ -1,33 +1,28 @@
-"""Modules: Fp8Linear, BlockNorm, HardSwish; finding linear layers; watching FP8 sites."""
+"""Modules: sites, BlockNorm, HardSwish; finding linear layers; watching FP8 sites."""
 
 from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
 
 from loka.nn.block_norm import BlockNorm
 from loka.nn.chain import chain_snapshot, count_rounding, forget_weights
-from loka.nn.fp8_linear import Fp8Linear, convert_linear, fp8_linears, health_of, restore_linear
 from loka.nn.health import check_finite, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
 from loka.nn.runs import fp8_runs
-from loka.nn.shared_input import shared_runs
+from loka.nn.site import health_of, sites_of
 from loka.nn.unwrap import unwrap
 
 __all__ = [
     "BlockNorm",
-    "Fp8Linear",
     "HardSwish",
     "chain_snapshot",
     "check_finite",
-    "convert_linear",
     "count_rounding",
     "find_linears",
     "forget_weights",
-    "fp8_linears",
     "fp8_runs",
     "health_of",
     "is_prediction",
     "reset_health",
-    "restore_linear",
-    "shared_runs",
     "signature",
+    "sites_of",
     "unwrap",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 
 from loka.nn.chain import chain_states
 from loka.nn.chain_state import ChainState
-from loka.nn.fp8_linear import fp8_linears
+from loka.nn.site import sites_of
 
 _BY_SLOT = ("history", "cursor", "scale", "seen", "counters")
 
@@ -26,7 +26,7 @@ def carried(model: nn.Module) -> dict[str, Any]:
     To be taken between steps: what a forward keeps for its own backward is not in it.
     """
     return {
-        "health": {path: linear.loka_health for path, linear in fp8_linears(model).items()},
+        "health": {name: site.health for name, site in sites_of(model).items()},
         "scales": [_of(state) for state in chain_states(model)],
     }
 
@@ -37,16 +37,16 @@ def restore_carried(model: nn.Module, content: Mapping[str, Any]) -> None:
 
     Raises ValueError where the FP8 sites are others; the first differences are named.
     """
-    linears, states = fp8_linears(model), chain_states(model)
-    here = [*linears, *(slot.name for state in states for slot in state.book.slots)]
+    sites, states = sites_of(model), chain_states(model)
+    here = [*sites, *(slot.name for state in states for slot in state.book.slots)]
     there = [*content["health"], *(name for saved in content["scales"] for name in saved["slots"])]
     if here != there or len(states) != len(content["scales"]):
         only = [name for name in there if name not in here] + [name for name in here if name not in there]
         raise ValueError(
             f"other FP8 sites run now than when it was saved: {', '.join(only[:5]) or 'in another order'}"
         )
-    for path, linear in linears.items():
-        linear.loka_health.copy_(content["health"][path])
+    for name, site in sites.items():
+        site.health.copy_(content["health"][name])
     for state, saved in zip(states, content["scales"], strict=True):
         _put(state, saved, list(range(len(state.book.slots))))
         state._trained, state._due = saved["trained"], saved["due"]
@@ -60,9 +60,9 @@ def carry_over(content: Mapping[str, Any], model: nn.Module) -> None:
 
     For a model that is converted again with another plan in the middle of training.
     """
-    for path, linear in fp8_linears(model).items():
-        if path in content["health"]:
-            linear.loka_health.copy_(content["health"][path])
+    for name, site in sites_of(model).items():
+        if name in content["health"]:
+            site.health.copy_(content["health"][name])
     for state in chain_states(model):
         for saved in content["scales"]:
             known = {name: place for place, name in enumerate(saved["slots"])}

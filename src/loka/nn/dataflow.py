@@ -1,5 +1,5 @@
-"""Finding chains (core/chain.py), with nn/cross_flow.py stacks of cross layers, and with nn/input_flow.py
-layers that share their input: who reads whose output, seen in one forward pass.
+"""Finding chains (core/chain.py) and, with nn/cross_flow.py, stacks of cross layers: who reads whose output,
+seen in one forward pass.
 
     y = f(x) goes to g only  <=>  g's call is the one reader of y while the pass runs, and afterwards
                                   nobody holds y: it is not returned, and no Python object refers to it
@@ -26,13 +26,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from loka.core.chain import Chain
 from loka.core.cross_record import CrossStack
-from loka.core.shared_input import SharedInput
 from loka.nn.chain_parts import Part, is_in_place, is_part, join
 from loka.nn.cross_flow import CrossPart, arguments_of, cross_parts, find_stacks, note_arguments
-from loka.nn.fp8_linear import Fp8Linear
-from loka.nn.input_flow import Columns, find_shared, note_input
 from loka.nn.linears import Filter, find_linears, is_prediction
 from loka.nn.script_calls import script_calls
+from loka.nn.site import sites_of
 from loka.nn.unwrap import unwrap
 from loka.nn.watched import Call, Value, foreign_hooks, held, readers_of, refuse, state_of, tensors_in
 
@@ -47,8 +45,7 @@ _NO_OPS = {torch.Tensor.contiguous, torch.Tensor.flatten, torch.flatten}
 
 
 class Found(NamedTuple):
-    """Chains and stacks of cross layers in the order of the pass, those of one included; and the groups of
-    linear layers that read one tensor, whether they are in a chain or not.
+    """Chains and stacks of cross layers in the order of the pass, those of one included.
 
     `alone` says, for each linear layer that is in no chain with another one and in no stack, why.
     """
@@ -56,7 +53,6 @@ class Found(NamedTuple):
     chains: tuple[Chain, ...]
     alone: dict[str, str]
     crosses: tuple[CrossStack, ...] = ()
-    shared: tuple[SharedInput, ...] = ()
 
 
 def find_chains(model: nn.Module, *inputs: Any, **kwargs: Any) -> Found:
@@ -66,7 +62,7 @@ def find_chains(model: nn.Module, *inputs: Any, **kwargs: Any) -> Found:
     in. The model's buffers and the random generators are afterwards as they were.
     """
     inner = unwrap(model)
-    kept = [*inner.buffers(), *(m.loka_health for m in inner.modules() if isinstance(m, Fp8Linear))]
+    kept = [*inner.buffers(), *(site.health for site in sites_of(inner).values())]
     copies = [buffer.detach().clone() for buffer in kept]
     devices = {p.device.index for p in inner.parameters() if p.device.type == "cuda"}
     flow = Dataflow(model)
@@ -98,7 +94,6 @@ class Dataflow(TorchFunctionMode):
         self._calls: list[Call] = []
         self._values: dict[int, Value] = {}  # by the tensor's id; _calls keeps them all alive
         self._open: list[Call] = []  # the watched module that is running
-        self._columns = Columns()
         self._inside = 0  # torch functions that are running
         self._thread = 0
 
@@ -127,12 +122,11 @@ class Dataflow(TorchFunctionMode):
             script_calls.discard(self._read)
             _remove_mode(self)
         self._calls, self._open, self._values, self._thread = [], [], {}, 0
-        self._columns = Columns()
 
     def finish(self, output: Any) -> Found:
         """The chains of the pass that returned `output`. Also stops."""
         self._read("the caller, as the output", (output,))
-        calls, shared = self._calls, find_shared(self._calls, self._columns.dense)
+        calls = self._calls
         self.stop()
         for value in held([call.value for call in calls if call.value], self._root):
             value.others.append("an object that keeps it")
@@ -141,7 +135,7 @@ class Dataflow(TorchFunctionMode):
         crosses, apart = find_stacks(calls, self._crosses)
         alone = {**self._alone, **dict.fromkeys(silent, "it is not called in this pass"), **apart}
         chains, alone = _found([call for call in calls if call.path not in self._crosses], alone)
-        return Found(chains, alone, crosses, shared)
+        return Found(chains, alone, crosses)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,8 +145,6 @@ class Dataflow(TorchFunctionMode):
             result = func(*args, **(kwargs or {}))
         finally:
             self._inside -= 1
-        with unseen():
-            self._columns.note_view(func, args, result)
         no_op = func in _HARMLESS or (func in _NO_OPS and bool(args) and result is args[0])
         if self._values and not no_op:
             self._read(getattr(func, "__name__", str(func)), (args, kwargs))
@@ -185,8 +177,6 @@ class Dataflow(TorchFunctionMode):
             with unseen():
                 call.broken = note_arguments(call, arguments) if cross else refuse(given)
                 call.state = state_of(source) if source is not None and not call.broken else ()
-                if isinstance(module, nn.Linear) and isinstance(source, torch.Tensor) and not call.broken:
-                    note_input(call, source)
             if self._inside:
                 call.broken = "it is called inside a torch function"
             for tensor in tensors_in(given):
@@ -205,8 +195,6 @@ class Dataflow(TorchFunctionMode):
         with unseen():
             call.broken = call.broken or refuse([output])
         if isinstance(output, torch.Tensor):
-            with unseen():
-                self._columns.note_output(call, output)
             call.in_place = is_in_place(module)
             call.value = self._values[id(output)] = Value(output, call)
         self._open.pop()
@@ -249,7 +237,7 @@ def _parts(
             reason = f"a shared module, at {', '.join(found)}"
         elif everywhere or foreign_hooks(vars(module), ""):
             reason = "it has hooks that are not LoKA's"
-        elif "forward" in vars(module):
+        elif vars(module).get("forward") is not vars(module).get("loka_forward"):  # a site's is ours
             reason = "its forward was replaced"
         if reason and path in linears:
             alone[path] = reason

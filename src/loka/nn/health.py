@@ -9,7 +9,7 @@ from torch import nn
 from loka.core.exceptions import NonFinite
 from loka.core.recipe import Gemm
 from loka.nn.chain import chain_states
-from loka.nn.fp8_linear import OPERAND_NAMES, fp8_linears, health_of
+from loka.nn.site import OPERAND_NAMES, health_of, sites_of
 
 
 def check_finite(model: nn.Module) -> None:
@@ -40,7 +40,7 @@ def check_finite(model: nn.Module) -> None:
 
 def reset_health(model: nn.Module) -> None:
     """Forgets counts and flags of every FP8 site."""
-    for linear in fp8_linears(model).values():
-        linear.loka_health.data.zero_()  # see nn/ops.py
+    for site in sites_of(model).values():
+        site.health.data.zero_()  # see nn/site_ops.py
     for state in chain_states(model):
         state.runs = Counter(dict.fromkeys(state.runs, 0))

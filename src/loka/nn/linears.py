@@ -1,4 +1,4 @@
-"""Finding the linear layers of any model: the modules whose GEMMs LoKA can decide."""
+"""Finding the linear layers of any model without running it: the sites that need no trace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
-from loka.nn.fp8_linear import DTYPES, Fp8Linear
+from loka.nn.site import DTYPES
 from loka.nn.turned import TurnedLinear
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import named_modules, named_parameters, unwrap
 
 Filter = Callable[[nn.Module, str], bool]
 """As in torchao: (module, fully qualified name) -> whether to include it."""
@@ -22,29 +22,30 @@ def find_linears(
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """The linear layers by module path, and why each other holder of GEMM weights is left out.
 
-    A subclass of nn.Linear may compute something else, so only exact ones count. A module
+    They are the modules that run nn.Linear's own forward, whatever their class. A module
     reached by two paths is listed under the first.
     """
     found: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
-    for path, module in unwrap(model).named_modules():
-        if type(module) in (nn.Linear, Fp8Linear, TurnedLinear) or _chained(module):
-            assert isinstance(module, nn.Linear)
-            if filter is not None and not filter(module, path):
-                skipped[path] = "left out by the filter"
-            elif module.weight.dtype not in DTYPES:
-                skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
-            elif 0 in module.weight.shape:
-                skipped[path] = f"an empty weight {tuple(module.weight.shape)}"
-            else:
-                found[path] = module
-        elif isinstance(module, nn.Linear):
-            skipped[path] = f"{type(module).__name__} is a subclass of nn.Linear and may compute otherwise"
-        elif isinstance(module, nn.MultiheadAttention):
-            skipped[path] = (
-                "nn.MultiheadAttention multiplies by raw parameters, not through nn.Linear modules"
-            )
+    for path, module in named_modules(model):
+        if not isinstance(module, nn.Linear) or isinstance(module, _USED_BY_THE_PARENT):
+            continue
+        own = type(module).forward is nn.Linear.forward
+        if not own and type(module) is not TurnedLinear and not _chained(module):
+            skipped[path] = f"{type(module).__name__} is a subclass of nn.Linear and computes otherwise"
+        elif filter is not None and not filter(module, path):
+            skipped[path] = "left out by the filter"
+        elif module.weight.dtype not in DTYPES:
+            skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
+        elif 0 in module.weight.shape:
+            skipped[path] = f"an empty weight {tuple(module.weight.shape)}"
+        else:
+            found[path] = module
     return found, skipped
+
+
+# Its forward is inherited and never called: nn.MultiheadAttention multiplies by its weight itself.
+_USED_BY_THE_PARENT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def _chained(module: nn.Module) -> bool:
@@ -52,8 +53,10 @@ def _chained(module: nn.Module) -> bool:
     return getattr(module, "loka_was", None) is nn.Linear
 
 
-def signature(model: nn.Module) -> ModelSignature:
-    """All linear layers with their shapes, converted or not."""
+def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelSignature:
+    """All linear layers with their shapes, converted or not; and those other sites of `like` that this model
+    has: the module that calls, and a parameter of the name that is large enough.
+    """
     linears, _ = find_linears(model)
     layers = {
         path: LinearShape(
@@ -61,7 +64,23 @@ def signature(model: nn.Module) -> ModelSignature:
         )
         for path, linear in linears.items()
     }
+    traced = {} if like is None else {path: s for path, s in like.layers.items() if s.use is not None}
+    if traced:
+        callers = {path for path, _ in named_modules(model)}
+        parameters = dict(named_parameters(model))
+        for path, shape in traced.items():
+            assert shape.use is not None
+            held = [p for name, p in parameters.items() if _is_of(shape.use.key, name)]
+            if shape.use.caller in callers and any(
+                p.numel() >= shape.in_features * shape.out_features or hasattr(p, "device_mesh") for p in held
+            ):
+                layers[path] = shape
     return ModelSignature(name=type(unwrap(model)).__name__, layers=layers)
+
+
+def _is_of(key: str, parameter: str) -> bool:
+    """Whether the key is of a view of the parameter."""
+    return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
 
 
 def is_prediction(out_features: int) -> bool:

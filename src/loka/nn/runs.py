@@ -15,7 +15,7 @@ from torch import nn
 
 from loka.nn.chain import chain_states
 from loka.nn.chain_state import ChainState
-from loka.nn.fp8_linear import health_of
+from loka.nn.site import health_of
 
 
 def fp8_runs(model: nn.Module) -> dict[str, int]:

@@ -1,17 +1,57 @@
-"""Looking inside wrappers that change module paths."""
+"""Module paths as the user wrote them: wrappers of torch and TorchRec leave no prefix.
+
+torch.compile, DistributedDataParallel, FSDP, activation checkpointing, averaged models and TorchRec's
+DistributedModelParallel each hold the user's module in an attribute, which then stands in every name below.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
+
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
+_HELD_AS_MODULE = ("DistributedDataParallel", "DataParallel", "AveragedModel", "DistributedModelParallel")
+
+
+def inner_of(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper, or None for a module that is none."""
+    for name in _INNER:  # naming their classes would import dynamo (2 s), FSDP and TorchRec
+        inner = module._modules.get(name)
+        if inner is not None:
+            return inner
+    if any(kind.__name__ in _HELD_AS_MODULE for kind in type(module).__mro__):
+        return module._modules.get("module")
+    return None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile and DistributedDataParallel wrappers."""
-    while True:
-        compiled = model._modules.get("_orig_mod")  # naming OptimizedModule would import dynamo: 2 s
-        if compiled is not None:
-            model = compiled
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
+    """The user's module inside wrappers."""
+    while (inner := inner_of(model)) is not None:
+        model = inner
+    return model
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, each module once, without wrappers and their prefixes."""
+    seen: set[nn.Module] = set()
+    stack = [("", unwrap(model))]
+    while stack:
+        path, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        for name, child in reversed(children):
+            stack.append((f"{path}.{name}" if path else name, unwrap(child)))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, by the path of its module without wrappers. Tied ones have the first name."""
+    seen: set[int] = set()
+    for path, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.nn.fp8_linear import DTYPES
+from loka.nn.site import DTYPES
 
 
 @dataclass(eq=False, slots=True)
@@ -27,8 +27,6 @@ class Call:
     broken: str = ""
     outer: tuple[torch.Tensor, int] | None = None  # of a cross layer: x_0, and how often it had changed
     joint: bool = False  # x was x_0
-    given: torch.Tensor | None = None  # of a linear layer: its input
-    changes: int = 0  # how often that had changed
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,7 @@
 The fastest of 25 was also the luckiest of 25: its time in the report is too good. Here a few
 arms race again and all stay to the end, so every comparison has all its rounds. They race at
 each site as `measure` times it, and over the three GEMMs of a layer, with the quantization that
-they share, as an Fp8Linear runs them in training.
+they share, as a site runs them in training.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _layer(
 
 def layer_call(names: str, sets: Sequence[Operands]) -> Call:
     """Forward and backward of a layer by the candidates of `joined`. hp gets its weight cast for free."""
-    from loka.nn.ops import layer_pass
+    from loka.nn.site_ops import layer_pass
 
     parts = parted(names)
     candidates = (parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2])

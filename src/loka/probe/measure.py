@@ -2,10 +2,10 @@
 
 Of each layer the errors (probe/errors.py); on a GPU then the times of its sites (probe/times.py) and what
 shared quantization saves (probe/sharing.py), of chains and stacks of cross layers as a whole
-(probe/chain_times.py, probe/cross_times.py), of layers that read one tensor as one (probe/shared_times.py),
-and of layers over tokens in both forms (probe/turned_times.py). The largest first (probe/agenda.py), until
-everything is done or the time is up. The report is saved on the way, and measuring again goes on with what is
-missing. Who asks first where FP8 is safe measures errors only.
+(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms (probe/turned_times.py),
+the last three inside of core/fusion.py's switch alone.
+The largest first (probe/agenda.py), until everything is done or the time is up. The report is saved on the
+way, and measuring again goes on with what is missing. Who asks first where FP8 is safe measures errors only.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from loka.core.chain import Chain
 from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError
+from loka.core.fusion import fusion_forced
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
@@ -37,7 +38,6 @@ from loka.probe.continued import ERRORS_ONLY, continue_from
 from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
-from loka.probe.shared_times import shared_key, time_shared, timed_groups
 from loka.probe.sites import gemms_of, problem_of
 from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
 from loka.probe.turned_times import TURNED, time_turned, turned_key
@@ -100,7 +100,7 @@ def measure(
         skipped=dict(stats.skipped),
         chains=stats.chains,
         crosses=stats.crosses,
-        shared=stats.shared,
+        coverage=stats.coverage,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
     )
@@ -119,7 +119,7 @@ def measure(
     try:
         if timed:
             _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, work.wholes(), timed_groups(stats), timed=timed)
+        jobs = agenda(stats, work.wholes(), work.turned(), timed=timed)
         for job in (track or untracked)(jobs, "measuring", len(jobs)):
             _DO[job.kind](work, job.name)
     finally:
@@ -170,7 +170,9 @@ class _Work:
         return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
 
     def wholes(self) -> list[Whole]:
-        """The chains and stacks to time: all of whose layers were watched."""
+        """The chains and stacks to time, all of whose layers were watched; unless forced, none."""
+        if not fusion_forced():
+            return []
         worth: list[Whole] = [
             *(chain for chain in self.report.chains if not chain.lone),
             *self.report.crosses,
@@ -178,7 +180,9 @@ class _Work:
         return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]
 
     def turned(self) -> list[str]:
-        """The layers over tokens that have another form to time."""
+        """The layers over tokens that have another form to time; none outside of `forced_fusion`."""
+        if not fusion_forced():
+            return []
         return [path for path, layer in self.stats.layers.items() if layer.turned]
 
     def _noted(self) -> Report:
@@ -202,10 +206,6 @@ class _Work:
             untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
             if untimed:
                 missing["chains not timed"] = untimed
-            groups = [group.name for group in timed_groups(self.stats)]
-            untimed = [name for name in groups if name not in report.shared_times]
-            if untimed:
-                missing["layers that share their input not timed"] = untimed
             untimed = [path for path in self.turned() if path not in report.turned_times]
             if untimed:
                 missing["layers over tokens not timed"] = untimed
@@ -328,18 +328,6 @@ def _time_whole(work: _Work, name: str) -> None:
         work.save()
 
 
-def _time_shared(work: _Work, name: str) -> None:
-    if name in work.report.shared_times:
-        return
-    group = next(group for group in timed_groups(work.stats) if group.name == name)
-    layers = {path: work.stats.layers[path] for path in group.linears}
-    key = shared_key(group, layers, work.report)
-    found = _shared(work, key, partial(time_shared, group, layers, work.report), f"{name} as one")
-    if found is not None:
-        work.report = replace(work.report, shared_times={**work.report.shared_times, name: found})
-        work.save()
-
-
 def _time_turned(work: _Work, path: str) -> None:
     if path in work.report.turned_times:
         return
@@ -369,7 +357,6 @@ def _shared(
 
 _DO: Mapping[str, Callable[[_Work, str], None]] = {
     "errors": _draw,
-    "shared": _time_shared,
     "times": _time,
     "turned": _time_turned,
     "whole": _time_whole,

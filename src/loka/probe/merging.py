@@ -179,7 +179,7 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
         chains=a.chains or b.chains,
         crosses=a.crosses or b.crosses,
-        shared=a.shared or b.shared,
+        coverage=a.coverage or b.coverage,
     )
 
 

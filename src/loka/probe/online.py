@@ -4,7 +4,7 @@ Between sampled steps nothing is attached to the layers: a step costs one hook o
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
 gives the same weights, bit for bit, as training without. The first sampled step also shows which
-layers feed each other or read the same (nn/dataflow.py). After its forward
+layers feed each other (nn/dataflow.py), and what share of its matmul FLOPs are sites. After its forward
 pass one extra backward shows what quantizing each layer would cost the model (probe/sensitivity.py).
 """
 
@@ -19,8 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from loka.core.coverage import Coverage
 from loka.core.exceptions import LokaError, NotConverted
 from loka.core.problem import dtype_name
+from loka.core.signature import ModelSignature
 from loka.core.stats import Stats
 from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, Found, detach, unseen
@@ -37,12 +39,13 @@ from loka.probe.sample_coherence import Picked, pick
 from loka.probe.sample_rows import batch_of
 from loka.probe.saving import Copied, Saver, own_folder, to_host
 from loka.probe.sensitivity import Call, Sensitivity, step_seed
+from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.stance import capturing, eager
 from loka.probe.views import leave_viewed
 
 
 class Probe:
-    """Learns the distributions of input, weight and grad_output at every linear layer.
+    """Learns the distributions of input, weight and grad_output at every GEMM with a parameter.
 
         with loka.Probe(model, every=100) as probe:
             for batch in loader:
@@ -59,7 +62,8 @@ class Probe:
         depth_rows: the same for its depth histograms (probe/depths.py).
         full_covariance: features up to which the full covariance is kept.
         rank: rank of the covariance beyond that (plus its exact diagonal).
-        filter: (module, fqn) -> whether to probe a layer; all linear layers by default.
+        filter: (module, site name) -> whether to probe a site; the module is the one that calls the GEMM, and
+            all are by default.
         save_to: folder to save the statistics in, every `save_every` steps and at the end. A thread
             writes while training goes on. Among several ranks each has its own folder inside, "rank-3".
         resume: statistics to go on from, of the same model.
@@ -124,6 +128,9 @@ class Probe:
         self._generator, self._depth_generator = torch.Generator(), torch.Generator()
         self._linears, self._skipped = find_linears(model, filter=filter)
         self._signature = signature(model)
+        self._names = SiteNames(self._linears, {})
+        self._trace: SiteTrace | None = None
+        self._coverage: Coverage | None = None  # of the first sampled step that went through
         self._steps = self._sampled = self._batch = 0
         self._learnt: dict[str, Learnt] = {}
         self._root_hooks: list[Any] = []
@@ -137,16 +144,16 @@ class Probe:
         )
         self._over_tokens: list[tuple[Learnt, torch.Tensor]] = []
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
-        if not self._linears:
+        if not self._linears and not any(p.dim() > 1 for p in unwrap(model).parameters()):
             raise LokaError(
-                f"{self._signature.name} has no linear layer to probe",
+                f"{self._signature.name} has no GEMM with a parameter to probe",
                 why=[f"{path}: {reason}" for path, reason in self._skipped.items()],
-                way_out="LoKA decides the GEMMs of nn.Linear modules",
+                way_out="LoKA decides GEMMs that multiply by a parameter, such as those of nn.Linear",
             )
         if resume is not None:
             self._restore(resume)
         self._cadence = cadence_of(every, overhead=overhead, start=self._steps)
-        self._clock = clock_of(next(iter(self._linears.values())).weight.device)
+        self._clock = clock_of(next(unwrap(model).parameters()).device)
         self._announced: bool | None = None  # whether the step is sampled, where the program asks for it
         self._saver: Saver | None = None
 
@@ -227,14 +234,16 @@ class Probe:
         )
         found = self._found or Found((), {})
         return Stats(
-            model=self._signature,
+            model=ModelSignature(
+                name=self._signature.name, layers={**self._signature.layers, **self._names.layers}
+            ),
             steps=self._steps,
             sampled_steps=self._sampled,
             layers={},
             skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
             chains=found.chains,
             crosses=found.crosses,
-            shared=found.shared,
+            coverage=self._coverage,
         )
 
     def _advance(self) -> bool:
@@ -275,15 +284,23 @@ class Probe:
         inner = unwrap(self._model)
         if inner is not self._model:
             self._step_hooks.append(inner.register_forward_hook(self._inside))
-        for path, linear in self._linears.items():
-            self._step_hooks.append(
-                linear.register_forward_hook(self._observer(path), with_kwargs=True, prepend=True)
-            )
+        self._trace = SiteTrace(
+            inner,
+            self._names,
+            linears=self._linears,
+            filter=self._filter,
+            observe=self._observe,
+            account=self._coverage is None,
+        )
+        self._trace.start()
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._dataflow is not None and output is not None:  # None: the step failed
             self._found = self._dataflow.finish(output)
         sampled, returned, over_tokens = self._eager, self._returned, self._over_tokens
+        if self._trace is not None and output is not None:
+            self._skipped.update(self._trace.skipped)
+            self._coverage = self._trace.coverage() or self._coverage
         self._detach(failing=module if output is None else None)
         if output is None:
             self._sensitivity.forget()
@@ -300,55 +317,51 @@ class Probe:
         if self._dataflow is not None:
             self._dataflow.stop(failing=failing)
             self._dataflow = self._dataflow if failing is not None else None
+        if self._trace is not None:
+            self._step_hooks += self._trace.stop()
+            self._trace = None
         self._step_hooks, self._over_tokens = detach(self._step_hooks, failing), []
         self._returned = None
         if self._eager:
             eager.release()
             self._eager = False
 
-    def _observer(
-        self, path: str
-    ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], torch.Tensor], None]:
-        def observe(
-            linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
-        ) -> None:
-            assert isinstance(linear, nn.Linear)
-            given = args[0] if args else kwargs["input"]
-            if given.is_nested:
-                given = torch.cat(given.unbind())
-            with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                learnt = self._learnt.setdefault(path, Learnt(order=len(self._learnt)))
-                rows = given.reshape(-1, linear.in_features)
-                learnt.rows = max(learnt.rows, rows.shape[0])
-                turned = given.shape[-2] if lies_turned(given) else 0
-                learnt.turned = turned if learnt.turned in (None, turned) else 0
-                learnt.calls += 1
-                learnt.dtype = dtype_name(output.dtype)
-                learnt.weight_dtype = dtype_name(linear.weight.dtype)
-                learnt.needs_input_grad |= given.requires_grad
-                learnt.needs_weight_grad |= linear.weight.requires_grad
-                picked = self._picks(rows)
-                part = rows if picked is None else rows[picked]
-                learnt.input = self._add(learnt.input, part)
-                add_tails(learnt, "input", part)
-                keep = max(linear.weight.shape) <= self._full_covariance and output.requires_grad
-                known = part.to(torch.float32, copy=True) if keep else None
-                some = pick(given, self._batch, linear, self._rows, self._generator) if keep else None
-                self._add_depths(learnt, {"input": rows, "weight": linear.weight})
-                if learnt.weight is None:
-                    learnt.weight = matrix_normal.first_snapshot(
-                        linear.weight, full_covariance=self._full_covariance
-                    )
-                else:
-                    learnt.weight = matrix_normal.update(learnt.weight, linear.weight)
-            with unseen():
-                if learnt.turned and output.requires_grad:
-                    self._over_tokens.append((learnt, output))
-                call = self._sensitivity.see(path, linear, given, output)
-                if output.requires_grad and not output.is_nested:
-                    output.register_hook(lambda g: self._observe_grad(learnt, call, picked, known, some, g))
-
-        return observe
+    def _observe(self, site: SiteCall, output: torch.Tensor) -> None:
+        path, given, weight = site.path, site.x, site.weight
+        if given.is_nested:
+            given = torch.cat(given.unbind())
+        with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+            learnt = self._learnt.setdefault(path, Learnt(order=len(self._learnt)))
+            rows = given.reshape(-1, weight.shape[1])
+            learnt.rows = max(learnt.rows, rows.shape[0])
+            turned = given.shape[-2] if path in self._linears and lies_turned(given) else 0
+            learnt.turned = turned if learnt.turned in (None, turned) else 0
+            learnt.calls += 1
+            learnt.dtype = dtype_name(output.dtype)
+            learnt.weight_dtype = dtype_name(weight.dtype)
+            learnt.needs_input_grad |= given.requires_grad
+            learnt.needs_weight_grad |= weight.requires_grad
+            picked = self._picks(rows)
+            part = rows if picked is None else rows[picked]
+            learnt.input = self._add(learnt.input, part)
+            add_tails(learnt, "input", part)
+            keep = max(weight.shape) <= self._full_covariance and output.requires_grad
+            known = part.to(torch.float32, copy=True) if keep else None
+            some = pick(given, self._batch, weight.numel(), self._rows, self._generator) if keep else None
+            self._add_depths(learnt, {"input": rows, "weight": weight})
+            if learnt.weight is None:
+                learnt.weight = matrix_normal.first_snapshot(weight, full_covariance=self._full_covariance)
+            else:
+                learnt.weight = matrix_normal.update(learnt.weight, weight)
+        with unseen():
+            if learnt.turned and output.requires_grad:
+                self._over_tokens.append((learnt, output))
+            call = self._sensitivity.see(path, weight, site.x, output, site.rows)
+            if output.requires_grad and not output.is_nested:
+                to_rows = site.rows  # the site holds x, which would then seem to be kept by somebody
+                output.register_hook(
+                    lambda g: self._observe_grad(learnt, call, picked, known, some, to_rows(g))
+                )
 
     def _observe_grad(
         self,
@@ -388,11 +401,15 @@ class Probe:
             learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
 
     def _restore(self, stats: Stats) -> None:
-        refuse(stats, self._signature, full_covariance=self._full_covariance)
+        like = signature(self._model, like=stats.model)
+        refuse(stats, like, full_covariance=self._full_covariance)
+        traced = {path: shape for path, shape in like.layers.items() if shape.use is not None}
+        self._names = SiteNames(self._linears, traced)
+        self._coverage = stats.coverage
         self._steps, self._sampled = stats.steps, stats.sampled_steps
-        if stats.chains or stats.crosses or stats.shared:  # statistics of an older LoKA have none
-            self._found = Found(stats.chains, {}, stats.crosses, stats.shared)
+        if stats.chains or stats.crosses:  # statistics of an older LoKA have none
+            self._found = Found(stats.chains, {}, stats.crosses)
         for path, layer in stats.layers.items():
-            if path in self._linears:
-                self._learnt[path] = from_record(layer, self._linears[path].weight.device)
+            if path in self._linears or path in traced:
+                self._learnt[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
                 self._sensitivity.restore(path, layer)

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from loka.core.stats import Distribution
 from loka.probe.gaussian import compress
@@ -62,9 +61,9 @@ class Picked:
 
 
 def pick(
-    given: torch.Tensor, batch: int, linear: nn.Linear, most: int, generator: torch.Generator
+    given: torch.Tensor, batch: int, elements: int, most: int, generator: torch.Generator
 ) -> Picked | None:
-    """Some samples of the input `given` [.., K] of `linear`, of `most` rows together if they allow it.
+    """Some samples of a site's input `given` [.., K], whose weight has `elements`, of `most` rows together if they allow it.
 
     None where a sample has a single row. `batch` is the number of samples, 0 if not known.
     """
@@ -73,7 +72,7 @@ def pick(
         return None
     samples, all_rows = layout.shape
     used = min(all_rows, _POSITIONS)
-    count = max(1, min(samples, most // used, _PRODUCTS // max(linear.weight.numel(), 1)))
+    count = max(1, min(samples, most // used, _PRODUCTS // max(elements, 1)))
     some = torch.randperm(samples, generator=generator)[:count]
     positions = torch.randperm(all_rows, generator=generator)[:used].sort().values
     rows = sent(layout[some][:, positions], given.device)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import LokaError, NotWritten
 from loka.core.exchange import ranks_of
 from loka.core.stats import Stats
 
@@ -160,11 +160,11 @@ class Saver:
             error, self._error = self._error, None
         if error is None:
             return
-        if isinstance(error, LokaError):
+        if isinstance(error, LokaError) and not isinstance(error, NotWritten):
             raise error
         raise LokaError(
             f"the statistics were not saved to {self.folder}",
-            why=[f"{type(error).__name__}: {error}"],
+            why=error.why if isinstance(error, NotWritten) else [f"{type(error).__name__}: {error}"],
             way_out="make room there or choose another folder; it still holds what was saved before, "
             "if anything, and Probe(resume=Stats.load(...)) goes on from that",
         ) from error

@@ -20,7 +20,7 @@ tensors inside the model do run; a model with backward hooks on modules is left 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Call:
-    """A linear layer's call. `given` shares the input's memory and its `version` counter."""
+    """A site's call. `given` shares the input's memory and its `version` counter; `rows` brings a gradient
+    of what was returned to [..., N]."""
 
     path: str
-    linear: nn.Linear
+    weight: torch.Tensor
     given: torch.Tensor
     version: int
     dtype: torch.dtype
+    rows: Callable[[torch.Tensor], torch.Tensor]
     step: Step
 
 
@@ -113,8 +115,15 @@ class Sensitivity:
         self._calls = []
         self._step = Step(batch_of(arguments))
 
-    def see(self, path: str, linear: nn.Linear, given: torch.Tensor, output: torch.Tensor) -> Call | None:
-        """A linear layer was called. Keeps what the step keeps anyway, and no copy.
+    def see(
+        self,
+        path: str,
+        weight: torch.Tensor,
+        given: torch.Tensor,
+        output: torch.Tensor,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Call | None:
+        """A site was called. Keeps what the step keeps anyway, and no copy.
 
         Returns what `see_gradient` may want later.
         """
@@ -126,7 +135,7 @@ class Sensitivity:
         if output.is_nested:
             self._missed[path] = "its input is a nested tensor, whose rows are of no known sample"
             return None
-        call = Call(path, linear, given.detach(), given._version, output.dtype, self._step)
+        call = Call(path, weight.detach(), given.detach(), given._version, output.dtype, rows, self._step)
         # The edge is of this value, whatever is done to the tensor in place later. It is not part of
         # the call, which a hook on the same node may hold: nobody would ever free such a circle.
         self._calls.append((call, get_gradient_edge(output)))
@@ -347,11 +356,12 @@ def _changes(
     of_all: bool,
 ) -> tuple[torch.Tensor, Tables]:
     """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
-    weight = call.linear.weight.detach()
+    weight = call.weight
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-        grads = grad.reshape(-1, grad.shape[-1])
+        grads = grad if of_all else call.rows(grad)
+        grads = grads.reshape(-1, grads.shape[-1])
         rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
         given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
         changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()))

@@ -65,7 +65,7 @@ def plan_section(plan: Plan) -> Html:
         known.append(("budget of NE", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
-    if plan.wholes or plan.shared:
+    if plan.wholes:
         parts.append(_wholes(plan))
     if low:
         parts.append(_layers(low, plan.timed))
@@ -118,7 +118,7 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
 
 
 def _wholes(plan: Plan) -> Html:
-    header = ("chain, or shared input", "layers", "recipe", "hp us", "us", "speed-up", "NE", "why")
+    header = ("chain", "layers", "recipe", "hp us", "us", "speed-up", "NE", "why")
     rows: list[tuple[object, ...]] = []
     several: list[tuple[str, tuple[str, ...], ChainDecision | CrossDecision]] = [
         *((d.chain.name, d.chain.linears, d) for d in plan.chains.values()),
@@ -136,20 +136,6 @@ def _wholes(plan: Plan) -> Html:
                 number(speedup.value if speedup else None, "{:.2f}x"),
                 number(ne.value if ne else None, "{:.1e}"),
                 Cell(decided.reason, decided.reason, "wrap"),
-            )
-        )
-    for group in plan.shared.values():
-        hp, us, speedup = group.hp_microseconds, group.microseconds, group.speedup
-        rows.append(
-            (
-                code(group.group.name),
-                number(len(group.group.branches), "{:d}"),
-                "shared input",
-                number(hp.value if hp else None),
-                number(us.value if us else None),
-                number(speedup.value if speedup else None, "{:.2f}x"),
-                "by its layers",
-                Cell(group.reason, group.reason, "wrap"),
             )
         )
     return table(header, rows, caption="What runs as a whole")

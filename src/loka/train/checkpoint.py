@@ -9,6 +9,7 @@ leaves a folder that starts with a dot, which loading reports and the next save 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError
+from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError, NotWritten
 from loka.core.files import canonical, read_record, sha256_of_file, sync_folder, write_record
 from loka.train.config import as_recorded
 
@@ -65,10 +66,10 @@ def save(
             raise
         for old in [path for path in _newest_first(folder) if _step_of(path) <= step][keep:]:
             _remove(old)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError) as error:
         raise CheckpointNotSaved(
             f"cannot save {target}",
-            why=[str(error).splitlines()[0] if str(error) else type(error).__name__, _standing(folder)],
+            why=[_reason(error), _standing(folder)],
             way_out="free space or choose another folder, then resume from the checkpoint before it",
         ) from error
     return target
@@ -113,6 +114,12 @@ def newest_step(folder: Path) -> int:
     return max(map(_step_of, _newest_first(folder)), default=0)
 
 
+def _reason(error: OSError | RuntimeError) -> str:
+    if isinstance(error, NotWritten):
+        return error.why[0]
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+
+
 def _standing(folder: Path) -> str:
     """What a run that ends now would resume from."""
     left = _newest_first(folder)
@@ -143,12 +150,25 @@ def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
             size = file.stat().st_size
             reason = f"the checksum of state.pt differs ({size} bytes, {manifest.bytes} were written)"
             raise FileRefused(f"cannot use {path}", why=[reason])
-        return torch.load(file, weights_only=True, map_location="cpu")
     except OSError as error:
         raise FileRefused(f"cannot use {path}", why=[f"state.pt: {error.strerror}"]) from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        reason = f"state.pt does not load ({str(error).splitlines()[0]})"
-        raise FileRefused(f"cannot use {path}", why=[reason]) from error
+    try:
+        state = torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:  # what torch raises on bytes that it did not write has no bounds
+        raise FileRefused(f"cannot use {path}", why=[_why_unloadable(error)]) from error
+    if not isinstance(state, dict):
+        raise FileRefused(f"cannot use {path}", why=[f"state.pt holds a {type(state).__name__}, not a state"])
+    return state
+
+
+def _why_unloadable(error: Exception) -> str:
+    """Without torch's own advice, which is to load the file with the code in it allowed to run."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+    if named:
+        return f"state.pt does not load: it asks for {named[1]}, and code from a checkpoint is not run"
+    if isinstance(error, pickle.UnpicklingError):
+        return "state.pt does not load: it holds more than tensors, numbers and text, and code is not run"
+    return f"state.pt does not load: it is damaged ({type(error).__name__})"
 
 
 @dataclass(frozen=True)
@@ -160,7 +180,12 @@ class _Manifest:
 
 
 def _parse(content: dict[str, Any]) -> _Manifest:
-    return _Manifest(**content)
+    manifest = _Manifest(**content)
+    kinds = {"step": int, "bytes": int, "sha256": str, "identity": dict}
+    wrong = [name for name, kind in kinds.items() if type(getattr(manifest, name)) is not kind]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} of another type than a manifest has")
+    return manifest
 
 
 def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
@@ -177,13 +202,33 @@ def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
 def _write(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     folder.mkdir()
     file = folder / "state.pt"
-    with file.open("wb") as stream:
-        torch.save(dict(state), stream)
-        stream.flush()
+    with _Written(file, "wb") as stream:
+        try:
+            torch.save(dict(state), stream)
+        except RuntimeError:  # "[enforce fail at inline_container.cc:672]": torch keeps to itself what failed
+            if stream.failed is None:
+                raise
+            raise stream.failed from None
         os.fsync(stream.fileno())
     manifest = _Manifest(step, file.stat().st_size, sha256_of_file(file), dict(identity))
+    # This flushes the folder too, in which state.pt has its name already.
     write_record(folder / "manifest.json", kind=_KIND, version=_VERSION, content=asdict(manifest))
-    sync_folder(folder)
+
+
+class _Written(io.FileIO):
+    """A file that remembers the error it raised."""
+
+    failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view, done = memoryview(data).cast("B"), 0
+        try:
+            while done < len(view):  # one call takes 2 GB at most, and a nearly full disk less
+                done += super().write(view[done:])
+        except OSError as error:
+            self.failed = error
+            raise
+        return done
 
 
 def _put_in_place(unfinished: Path, target: Path) -> None:

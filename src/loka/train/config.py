@@ -108,6 +108,11 @@ class TrainConfig:
         return {**kept, "device": torch.device(self.device).type}
 
 
-def as_recorded(identity: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A written identity with what those from before schedules did not say, of the fields that `now` has."""
+def as_recorded(identity: Any, now: Mapping[str, Any]) -> Any:
+    """A written identity with what those from before schedules did not say, of the fields that `now` has.
+
+    What is no identity, in a file that LoKA did not write, is as it is, and differs from every one.
+    """
+    if not isinstance(identity, dict):
+        return identity
     return {**{name: value for name, value in _BEFORE.items() if name in now}, **identity}

@@ -24,11 +24,14 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.core.report import HP
+from loka.core.signature import LinearShape
+from loka.graph.attach import attach, detach
 from loka.nn.chain import runs_fused
-from loka.nn.fp8_linear import convert_linear, fp8_linears, restore_linear
-from loka.nn.linears import find_linears, signature
+from loka.nn.linears import signature
+from loka.nn.site import site_forwards
 from loka.nn.turned import turned_linears
 
 ADDITIVE = (0.6, 1.6)
@@ -95,7 +98,7 @@ def joint_effect(
 
     Best on rows that it was not trained on, some thousand of them. The model runs in eval mode, in
     the dtype it is in, and is put back as it was. A site inside a chain runs by the recipe that
-    stands for the chain's (core/chain_recipe.py).
+    stands for the chain's (core/chain_recipe.py); chains that `convert` leaves out run by their sites.
 
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
@@ -113,22 +116,23 @@ def joint_effect(
     """
     if base_rate is not None and not 0 < base_rate < 1:
         raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+    plan = as_it_runs(plan)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
-    differences = signature(model).differences(plan.model)
+    differences = signature(model, like=plan.model).differences(plan.model)
     if differences:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers",
             why=differences,
             way_out="apply the same mods as when probing",
         )
-    if fp8_linears(model) or runs_fused(model) or turned_linears(model):
+    if site_forwards(model) or runs_fused(model) or turned_linears(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
     run = forward or _by_batch
     divergences, logits = [], []
     with _evaluating(model), torch.no_grad():
         for batch in batches:
             plain = _logits(run(model, batch))
-            with emulated(model, candidates):
+            with emulated(model, candidates, plan.model.layers):
                 quantized = _logits(run(model, batch))
             divergences.append(_divergence(plain, quantized))
             logits.append(plain)
@@ -156,16 +160,19 @@ def joint_effect(
 
 
 @contextmanager
-def emulated(model: nn.Module, outputs: Mapping[str, str]) -> Iterator[None]:
-    """Within it the `output` GEMMs of `outputs` run by these candidates, everything else in hp."""
-    linears, _ = find_linears(model)
+def emulated(
+    model: nn.Module, outputs: Mapping[str, str], layers: Mapping[str, LinearShape] | None = None
+) -> Iterator[None]:
+    """Within it the `output` GEMMs of `outputs` run by these candidates, everything else in hp.
+
+    `layers`: the model's sites; its linear layers by default.
+    """
+    chosen = {path: (candidate, HP, HP) for path, candidate in outputs.items()}
+    attach(model, layers or signature(model).layers, chosen)
     try:
-        for path, candidate in outputs.items():
-            convert_linear(linears[path], path=path, candidates=(candidate, HP, HP))
         yield
     finally:
-        for linear in fp8_linears(model).values():
-            restore_linear(linear)
+        detach(model)
 
 
 @contextmanager

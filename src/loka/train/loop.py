@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from loka.core.alone import alone_in
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
 from loka.core.files import canonical
 from loka.core.plan import Plan
@@ -141,9 +143,10 @@ def train(
         CheckpointRefused: the folder's checkpoints are unusable or of another run.
         CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
             checkpoint before stays, and training goes on.
+        FolderInUse: another process trains in the folder of checkpoints.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
         RankFailed: another rank raised, between two steps.
-        KeyboardInterrupt: after the completed step was saved.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so.
     """
     model.train()
     companion = companion or Companion()
@@ -206,7 +209,8 @@ def train(
             saved = run.step
 
     failed: BaseException | None = None
-    with deferred_interrupt() as run.interrupt, matrix_precision(config.precision, run.device):
+    exact = matrix_precision(config.precision, run.device)
+    with _alone(checkpoints), deferred_interrupt() as run.interrupt, exact:
         try:
             companion.start(run)
             batches = batches_from(source, config, length, step=run.step)
@@ -234,6 +238,7 @@ def train(
             failed = error
             if between_steps:
                 save_now(last=True)
+            error.args = (_standing(checkpoints, saved if saved or found else None),)
             raise
         except BaseException as error:
             failed = error
@@ -257,6 +262,24 @@ def train(
         average=run.average,
         final_rate=rate_factor(length.steps - 1, length.steps, config),
     )
+
+
+@contextmanager
+def _alone(checkpoints: Path | None) -> Iterator[None]:
+    """A second run in the folder would remove what this one is about to save."""
+    with ExitStack() as held:
+        if checkpoints:
+            together(lambda: held.enter_context(alone_in(checkpoints, "training")))
+        yield
+
+
+def _standing(checkpoints: Path | None, step: int | None) -> str:
+    """What an interrupted run would go on from."""
+    if checkpoints is None:
+        return "no checkpoint of this run was saved: it has no folder for them"
+    if step is None:
+        return f"no step was completed, and {checkpoints} holds no checkpoint"
+    return f"step {step} is saved in {checkpoints}, and the same command goes on from there"
 
 
 def evaluate(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.data.batch import Batch
 from loka.dispatch import convert, revert
@@ -129,25 +130,20 @@ class Run:
         if plan is None:
             return
         convert(self.model, plan)
-        self.plan = plan
+        self.plan = as_it_runs(plan)
         if before:
             carry_over(before, self.model)
 
     def capture(self) -> dict[str, Any]:
         """All that it takes to go on from here."""
-        return {
-            **run_state.capture(self.model, self.optimizers, self.running, self.plan),
-            "average": self.average.state_dict() if self.average is not None else None,
-        }
+        return run_state.capture(self.model, self.optimizers, self.running, self.average, self.plan)
 
     def restore(self, state: Mapping[str, Any], *, step: int, path: Path) -> None:
         """Goes on where `state` was captured, by the plan that ran then."""
         saved = run_state.plan_in(state)
         if run_state.identity_of(saved) != run_state.identity_of(self.plan):
             self.adopt(saved)
-        run_state.restore(state, self.model, self.optimizers, self.running, path=path)
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
+        run_state.restore(state, self.model, self.optimizers, self.running, self.average, path=path)
         self.step = step
         self._schedulers = schedulers(self.optimizers, self.config, self.steps, done=step)
 

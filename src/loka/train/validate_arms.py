@@ -18,13 +18,14 @@ from torch import nn
 
 from loka.core.exceptions import LokaError, NoKernelFits
 from loka.core.files import canonical
+from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.core.problem import dtype_name, linear_problem, target_of
 from loka.core.recipe import RECIPES, Gemm
 from loka.dispatch import convert
+from loka.graph.attach import attach
 from loka.kernels.registry import all_candidates
-from loka.nn.fp8_linear import convert_linear
-from loka.nn.linears import find_linears
+from loka.nn.linears import find_linears, signature
 
 NAIVE = "naive"
 NUDGED = "nudged"
@@ -47,7 +48,8 @@ class ArmSpec:
 
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
-    digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
+    # Of what runs: runs that were finished with chains are not taken for those of its sites.
+    digest = hashlib.sha256(canonical(as_it_runs(plan).to_json())).hexdigest()
     return ArmSpec(name=name, apply=lambda model: convert(model, plan), identity={"plan": digest})
 
 
@@ -65,9 +67,12 @@ def by_recipe(name: str, *, rows: int) -> ArmSpec:
     def apply(model: nn.Module) -> None:
         device = next(model.parameters()).device
         linears, _ = find_linears(model)
-        for path, linear in linears.items():
-            chosen = tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)
-            convert_linear(linear, path=path, candidates=(chosen[0], chosen[1], chosen[2]))
+        found = {
+            path: tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)
+            for path, linear in linears.items()
+        }
+        chosen = {path: (names[0], names[1], names[2]) for path, names in found.items()}
+        attach(model, signature(model).layers, chosen)
 
     identity = {"recipes": {gemm.value: recipe for gemm, recipe in recipes.items()}}
     return ArmSpec(name=name, apply=apply, identity=identity)

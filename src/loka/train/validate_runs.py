@@ -216,7 +216,7 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
     except FileRefused:
         return None
     there = dict(content["identity"])
-    there["config"] = as_recorded(there["config"], identity["config"])
+    there["config"] = as_recorded(there.get("config"), identity["config"])
     differs = [part for part in identity if identity[part] != there.get(part)]
     if differs:
         raise LokaError(

@@ -1,18 +1,24 @@
-"""The GEMMs of a linear layer as two opaque custom ops: quantization and kernels, unseen by a compiler.
+"""The GEMMs of a site as two opaque custom ops: quantization and kernels, unseen by a compiler.
 
     forward    y  = x W^T                             x [T, in], W [out, in]
     backward   dx = dy W,  dW = dy^T x                dy [T, out]
 
 An exposed scale tensor would let Inductor change its strides, which kernels with a fixed
 scale layout then read out of bounds; inside an op nothing can be rearranged. The ops have
-fakes, so torch.compile sees shapes and dtypes and graphs stay whole.
+fakes, so torch.compile sees shapes and dtypes and graphs stay whole. FP8 copies of weights are made by the
+op that uses them and kept for its own backward alone, so nothing can be stale: another thread, `.data`,
+an optimizer or `load_state_dict` may write the weight at any time between two calls.
 
 Each of x, W and dy feeds two GEMMs, once transposed. Where both run in FP8, one pass makes both
 copies, and what backward needs is kept as FP8 (one byte an element instead of two or four).
+
+Eager calls on plain tensors skip the dispatcher and run the op's body: a registered op costs the host more
+than the launches inside it (docs/log.md, 2026-11-22).
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +31,9 @@ from loka.core.report import HP
 from loka.kernels.quantizer import BAD_A, BAD_B, RUNS, Side, empty_scale, quantize_operand, quantize_pair
 from loka.kernels.registry import candidate_named
 from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
+
+Candidates = tuple[str, str, str]
+"""For output, grad_input and grad_weight: "hp" or "kernel:recipe"."""
 
 GEMMS = (Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)
 
@@ -75,11 +84,74 @@ def _first_side(run: ScaledGemm) -> Side:
     return Side(cast=run.casts[0], padded=run.padded_a, flag=_place(gemm, BAD_A), count=_place(gemm, RUNS))
 
 
-@torch.library.custom_op("loka::linear_forward", mutates_args=())
-def linear_forward(
+@dataclass(frozen=True, kw_only=True)
+class _Forward:
+    """What a call of `site_forward` makes: worked out once for a problem, as a step calls it each time."""
+
+    run: ScaledGemm
+    x: tuple[Side, Side | None]
+    weight: tuple[Side, Side | None]
+
+
+@functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
+def _forward_of(
+    sides: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    candidates: Candidates,
+    keep: tuple[bool, bool],
+) -> _Forward | None:
+    """For `sides` rows, features, outputs; None where `output` is in hp, or empty."""
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
+    output, grad_input, grad_weight = candidates
+    run = layer.fp8(Gemm.OUTPUT, output, dtype)
+    if run is None:
+        return None
+    second = Side(cast=run.casts[1], padded=run.padded_b, flag=_place(Gemm.OUTPUT, BAD_B))
+    return _Forward(
+        run=run,
+        x=(_first_side(run), layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep[0] else None),
+        weight=(second, layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep[1] else None),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward_of(
+    sides: tuple[int, int, int], device: torch.device, dtype: torch.dtype, name: str, gemm: Gemm
+) -> tuple[ScaledGemm, Side] | None:
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
+    run = layer.fp8(gemm, name, dtype)
+    return None if run is None else (run, _first_side(run))
+
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
+    candidates: Candidates,
+    keep: tuple[bool, bool],
+) -> Parts:
+    sides = (x.shape[0], x.shape[1], weight.shape[0])
+    made = _forward_of(sides, x.device, x.dtype, candidates, keep)
+    if made is None:
+        y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
+        return y, *_parts(None, x), *_parts(None, x)
+    low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
+    low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
+    assert low_x is not None
+    assert low_weight is not None
+    return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
+
+
+@torch.library.custom_op("loka::site", mutates_args=())
+def site_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
     output: str,
     grad_input: str,
     grad_weight: str,
@@ -90,41 +162,23 @@ def linear_forward(
 
     Returns y [T, out] in the dtype of x; x^T quantized for `grad_weight` and its scale, if
     `keep_input`; weight^T quantized for `grad_input` and its scale, if `keep_weight`. What is
-    not kept is empty.
+    not kept is empty. `site` names it in a graph, and changes nothing.
 
     `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py. It is write-only telemetry
     that no result depends on, so the ops are declared without side effects and write through
     `.data`: a declared mutation would make autograd refuse the backward of a compiled model
     after any other forward, because the buffer that backward also takes had changed.
     """
-    layer = _layer(x, weight)
-    run = layer.fp8(Gemm.OUTPUT, output, x.dtype)
-    if run is None:
-        y = run_gemm(output, x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
-        return y, *_parts(None, x), *_parts(None, x)
-    second = Side(cast=run.casts[1], padded=run.padded_b, flag=_place(Gemm.OUTPUT, BAD_B))
-    low_x, kept_x = quantize_pair(
-        x,
-        row=_first_side(run),
-        column=layer.second_side(Gemm.GRAD_WEIGHT, grad_weight) if keep_input else None,
-        health=health.data,
-    )
-    low_weight, kept_weight = quantize_pair(
-        weight,
-        row=second,
-        column=layer.second_side(Gemm.GRAD_INPUT, grad_input) if keep_weight else None,
-        health=health.data,
-    )
-    assert low_x is not None
-    assert low_weight is not None
-    return run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
+    candidates = (output, grad_input, grad_weight)
+    return _forward(x, weight, health.data, candidates, (keep_input, keep_weight))
 
 
-@linear_forward.register_fake
+@site_forward.register_fake
 def _(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
+    site: str,
     output: str,
     grad_input: str,
     grad_weight: str,
@@ -139,14 +193,59 @@ def _(
     return y, *_parts(_unwritten(kept_x, x.device), x), *_parts(_unwritten(kept_weight, x.device), x)
 
 
-@torch.library.custom_op("loka::linear_backward", mutates_args=())
-def linear_backward(
+def _backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     health: torch.Tensor,
+    names: tuple[str, str],
+    want: tuple[bool, bool],
+    features: int,
+    weight_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sides, device = (dy.shape[0], features, dy.shape[1]), dy.device
+    dx = dw = None
+    if dy.numel() == 0:
+        dx = dy.new_zeros(sides[0], features) if want[0] else None
+        dw = dy.new_zeros(sides[2], features, dtype=weight_dtype) if want[1] else None
+        return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+    for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
+    for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
+    low = turned = None
+    if for_input or for_weight:
+        low, turned = quantize_pair(
+            dy,
+            row=for_input[1] if for_input else None,
+            column=for_weight[1] if for_weight else None,
+            health=health,
+        )
+    if for_input and low:
+        dx = for_input[0](low, _second(for_input[0], weight, weight_scale, health))
+    elif want[0]:
+        dx = run_gemm(names[0], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
+    if for_weight and turned:
+        dw = for_weight[0](turned, _second(for_weight[0], x, x_scale, health))
+    elif want[1]:
+        dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
+    return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+
+
+def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """An op returns tensors: empty ones for what is not wanted."""
+    return like.new_empty(0, dtype=dtype) if found is None else found
+
+
+@torch.library.custom_op("loka::site_backward", mutates_args=())
+def site_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
     grad_input: str,
     grad_weight: str,
     want_input: bool,
@@ -156,37 +255,14 @@ def linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx [T, features] in the dtype of dy and dW [out, features] in `weight_dtype`; empty if not wanted.
 
-    `x` is the input [T, features], or its transpose as `linear_forward` quantized it; `weight`
+    `x` is the input [T, features], or its transpose as `site_forward` quantized it; `weight`
     likewise. A scale is empty where its tensor is in high precision.
     """
-    layer = _Layer(rows=dy.shape[0], features=features, outputs=dy.shape[1], device=dy.device)
-    dx = dy.new_empty(0)
-    dw = dy.new_empty(0, dtype=weight_dtype)
-    if dy.numel() == 0:
-        dx = dy.new_zeros(layer.rows, features) if want_input else dx
-        return dx, dw.new_zeros(layer.outputs, features) if want_weight else dw
-    run_input = layer.fp8(Gemm.GRAD_INPUT, grad_input, dy.dtype) if want_input else None
-    run_weight = layer.fp8(Gemm.GRAD_WEIGHT, grad_weight, weight_dtype) if want_weight else None
-    low = turned = None
-    if run_input or run_weight:
-        low, turned = quantize_pair(
-            dy,
-            row=_first_side(run_input) if run_input else None,
-            column=_first_side(run_weight) if run_weight else None,
-            health=health.data,
-        )
-    if run_input and low:
-        dx = run_input(low, _second(run_input, weight, weight_scale, health.data))
-    elif want_input:
-        dx = run_gemm(grad_input, dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
-    if run_weight and turned:
-        dw = run_weight(turned, _second(run_weight, x, x_scale, health.data))
-    elif want_weight:
-        dw = run_gemm(grad_weight, dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
-    return dx, dw
+    names, want = (grad_input, grad_weight), (want_input, want_weight)
+    return _backward(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-@linear_backward.register_fake
+@site_backward.register_fake
 def _(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -194,6 +270,7 @@ def _(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     health: torch.Tensor,
+    site: str,
     grad_input: str,
     grad_weight: str,
     want_input: bool,
@@ -236,6 +313,18 @@ def _second(run: ScaledGemm, b: torch.Tensor, scale: torch.Tensor, health: torch
     return quantize_operand(b.t(), run.casts[1], padded=run.padded_b, health=health[gemm], slot=BAD_B)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _direct(*tensors: torch.Tensor) -> bool:
+    """Whether nothing watches or traces ops: plain tensors, no dispatch mode, no compiler."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in _PLAIN for tensor in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 def layer_pass(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -245,31 +334,28 @@ def layer_pass(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx and dW of a linear layer by three candidates, quantization shared, without autograd.
 
-    x [T, in], weight [out, in], grad_output [T, out], health int64 [3, 3]. It is what an
-    Fp8Linear runs in a training step, for timing.
+    x [T, in], weight [out, in], grad_output [T, out], health int64 [3, 3]. It is what a
+    site runs in a training step, for timing.
     """
     _, grad_input, grad_weight = candidates
-    y, kept_x, x_scale, kept_weight, weight_scale = linear_forward(
-        x, weight, health, *candidates, grad_weight != HP, grad_input != HP
-    )
-    dx, dw = linear_backward(
+    keep = (grad_weight != HP, grad_input != HP)
+    y, kept_x, x_scale, kept_weight, weight_scale = _forward(x, weight, health, candidates, keep)
+    dx, dw = _backward(
         grad_output,
         kept_x if x_scale.numel() else x,
         x_scale,
         kept_weight if weight_scale.numel() else weight,
         weight_scale,
         health,
-        grad_input,
-        grad_weight,
-        True,
-        True,
+        (grad_input, grad_weight),
+        (True, True),
         x.shape[1],
         weight.dtype,
     )
     return y, dx, dw
 
 
-class LinearGemms(torch.autograd.Function):
+class SiteGemms(torch.autograd.Function):
     """y [T, out] = x [T, in] @ weight [out, in]^T, each of the three GEMMs by its candidate.
 
     What a backward GEMM in FP8 needs of x and weight is saved quantized where `output` is in
@@ -282,21 +368,28 @@ class LinearGemms(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         health: torch.Tensor,
-        candidates: tuple[str, str, str],
+        site: str,
+        candidates: Candidates,
         keep: tuple[bool, bool],
     ) -> torch.Tensor:
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
         share_x = keep[0] and output != HP and grad_weight != HP
         share_weight = keep[1] and output != HP and grad_input != HP
-        y, kept_x, x_scale, kept_weight, weight_scale = linear_forward(
-            x, weight, health, *candidates, share_x, share_weight
-        )
+        if _direct(x, weight):
+            y, kept_x, x_scale, kept_weight, weight_scale = _forward(
+                x, weight, health, candidates, (share_x, share_weight)
+            )
+        else:
+            y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
+                x, weight, health, site, *candidates, share_x, share_weight
+            )
         # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
         saved_x = kept_x if share_x else x if keep[0] else x_scale
         saved_weight = kept_weight if share_weight else weight if keep[1] else weight_scale
         ctx.save_for_backward(saved_x, x_scale, saved_weight, weight_scale)
         ctx.health = health
+        ctx.site = site
         ctx.candidates = candidates
         ctx.features = x.shape[1]
         ctx.weight_dtype = weight.dtype
@@ -304,21 +397,48 @@ class LinearGemms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        saved = ctx.saved_tensors
         _, grad_input, grad_weight = ctx.candidates
         want_x, want_weight = ctx.needs_input_grad[:2]
-        dx, dw = linear_backward(
-            grad_output,
-            x,
-            x_scale,
-            weight,
-            weight_scale,
-            ctx.health,
-            grad_input,
-            grad_weight,
-            want_x,
-            want_weight,
-            ctx.features,
-            ctx.weight_dtype,
-        )
-        return dx if want_x else None, dw if want_weight else None, None, None, None
+        if _direct(grad_output):
+            names, want = (grad_input, grad_weight), (want_x, want_weight)
+            x, x_scale, weight, scale = saved
+            dx, dw = _backward(
+                grad_output,
+                x,
+                x_scale,
+                weight,
+                scale,
+                ctx.health,
+                names,
+                want,
+                ctx.features,
+                ctx.weight_dtype,
+            )
+        else:
+            dx, dw = site_backward(
+                grad_output,
+                *saved,
+                ctx.health,
+                ctx.site,
+                grad_input,
+                grad_weight,
+                want_x,
+                want_weight,
+                ctx.features,
+                ctx.weight_dtype,
+            )
+        return dx if want_x else None, dw if want_weight else None, None, None, None, None
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, health: torch.Tensor, site: str, candidates: Candidates
+) -> torch.Tensor:
+    """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted."""
+    grad = torch.is_grad_enabled()
+    keep = (grad and weight.requires_grad, grad and x.requires_grad)
+    if keep[0] or keep[1]:
+        return SiteGemms.apply(x, weight, health, site, candidates, keep)
+    if _direct(x, weight):
+        return _forward(x, weight, health, candidates, (False, False))[0]
+    return site_forward(x, weight, health, site, *candidates, False, False)[0]

@@ -1,0 +1,99 @@
+"""A folder that one process writes to at a time.
+
+The lock is the kernel's (flock), on a file `.lock` that says who holds it. It ends with the process, however
+that ends, so a file that a killed process left is no lock. Where a file system knows no locks, as some that
+are shared over a network, nothing is refused, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loka.core.exceptions import LokaError
+
+LOCK = ".lock"
+
+
+class FolderInUse(LokaError):
+    """Another process writes to a folder."""
+
+
+@contextmanager
+def alone_in(folder: Path, doing: str) -> Iterator[None]:
+    """Inside, this process is the only one that is `doing` that (such as "training") in `folder`.
+
+    Raises:
+        FolderInUse: another one is, or this one already.
+    """
+    path = folder / LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _locked(path, doing)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EROFS):
+            raise
+        handle = None  # nobody writes where nobody may
+    try:
+        yield
+    finally:
+        if handle is not None:
+            # Still held: whoever opened this file meanwhile sees below that the name is another file's.
+            path.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def _locked(path: Path, doing: str) -> int | None:
+    """A handle that holds the lock; None where there are no locks."""
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(handle)
+            os.close(handle)
+            raise FolderInUse(
+                f"another process is {doing} in {path.parent}",
+                why=[holder] if holder else (),
+                way_out="wait for it, stop it, or choose another folder",
+            ) from None
+        except OSError as error:
+            os.close(handle)
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            path.unlink(missing_ok=True)
+            warnings.warn(
+                f"the file system of {path.parent} has no locks ({error.strerror}): nothing keeps a second "
+                f"process from {doing} there",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return None
+        if _is_named(path, handle):
+            os.ftruncate(handle, 0)
+            os.write(handle, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+            return handle
+        os.close(handle)  # of a holder that has just removed it
+
+
+def _is_named(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _holder(handle: int) -> str:
+    """What the file says of who holds it; "" where it says nothing yet."""
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+        return f"process {int(found['pid'])} on {str(found['host'])[:80]} holds it"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

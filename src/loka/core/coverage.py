@@ -1,0 +1,71 @@
+"""What share of a step's matmul FLOPs are sites, and what the rest is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncovered:
+    """Matmul FLOPs that are no site's: where, in which op, and why.
+
+    `parameter`: whether an operand is a parameter, or a view or cast of one.
+    """
+
+    where: str
+    op: str
+    flops: float
+    parameter: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where or 'the model'}, {self.op}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Matmul FLOPs of one training step, forward and backward, by site and by GEMM ("output", ...)."""
+
+    sites: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    uncovered: tuple[Uncovered, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return sum(map(self.of_site, self.sites)) + sum(rest.flops for rest in self.uncovered)
+
+    def of_site(self, site: str) -> float:
+        return sum(self.sites.get(site, {}).values())
+
+    @property
+    def seen(self) -> float:
+        """The share of FLOPs with a parameter that are sites'; 1 where there are none."""
+        seen = sum(map(self.of_site, self.sites))
+        missed = sum(rest.flops for rest in self.uncovered if rest.parameter)
+        return seen / (seen + missed) if seen + missed else 1.0
+
+    def lines(self) -> list[str]:
+        """A line for the sites together and one for each uncovered part, by share."""
+        total = self.total or 1.0
+        sites = sum(map(self.of_site, self.sites))
+        found = [f"{100 * sites / total:.1f} % of the step's matmul FLOPs are sites"]
+        for rest in sorted(self.uncovered, key=lambda rest: -rest.flops):
+            found.append(f"{100 * rest.flops / total:.1f} % are no site: {rest}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        rest = [[r.where, r.op, r.flops, r.parameter, r.reason] for r in self.uncovered]
+        return {"sites": {path: dict(gemms) for path, gemms in self.sites.items()}, "uncovered": rest}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Coverage:
+        return cls(
+            sites={p: {g: float(n) for g, n in gemms.items()} for p, gemms in content["sites"].items()},
+            uncovered=tuple(
+                Uncovered(
+                    where=str(where), op=str(op), flops=float(flops), parameter=bool(par), reason=str(reason)
+                )
+                for where, op, flops, par, reason in content["uncovered"]
+            ),
+        )

@@ -1,0 +1,84 @@
+"""Bytes and JSON out of files that nobody vouches for: regular files, bounded, with finite numbers.
+
+A record is read before its checksum is known to hold, and a checksum that holds says nothing about who wrote
+it. So whatever the bytes are, reading them ends, in bounded memory, in a value or in an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import io
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_DIGITS = 20  # of 2^64; int() of a text takes time that grows with the square of its length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a file may hold: bytes, unpacked, and values.
+
+    Two million values are some 400 MB of Python objects at worst, and the largest report that was ever
+    written had a hundred thousand.
+    """
+
+    bytes: int = 64 << 20
+    values: int = 2_000_000
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path` for reading; OSError for a pipe, which would wait for a writer, a device or a folder."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_bounded(path: Path, limits: Limits) -> bytes:
+    """The bytes of a regular file; of one ending in ".gz" those that gzip compressed.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it holds more than the limit.
+        EOFError, zlib.error: the gzip data are not whole.
+    """
+    with open_regular(path) as file:
+        data = file.read(limits.bytes + 1)
+    if path.suffix == ".gz" and len(data) <= limits.bytes:
+        with gzip.open(io.BytesIO(data)) as unpacked:
+            data = unpacked.read(limits.bytes + 1)
+    if len(data) > limits.bytes:
+        raise ValueError(f"it holds more than {limits.bytes >> 20} MiB")
+    return data
+
+
+def parse_json(data: bytes, limits: Limits) -> Any:
+    """Raises ValueError or RecursionError for what is in no record: NaN, 1e999, integers of 400 digits, too
+    many values, too deep a nesting."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.values:
+        raise ValueError(f"it holds more than {limits.values} values")
+    return json.loads(data, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is beyond the largest number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text.lstrip("-")) > _DIGITS:
+        raise ValueError(f"{text[:40]}... has {len(text)} digits")
+    return int(text)

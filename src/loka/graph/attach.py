@@ -1,0 +1,129 @@
+"""Putting sites into a model, and taking them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import NotConverted
+from loka.core.report import HP
+from loka.core.signature import LinearShape, WeightUse
+from loka.graph.owner import OwnerForward
+from loka.kernels.registry import candidate_named
+from loka.nn.attention import AttentionForward, projection_keys
+from loka.nn.leaves import leaf_forward
+from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, site_forwards
+from loka.nn.site_ops import Candidates
+from loka.nn.unwrap import named_modules
+
+
+def attach(model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapping[str, Candidates]) -> None:
+    """Makes the sites that `candidates` names run by them, in place.
+
+    Args:
+        layers: the model's sites, such as `plan.model.layers`.
+        candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
+
+    Raises:
+        NotConverted: the model runs sites already, or a module that a site names is not there.
+        UnknownName: a candidate that does not exist.
+    """
+    for names in candidates.values():
+        for name in names:
+            if name != HP:
+                candidate_named(name)
+    if site_forwards(model):
+        raise NotConverted("sites of this model are converted already", way_out="loka.revert(model) first")
+    modules = dict(named_modules(model))
+    by_caller: dict[str, dict[WeightUse, Site]] = {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for path, chosen in candidates.items():
+        use = use_of(path, layers[path])
+        if use.caller not in modules:
+            raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
+        by_caller.setdefault(use.caller, {})[use] = Site(path, chosen, device)
+    forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
+    for forward, path in zip(forwards, by_caller, strict=True):
+        forward.path = path
+        install(forward)
+    _keep_out_of_fused_inference(model)
+
+
+def use_of(path: str, shape: LinearShape) -> WeightUse:
+    """Where a site stands; a linear layer is called by itself."""
+    if shape.use is not None:
+        return shape.use
+    return WeightUse(caller=path, key=f"{path}.weight" if path else "weight", form="linear")
+
+
+def detach(model: nn.Module) -> int:
+    """Takes all sites out; returns how many modules had some. Raises NotConverted where it must not."""
+    refuse_replaced(model)
+    forwards = site_forwards(model)
+    for forward in forwards.values():
+        remove(forward)
+    for module in model.modules():
+        hook = module.__dict__.pop(_HOOK, None)
+        if hook is not None:
+            hook.remove()
+    return len(forwards)
+
+
+def _forward(modules: Mapping[str, nn.Module], caller: str, sites: dict[WeightUse, Site]) -> SiteForward:
+    module = modules[caller]
+    local = {use.key.removeprefix(f"{caller}." if caller else ""): site for use, site in sites.items()}
+    leaf = leaf_forward(module)
+    if leaf is not None and list(local) == ["weight"]:
+        return leaf(module, list(local.values()))
+    if type(module).forward is nn.MultiheadAttention.forward and "forward" not in module.__dict__:
+        assert isinstance(module, nn.MultiheadAttention)
+        foreign = [key for key in local if key not in projection_keys(module)]
+        if foreign:
+            raise NotConverted(f"{caller}: attention does not multiply by {', '.join(foreign)}")
+        return AttentionForward(module, local)
+    owners: dict[str, tuple[nn.Module, str, str]] = {}
+    for use in sites:
+        owner, attribute, name = _owner(modules, use.key)
+        owners[name] = (owner, attribute, name)
+    return OwnerForward(module, sites, list(owners.values()))
+
+
+def _owner(modules: Mapping[str, nn.Module], key: str) -> tuple[nn.Module, str, str]:
+    """Module, attribute and name of the parameter that `key` is a view of: the longest name that fits."""
+    for path in sorted(modules, key=len, reverse=True):
+        prefix = f"{path}." if path else ""
+        if not key.startswith(prefix):
+            continue
+        rest = key.removeprefix(prefix)
+        names = [name for name in _tensors(modules[path]) if rest == name or _goes_on(rest, name)]
+        if names:
+            name = max(names, key=len)
+            return modules[path], name, prefix + name
+    raise NotConverted(f"the model has no parameter for {key}")
+
+
+def _tensors(module: nn.Module) -> list[str]:
+    parametrized = getattr(module, "parametrizations", None)
+    return [*module._parameters, *(parametrized or ())]
+
+
+def _goes_on(rest: str, name: str) -> bool:
+    return rest.startswith(name) and rest[len(name)] in ".[~"
+
+
+_HOOK = "loka_hook"
+
+
+def _stay_in_python(module: nn.Module, args: tuple[object, ...]) -> None:
+    """A hook that does nothing. Its presence keeps nn.TransformerEncoderLayer out of the fused
+    inference path, which reads the weights of its layers itself and would pass sites by."""
+
+
+def _keep_out_of_fused_inference(model: nn.Module) -> None:
+    for layer in model.modules():
+        # A part of such a layer may be converted by itself: the path looks for hooks on every module inside.
+        part = layer is model and isinstance(layer, (nn.Linear, nn.MultiheadAttention))
+        if part or (isinstance(layer, nn.TransformerEncoderLayer) and site_forwards(layer)):
+            layer.__dict__[_HOOK] = layer.register_forward_pre_hook(_stay_in_python)

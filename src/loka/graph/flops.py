@@ -1,0 +1,144 @@
+"""All matmul FLOPs of a forward pass, so that what is no site has a name and a share.
+
+    FLOPs of a GEMM = 2 M N K;   in backward as many again for each operand that wants a gradient
+
+Below the function mode that knows sites, a dispatch mode sees every kernel that multiplies, whoever calls it.
+While a site's own call runs, it looks away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from loka.core.coverage import Uncovered
+
+aten = torch.ops.aten
+
+
+def _vector_flops(args: tuple[Any, ...], out: Any) -> float:
+    return 2.0 * max(t.numel() for t in args if isinstance(t, torch.Tensor))
+
+
+def _recurrent_flops(args: tuple[Any, ...], out: Any) -> float:
+    """Every step of every sequence multiplies by every weight once: of an LSTM or GRU in one kernel."""
+    given, rows = args[0], args[0].numel() / max(args[0].shape[-1], 1)
+    weights = [t for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor) and t.dim() == 2]
+    return sum(
+        2.0 * rows * t.numel() for t in weights if t.shape[0] % 3 == 0 or t.shape[0] % 4 == 0
+    ) or float(given.numel())
+
+
+_OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
+    aten.mv: _vector_flops,
+    aten.addmv: _vector_flops,
+    aten.dot: _vector_flops,
+    aten.vdot: _vector_flops,
+}
+for _name in ("mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"):
+    if _name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        _OWN[getattr(aten, _name)] = _recurrent_flops
+for _name in ("_trilinear",):
+    _OWN[getattr(aten, _name)] = lambda args, out: 2.0 * args[0].numel() * args[1].numel()
+
+# These keep the numbers of what they are given: a copy of a parameter is a parameter still.
+_COPIES = {aten._to_copy, aten.clone, aten.contiguous, aten.copy}
+
+
+class FlopAccount(TorchDispatchMode):
+    """Counts what is outside of sites, by module and op.
+
+    Args:
+        parameters: of the model; what aliases or copies them counts as a parameter too.
+        where: returns the path of the module that runs, and its class.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]) -> None:
+        super().__init__()
+        self._where = where
+        self._inside = 0
+        self._kept = list(parameters)
+        self._memory = {address for t in self._kept if (address := _address(t)) is not None}
+        self._found: dict[tuple[str, str, str, bool], float] = {}
+
+    @contextlib.contextmanager
+    def site(self) -> Iterator[None]:
+        """What runs within it is a site's, which counts by its own shape."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        return tuple(
+            Uncovered(where=where, op=op, flops=flops, parameter=par, reason=_reason(kind, op, par))
+            for (where, kind, op, par), flops in self._found.items()
+        )
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """A parameter that was not there at first (FSDP2 gathers them)."""
+        self._kept.append(tensor)
+        address = _address(tensor)
+        if address is not None:
+            self._memory.add(address)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in _COPIES and isinstance(out, torch.Tensor) and _address(args[0]) in self._memory:
+            self.know(out)
+        if self._inside:
+            return out
+        flops = _flops_of(packet, args, kwargs, out)
+        if flops:
+            operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 1]
+            parameter = any(_address(t) in self._memory for t in operands)
+            graded = sum(t.requires_grad for t in operands[:2]) if torch.is_grad_enabled() else 0
+            where, kind = self._where()
+            key = (where, kind, packet.__name__, parameter)
+            self._found[key] = self._found.get(key, 0.0) + flops * (1 + graded)
+        return out
+
+
+def _flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    if packet in _OWN:
+        return _OWN[packet](args, out)
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0.0
+
+
+def _address(tensor: Any) -> int | None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # a subclass without storage
+        return None
+
+
+_RECURRENT = ("mkldnn_rnn_layer", "_cudnn_rnn")
+
+
+def _reason(kind: str, op: str, parameter: bool) -> str:
+    if kind in ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell") or op in _RECURRENT:
+        return f"the steps of a recurrent layer ({kind}) run inside its own kernel"
+    if "attention" in op:
+        return "attention's own products, of two activations"
+    if parameter:
+        return f"a parameter reaches {op} in a way LoKA takes for no site"
+    return "a product of two activations, or of weights that are computed"
+
+
+def site_flops(rows: int, in_features: int, out_features: int, count: int = 1) -> float:
+    return 2.0 * rows * in_features * out_features * count

@@ -1,0 +1,72 @@
+"""The forward of a module that multiplies by parameters without nn.Linear: its GEMMs run as sites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.signature import WeightUse
+from loka.graph.checkpoints import keep_sites
+from loka.graph.gemm_calls import GemmCall
+from loka.graph.parameters import ParameterMode
+from loka.nn.site import Site, SiteForward
+
+Uses = dict[str, list[tuple[int | None, Site]]]
+
+
+class OwnerForward(SiteForward):
+    """Runs the module's own forward under a function mode that knows the planned parameters.
+
+    They are looked up at every call: FSDP2, functional_call and `load_state_dict(assign=True)` put other
+    tensors in their place.
+    """
+
+    def __init__(
+        self, module: nn.Module, sites: dict[WeightUse, Site], owners: list[tuple[nn.Module, str, str]]
+    ) -> None:
+        """`owners`: module, attribute and full name of each parameter that is multiplied by."""
+        super().__init__(module, list(sites.values()))
+        self.owners = owners
+        self.uses: Uses = {}
+        for use, site in sites.items():
+            self.uses.setdefault(f"{use.key}|{use.form}", []).append((use.expert, site))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            keep_sites()
+        with self.mode():
+            return self.plain(*args, **kwargs)
+
+    def mode(self) -> _Sites:
+        known = [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
+        return _Sites(known, self)
+
+
+class _Sites(ParameterMode):
+    def __init__(self, known: list[tuple[torch.Tensor, str]], owner: OwnerForward) -> None:
+        super().__init__(known)
+        self.uses = owner.uses
+        self.again = owner.mode
+
+    def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
+        found = self.uses.get(f"{key}|{call.form}")
+        if found is None:
+            return func(*args, **kwargs)
+        if call.weight.dim() == 2:
+            y = found[0][1](call.x, call.weight)
+        else:
+            y = _stacked(found, call.x, call.weight)
+        y = call.output(y).contiguous()  # as the call's own result, of which users take views
+        return y if call.bias is None else y + call.bias.to(y.dtype)
+
+
+def _stacked(sites: list[tuple[int | None, Site]], x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [E, M, K], weight [E, N, K] -> [E, M, N]: a GEMM for each of the stacked weights."""
+    by_expert = dict(sites)
+    outputs = []
+    for expert, (rows, own) in enumerate(zip(x.unbind(0), weight.unbind(0), strict=True)):
+        site = by_expert.get(expert)
+        outputs.append(rows @ own.t() if site is None else site(rows, own))
+    return torch.stack(outputs)

@@ -1,0 +1,90 @@
+"""A function mode that knows which tensors are parameters, or views of them, while a module runs.
+
+Tensors are compared as objects. Views are known by the call that made them, so that torch.compile, which
+traces the mode, finds the same ones as an eager step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from loka.graph.aliases import is_transposed
+from loka.graph.gemm_calls import GEMMS, GemmCall, gemm_of
+from loka.graph.views import TRANSPOSED, VIEWS, view_key
+
+
+class ParameterMode(TorchFunctionMode):
+    """Calls `multiply` for each GEMM of a known tensor, and otherwise what was called.
+
+    `known` holds tensors with their keys: a parameter's name, then how the view was made.
+    """
+
+    def __init__(self, known: list[tuple[torch.Tensor, str]]) -> None:
+        super().__init__()
+        self.known = known
+        self.again: Callable[[], ParameterMode] | None = None  # makes one for a recomputation
+
+    def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` returns for a GEMM of the weight `key`; abstract."""
+        raise NotImplementedError
+
+    def key_of(self, tensor: Any) -> str | None:
+        for known, key in self.known:
+            if known is tensor:
+                return key
+        return None
+
+    def note(self, tensor: torch.Tensor, key: str) -> None:
+        self.known.append((tensor, key))
+
+    def is_weight(self, tensor: Any) -> bool:
+        return self.key_of(tensor) is not None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in GEMMS:
+            if torch.compiler.is_dynamo_compiling():
+                self._find_transposed(args)
+            call = gemm_of(func, args, kwargs, self.is_weight)
+            key = None if call is None else self.key_of(call.source)
+            if call is not None and key is not None:
+                return self.multiply(key, call, func, args, kwargs)
+            return func(*args, **kwargs)
+        if func in VIEWS and args:
+            key = self.key_of(args[0])
+            if key is not None:
+                return self._view(key, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _find_transposed(self, args: tuple[Any, ...]) -> None:
+        """Notes operands that are `.T` or `.mT` of known tensors, which are properties and call no mode."""
+        for operand in args:
+            if not isinstance(operand, torch.Tensor) or operand.dim() < 2 or self.is_weight(operand):
+                continue
+            for known, key in list(self.known):
+                if operand.shape == known.mT.shape and is_transposed(operand, known):
+                    self.note(operand, f"{key}{TRANSPOSED}")
+                    break
+
+    def _view(self, key: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.Tensor.__iter__:
+            parts = args[0].unbind(0)
+            for place, part in enumerate(parts):
+                self.note(part, f"{key}[{place}]")
+            return iter(parts)
+        out = func(*args, **kwargs)
+        added = view_key(func, args, kwargs)
+        if added is None:
+            return out
+        if isinstance(out, (tuple, list)):
+            for place, part in enumerate(out):
+                self.note(part, f"{key}{added}[{place}]")
+        elif isinstance(out, torch.Tensor) and out is not args[0]:
+            self.note(out, key + added)
+        return out

@@ -1,0 +1,198 @@
+"""nn.MultiheadAttention with its projections as sites.
+
+    q, k, v = input projections,   o = softmax(q k^T / sqrt(d) + mask) v,   y = o W_o^T + b_o
+
+F.multi_head_attention_forward multiplies by raw parameters and their slices; torch.compile cannot trace it
+under a function mode, and the module's inference path hands its weights to a fused kernel. So here the
+arithmetic between the projections is written out, as torch defines it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from loka.nn.site import Site, SiteForward
+
+OUT = "out_proj.weight"
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def packed_keys(width: int) -> dict[str, tuple[str, ...]]:
+    """By how the inputs are shared, the keys of the input projections: views that torch takes of the weight."""
+    whole = "in_proj_weight"
+    pair = f"{whole}.split([{width}, {2 * width}])"
+    return {
+        "self": (whole,),
+        "kv": (f"{pair}[0]", f"{pair}[1]"),
+        "apart": tuple(f"{whole}.chunk(3)[{place}]" for place in range(3)),
+    }
+
+
+def projection_keys(module: nn.MultiheadAttention) -> set[str]:
+    """All that its projections may multiply by."""
+    if not module._qkv_same_embed_dim:
+        return {OUT, *SEPARATE}
+    return {OUT, *(key for keys in packed_keys(module.embed_dim).values() for key in keys)}
+
+
+class AttentionForward(SiteForward):
+    """Takes and returns what nn.MultiheadAttention.forward does."""
+
+    def __init__(self, module: nn.Module, sites: dict[str, Site]) -> None:
+        """`sites`: by the key of the view of a weight, in this module."""
+        super().__init__(module, list(sites.values()))
+        self.by_key = sites
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = self.module
+        assert isinstance(module, nn.MultiheadAttention)
+        if query.is_nested:
+            return self._nested(query, key, value, need_weights)
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        batched = query.dim() == 3
+        shared = "self" if query is key and key is value else "kv" if key is value else "apart"
+        q, k, v = (_by_position(x, batched, module.batch_first) for x in (query, key, value))
+        length, batch, width = q.shape
+        mask = _merged_mask(module, key_padding_mask, attn_mask, q, batched)
+        q, k, v = self._projected(q, k, v, shared)
+        k, v, mask = _extended(module, k, v, mask)
+        heads, head = module.num_heads, module.head_dim
+        q, k, v = (x.reshape(x.shape[0], batch, heads, head).permute(1, 2, 0, 3) for x in (q, k, v))
+        dropout = module.dropout if module.training else 0.0
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / head)) @ k.transpose(-2, -1)
+            weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+            weights = F.dropout(weights, p=dropout) if dropout else weights
+            o = weights @ v
+        else:
+            weights = None
+            o = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        o = o.permute(2, 0, 1, 3).reshape(length, batch, width)
+        y = self._multiply(OUT, o, module.out_proj.weight, module.out_proj.bias)
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if not batched:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return (y.transpose(0, 1) if module.batch_first else y), weights
+
+    def _multiply(
+        self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        site: Site | None = self.by_key.get(key)
+        if site is None:
+            return F.linear(x, weight, bias)
+        y = site(x, weight)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _projected(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        module, width = self.module, q.shape[-1]
+        assert isinstance(module, nn.MultiheadAttention)
+        bias = module.in_proj_bias
+        biases: tuple[torch.Tensor | None, ...] = (None,) * 3 if bias is None else bias.chunk(3)
+        if not module._qkv_same_embed_dim:
+            weights: tuple[torch.Tensor, ...] = (
+                module.q_proj_weight,
+                module.k_proj_weight,
+                module.v_proj_weight,
+            )
+            return self._three(SEPARATE, (q, k, v), weights, biases)
+        weight, keys = module.in_proj_weight, packed_keys(width)[shared]
+        if shared == "self":
+            q, k, v = self._multiply(keys[0], q, weight, bias).chunk(3, dim=-1)
+        elif shared == "kv":
+            halves = weight.split([width, 2 * width])
+            of_q, of_kv = (None, None) if bias is None else bias.split([width, 2 * width])
+            q = self._multiply(keys[0], q, halves[0], of_q)
+            k, v = self._multiply(keys[1], k, halves[1], of_kv).chunk(2, dim=-1)
+        else:
+            q, k, v = self._three(keys, (q, k, v), weight.chunk(3), biases)
+        return q, k, v
+
+    def _three(
+        self,
+        keys: tuple[str, ...],
+        inputs: tuple[torch.Tensor, ...],
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = map(self._multiply, keys, inputs, weights, biases)
+        return q, k, v
+
+    def _nested(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, need_weights: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sequences of nn.TransformerEncoder's inference: padded, masked, and packed again."""
+        if not (query is key and key is value) or need_weights:
+            raise ValueError(
+                "nested tensors are taken for self-attention without need_weights only; pad them instead"
+            )
+        lengths = [part.shape[0] for part in query.unbind()]
+        padded = query.to_padded_tensor(0.0)
+        positions = torch.arange(padded.shape[1], device=padded.device)
+        ends = torch.tensor(lengths, device=padded.device)
+        y, _ = self(padded, padded, padded, positions >= ends[:, None], need_weights=False)
+        parts = [row[:length] for row, length in zip(y, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=query.layout), None
+
+
+def _by_position(x: torch.Tensor, batched: bool, batch_first: bool) -> torch.Tensor:
+    """[L, B, E]."""
+    if not batched:
+        return x.unsqueeze(1)
+    return x.transpose(0, 1) if batch_first else x
+
+
+def _merged_mask(
+    module: nn.MultiheadAttention,
+    padding: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    q: torch.Tensor,
+    batched: bool,
+) -> torch.Tensor | None:
+    """Both masks as one that is added to the scores, broadcast over [B, heads, L, S]."""
+    batch = q.shape[1]
+    if mask is not None:
+        mask = _added(mask, q.dtype)
+        mask = mask.view(batch, module.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+    if padding is not None:
+        padding = _added(padding if batched else padding.unsqueeze(0), q.dtype)[:, None, None, :]
+        mask = padding if mask is None else mask + padding
+    return mask
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    return mask
+
+
+def _extended(
+    module: nn.MultiheadAttention, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values [S, B, E] with bias_k, bias_v and a zero behind them, where the module has those."""
+    batch, added = k.shape[1], 0
+    if module.bias_k is not None and module.bias_v is not None:
+        k = torch.cat([k, module.bias_k.expand(-1, batch, -1).to(k.dtype)])
+        v = torch.cat([v, module.bias_v.expand(-1, batch, -1).to(v.dtype)])
+        added += 1
+    if module.add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        added += 1
+    return k, v, mask if mask is None or not added else F.pad(mask, (0, added))

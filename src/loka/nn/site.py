@@ -1,0 +1,186 @@
+"""A site in a converted model, and what replaces the `forward` of the module that calls it.
+
+    y [..., N] = x [..., K] @ weight [N, K]^T,   each of its three GEMMs by its candidate
+
+The module object, its class, parameters, hooks and `state_dict` stay as they are: only an attribute `forward`
+stands on the instance, which hides the class's. Other libraries may change the class meanwhile (FSDP2,
+parametrizations), and `restore` takes away no more than was put there. A site holds no copy of a weight and no
+scale, so every way of calling the module is right; its one tensor is telemetry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import NotConverted
+from loka.core.recipe import Gemm
+from loka.core.report import HP, site_name
+from loka.kernels.quantizer import BAD_A, BAD_B, RUNS
+from loka.nn.site_ops import GEMMS, Candidates, multiply
+from loka.nn.unwrap import named_modules
+
+# What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+OPERAND_NAMES = {
+    Gemm.OUTPUT: ("input", "weight"),
+    Gemm.GRAD_INPUT: ("grad_output", "weight"),
+    Gemm.GRAD_WEIGHT: ("grad_output", "input"),
+}
+
+
+class Site:
+    """A GEMM with a parameter: its name, its candidates for output, grad_input and grad_weight, its health.
+
+    `health` int64 [3, 3] (kernels/quantizer.py) is no buffer: DistributedDataParallel would overwrite every
+    rank's flags with those of rank 0, and the model's buffers are the user's.
+    """
+
+    def __init__(self, name: str, candidates: Candidates, device: torch.device) -> None:
+        self.name = name
+        self.candidates = candidates
+        with torch.inference_mode(False):  # an inference tensor could not be counted in later
+            self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
+
+    def _move(self, device: torch.device) -> None:
+        """Takes the counters to where the model was moved, or begins them where it had no memory yet."""
+        with torch.inference_mode(False):
+            if self.health.is_meta:
+                self.health = torch.zeros_like(self.health, device=device)
+            else:
+                self.health = self.health.to(device)
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [..., K], weight [N, K] -> [..., N] in the dtype of x, or autocast's where that is on.
+
+        Quantizes from the weight as it is stored: float32 weights are rounded once.
+        """
+        if x.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"{self.name}: input has {x.shape[-1]} features, the weight takes {weight.shape[-1]}"
+            )
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
+            x = x.to(torch.get_autocast_dtype(kind))
+        elif x.dtype != weight.dtype:
+            raise TypeError(
+                f"{self.name}: input is {x.dtype}, the weight {weight.dtype}; cast one, or use torch.autocast"
+            )
+        if self.health.device != x.device:
+            self._move(x.device)
+        y = multiply(x.reshape(-1, x.shape[-1]), weight, self.health, self.name, self.candidates)
+        # As F.linear does: a plain view of a custom function's output refuses in-place ops.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+
+
+class SiteForward(ABC):
+    """Stands as `forward` on the instance of a module that calls sites; abstract.
+
+    A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method or
+    a closure would go on calling the original.
+
+    `path` is the module's in the model that was converted, to which the names of the sites belong.
+    """
+
+    path = ""
+
+    def __init__(self, module: nn.Module, sites: list[Site]) -> None:
+        self.module = module
+        self.sites = sites
+        self.before = module.__dict__.get("forward")  # another library's
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own forward computes, with its GEMMs by the sites."""
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward without sites."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+_KEPT = "loka_forward"  # beside `forward`, to find it where another library has wrapped that
+
+
+def install(forward: SiteForward) -> None:
+    holder = forward.module.__dict__
+    holder["forward"] = holder[_KEPT] = forward
+
+
+def site_forwards(model: nn.Module) -> dict[str, SiteForward]:
+    """By the path of the module that calls them."""
+    return {path: module.__dict__[_KEPT] for path, module in named_modules(model) if _KEPT in module.__dict__}
+
+
+def refuse_replaced(model: nn.Module) -> None:
+    """Raises NotConverted where another library replaced the `forward` of a converted module."""
+    replaced = [
+        f"{path or 'the model'}: forward is now {_told(module.__dict__.get('forward'))}"
+        for path, module in named_modules(model)
+        if _KEPT in module.__dict__ and module.__dict__.get("forward") is not module.__dict__[_KEPT]
+    ]
+    if replaced:
+        raise NotConverted(
+            "another library replaced the forward of modules after they were converted",
+            why=replaced,
+            way_out="undo that first, then loka.revert(model)",
+        )
+
+
+def _told(forward: object) -> str:
+    if forward is None:
+        return "the class's own, so its sites do not run"
+    return getattr(forward, "__qualname__", type(forward).__qualname__)
+
+
+def remove(forward: SiteForward) -> None:
+    """Leaves the module as it was found."""
+    holder = forward.module.__dict__
+    del holder["forward"], holder[_KEPT]
+    if forward.before is not None:
+        holder["forward"] = forward.before
+
+
+def sites_of(model: nn.Module) -> dict[str, Site]:
+    """The converted sites by name; those of a part that was converted by itself have its path before theirs."""
+    return {
+        _joined(_converted_at(path, forward.path), site.name): site
+        for path, forward in site_forwards(model).items()
+        for site in forward.sites
+    }
+
+
+def _converted_at(path: str, inner: str) -> str:
+    """Where in a model the part stands that was converted: the module `inner` of the part is `path` here.
+
+    "" where the model is that part, or lies inside of it.
+    """
+    if not inner:
+        return path
+    return path.removesuffix(f".{inner}") if path.endswith(f".{inner}") else ""
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:
+    """Per FP8 site: `runs` so far, and whether a non-finite `a` or `b` operand was ever seen.
+
+    Counted on the device, so CUDA-graph replays count too. Reading it synchronizes.
+    """
+    found: dict[str, dict[str, int | bool]] = {}
+    for name, site in sites_of(model).items():
+        for gemm, candidate, counts in zip(GEMMS, site.candidates, site.health.tolist(), strict=True):
+            if candidate != HP:
+                found[site_name(name, gemm)] = {
+                    "runs": counts[RUNS],
+                    "bad_a": bool(counts[BAD_A]),
+                    "bad_b": bool(counts[BAD_B]),
+                }
+    return found

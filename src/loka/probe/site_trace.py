@@ -1,0 +1,287 @@
+"""Watches one forward pass for sites: every GEMM with a parameter, whoever calls it.
+
+A function mode sees the calls (graph/gemm_calls.py), hooks say in whose forward they stand, and each site gets
+its name: the module's path where its own `weight` multiplies, else the parameter's with the view, and `#2` for
+a further GEMM of the same. It computes what would be computed unwatched, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from loka.core.coverage import Coverage
+from loka.core.signature import LinearShape, WeightUse
+from loka.graph.flops import FlopAccount, site_flops
+from loka.graph.gemm_calls import GemmCall
+from loka.graph.parameters import ParameterMode
+from loka.graph.views import name_of
+from loka.nn.dataflow import unseen
+from loka.nn.linears import Filter
+from loka.nn.site import DTYPES
+from loka.nn.unwrap import named_modules, named_parameters
+
+
+class SiteCall(NamedTuple):
+    """One site in one call: x [..., K], weight [N, K]; `rows` brings the output or its gradient to [..., N]."""
+
+    path: str
+    x: torch.Tensor
+    weight: torch.Tensor
+    rows: Callable[[torch.Tensor], torch.Tensor]
+
+
+Observer = Callable[[SiteCall, torch.Tensor], None]
+
+
+class SiteNames:
+    """Names of sites by where they stand; they stay the same over all steps of a probe.
+
+    `layers` are the sites seen so far that are no linear layer's own call.
+    """
+
+    def __init__(self, linears: dict[str, nn.Linear], known: dict[str, LinearShape]) -> None:
+        self._names = {WeightUse(caller=p, key=_weight(p), form="linear"): p for p in linears}
+        self._names |= {shape.use: path for path, shape in known.items() if shape.use is not None}
+        self._taken = {*linears, *known}
+        self.layers = {path: shape for path, shape in known.items() if shape.use is not None}
+
+    def name(self, use: WeightUse, own: Callable[[str], bool]) -> str:
+        """`own`: whether a parameter's name is that of its module's `weight`."""
+        if use not in self._names:
+            base = _display(name_of(use.key), own)
+            name, count = base, 1
+            while self._stacked(name, use) in self._taken:
+                count += 1
+                name = f"{base}#{count}"
+            self._names[use] = self._stacked(name, use)
+            self._taken.add(self._names[use])
+        return self._names[use]
+
+    @staticmethod
+    def _stacked(name: str, use: WeightUse) -> str:
+        return name if use.expert is None else f"{name}[{use.expert}]"
+
+
+def _weight(path: str) -> str:
+    return f"{path}.weight" if path else "weight"
+
+
+def _display(key: str, own: Callable[[str], bool]) -> str:
+    return key.removesuffix("weight").removesuffix(".") if own(key) and key != "weight" else key
+
+
+class SiteTrace(ParameterMode):
+    """`start()`, one forward pass of the model, `stop()`.
+
+    Args:
+        root: the user's module, without wrappers.
+        names: of its sites.
+        linears: the linear layers that are sites, by path.
+        filter: (module, name) -> whether to look at a site; the module is the one that calls.
+        observe: is given each site's call and what the call returned.
+        account: counts the FLOPs of this pass; None for passes that are not accounted.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        names: SiteNames,
+        *,
+        linears: dict[str, nn.Linear],
+        filter: Filter | None,
+        observe: Observer,
+        account: bool,
+    ) -> None:
+        super().__init__([])
+        self._linears = linears
+        self._root, self._names, self._filter, self._observe = root, names, filter, observe
+        self._paths = {module: path for path, module in named_modules(root)}
+        self._by_id: dict[int, tuple[torch.Tensor, str]] = {}
+        self._stack: list[nn.Module] = [root]
+        self._handles: list[Any] = []
+        self._inside = 0
+        self.site_flops: dict[str, dict[str, float]] = {}
+        self.skipped: dict[str, str] = {}
+        self.account = FlopAccount(self._of_model(), self._place) if account else None
+
+    def start(self) -> None:
+        for module in self._paths:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+        if self.account is not None:
+            self.account.__enter__()
+        _push_mode(self)
+
+    def stop(self) -> list[Any]:
+        """Ends the watch; returns the hooks that are still to be removed."""
+        if self in _get_current_function_mode_stack():
+            aside = []
+            while (mode := _pop_mode()) is not self:
+                aside.append(mode)
+            for mode in reversed(aside):
+                _push_mode(mode)
+            if self.account is not None:
+                self.account.__exit__(None, None, None)
+        handles, self._handles = self._handles, []
+        self._by_id = {}
+        return handles
+
+    def coverage(self) -> Coverage | None:
+        """Of this pass and its backward; None where it was not accounted."""
+        if self.account is None:
+            return None
+        return Coverage(sites=self.site_flops, uncovered=self.account.uncovered())
+
+    def key_of(self, tensor: Any) -> str | None:
+        known = self._by_id.get(id(tensor))
+        return known[1] if known is not None and known[0] is tensor else None
+
+    def note(self, tensor: torch.Tensor, key: str) -> None:
+        self._by_id[id(tensor)] = (tensor, key)
+
+    def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._inside:  # a call inside of a call, as a composite function's
+            return func(*args, **kwargs)
+        sites = self._sites(key, call)
+        if not sites:
+            return func(*args, **kwargs)
+        # Neither the GEMM's own kernels nor what watching it computes are among the FLOPs to account for.
+        with self.account.site() if self.account is not None else contextlib.nullcontext():
+            self._inside += 1
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            for site in sites:
+                with unseen():
+                    self._count(site, out)
+                self._observe(site, out)
+        return out
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        caller = self._stack[-1]
+        if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
+            self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
+        if func is F.multi_head_attention_forward:
+            with self:  # torch takes the mode off while it is asked; the GEMMs are inside
+                return _attention(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
+        """The sites of a call: one, or one for each stacked weight; none where a rule leaves it out."""
+        caller = self._stack[-1]
+        place = self._paths[caller]
+        experts = [None] if call.weight.dim() == 2 else list(range(call.weight.shape[0]))
+        found = []
+        for expert in experts:
+            use = WeightUse(caller=place, key=key, form=call.form, expert=expert)
+            if call.form == "linear" and place in self._linears and _is_weight_of(caller, call.source):
+                found.append(SiteCall(place, call.x, call.weight, call.rows))
+                continue
+            name = self._names.name(use, self._is_own_weight)
+            reason = self._refused(name, caller, call)
+            if reason:
+                self.skipped[name] = reason
+                continue
+            weight = call.weight if expert is None else call.weight[expert]
+            rows = call.rows if expert is None else _of_expert(call.rows, expert)
+            self._names.layers.setdefault(name, _shape(weight, call.bias is not None, use))
+            found.append(SiteCall(name, call.x if expert is None else call.x[expert], weight, rows))
+        return found
+
+    def _refused(self, name: str, caller: nn.Module, call: GemmCall) -> str:
+        if self._filter is not None and not self._filter(caller, name):
+            return "left out by the filter"
+        if call.source.dtype not in DTYPES:
+            return f"{call.source.dtype} weights; LoKA knows bfloat16, float16 and float32"
+        if 0 in call.weight.shape:
+            return f"an empty weight {tuple(call.weight.shape)}"
+        return ""
+
+    def _count(self, site: SiteCall, out: torch.Tensor) -> None:
+        n, k = site.weight.shape
+        flops = site_flops(site.x.numel() // max(k, 1), k, n)
+        counts = self.site_flops.setdefault(site.path, {})
+        wanted = {
+            "output": True,
+            "grad_input": site.x.requires_grad,
+            "grad_weight": site.weight.requires_grad,
+        }
+        for gemm, runs in wanted.items():
+            if runs and (gemm == "output" or out.requires_grad):
+                counts[gemm] = counts.get(gemm, 0.0) + flops
+
+    def _is_own_weight(self, key: str) -> bool:
+        path, _, name = key.rpartition(".")
+        return name == "weight" and any(known == path for known in self._paths.values())
+
+    def _place(self) -> tuple[str, str]:
+        module = self._stack[-1]
+        return self._paths.get(module, ""), type(module).__name__
+
+    def _of_model(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for name, parameter in named_parameters(self._root):
+            if parameter.dim() > 1:
+                self.note(parameter, name)
+            found.append(parameter)
+        return found
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._stack.append(module)
+        lists = (c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict)))
+        for holder in (module, *lists):  # FSDP2 has put gathered parameters in by now
+            for name in (*holder._parameters, *(getattr(holder, "parametrizations", None) or ())):
+                self._note_held(holder, name)
+
+    def _note_held(self, holder: nn.Module, name: str) -> None:
+        parameter = holder._parameters.get(name)
+        if parameter is None and name in (getattr(holder, "parametrizations", None) or ()):
+            return  # computed anew at every access; the linear layer's call names it
+        if parameter is None or parameter.dim() < 2 or self.key_of(parameter) is not None:
+            return
+        path = self._paths[holder]
+        self.note(parameter, f"{path}.{name}" if path else name)
+        if self.account is not None:
+            self.account.know(parameter)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._stack[-1] is module and len(self._stack) > 1:
+            self._stack.pop()
+
+
+def _is_weight_of(module: nn.Module, source: torch.Tensor) -> bool:
+    """Whether `source` is the module's own weight; one that is computed is another tensor at each access."""
+    own = module._parameters.get("weight")
+    return own is None or own is source
+
+
+def _shape(weight: torch.Tensor, bias: bool, use: WeightUse) -> LinearShape:
+    return LinearShape(in_features=weight.shape[1], out_features=weight.shape[0], bias=bias, use=use)
+
+
+def _of_expert(
+    rows: Callable[[torch.Tensor], torch.Tensor], expert: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda out: rows(out)[expert]
+
+
+# The function's own code, without the question that would hand it to the mode again.
+_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.__dict__, "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -1,0 +1,90 @@
+"""Records of an older LoKA, which ran layers that share their input as one, still load; each site then runs
+as the plan decides for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.core.files import read_record, write_record
+from loka.core.plan import Plan
+from loka.nn import health_of, sites_of
+from loka.probe import Settings
+
+GROUP = {
+    "in_features": 32,
+    "branches": [
+        {"path": "gate", "out_features": 48, "bias": False, "dense": False},
+        {"path": "up", "out_features": 48, "bias": True, "dense": True},
+    ],
+}
+NOBODY = {"errors": {}, "microseconds": None, "speedup": None, "rounds": 0, "unsupported": "no time"}
+CANDIDATE = "emulated:rowwise_e4m3"
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48)
+        self.logit = nn.Linear(48, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logit(torch.sigmoid(self.gate(x)) * self.up(x)).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    model = Gated()
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(64, 32, requires_grad=True)).square().mean().backward()
+    return probe.stats()
+
+
+@pytest.fixture(scope="module")
+def report(stats: loka.Stats) -> loka.Report:
+    settings = Settings(rows=64, max_draws=4)
+    return loka.measure(stats, device="cpu", candidates=[CANDIDATE], settings=settings)
+
+
+def aged(file: Path, **keys: Any) -> None:
+    """Writes a saved record again as one that has `keys` too."""
+    header = json.loads(file.read_bytes())
+    kind, version = header["kind"], header["version"]
+    content = read_record(file, kind=kind, version=version, way_out="", parse=lambda content: dict(content))
+    write_record(file, kind=kind, version=version, content={**content, **keys})
+
+
+def test_stats(stats: loka.Stats, tmp_path: Path) -> None:
+    stats.save(tmp_path)
+    aged(tmp_path / "stats.json", shared=[GROUP])
+    old = loka.Stats.load(tmp_path)
+    assert old.digest() == stats.digest()
+    old.save(tmp_path)
+    assert "shared" not in (tmp_path / "stats.json").read_text()
+
+
+def test_report(report: loka.Report, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    report.save(file)
+    aged(file, shared=[GROUP], shared_times={"gate+up": {"hp": NOBODY}})
+    assert loka.Report.load(file) == report
+
+
+def test_plan(report: loka.Report, tmp_path: Path) -> None:
+    plan, file = loka.plan(report), tmp_path / "plan.json"
+    plan.save(file)
+    times = {"microseconds": [50.0, 49.0, 51.0], "hp_microseconds": None, "speedup": None}
+    aged(file, shared=[{"group": GROUP, "reason": "fastest as one", **times}])
+    old = Plan.load(file)
+    assert old == plan
+    model = loka.convert(Gated(), old)
+    assert set(sites_of(model)) == {"gate", "up"}
+    model(torch.randn(64, 32)).sum().backward()
+    ran = {site for site, found in health_of(model).items() if found["runs"] == 1}
+    assert ran == {f"{path}/{gemm}" for path in ("gate", "up") for gemm in ("output", "grad_weight")}

@@ -1,0 +1,42 @@
+"""What reaches the disk in which order: a power cut loses renames and bytes that were not flushed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """("flush", path) and ("rename", new path) as they come, of this process."""
+    seen: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def flushed(handle: int) -> None:
+        seen.append(("flush", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def replaced(old: os.PathLike[str], new: os.PathLike[str]) -> None:
+        replace(old, new)
+        seen.append(("rename", str(new)))
+
+    def renamed(old: os.PathLike[str], new: os.PathLike[str]) -> None:
+        rename(old, new)
+        seen.append(("rename", str(new)))
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "rename", renamed)
+    return seen
+
+
+def flushed_before(seen: list[tuple[str, str]], new: Path, suffix: str) -> bool:
+    """Whether a file whose name ends so was flushed before `new` got its name."""
+    before = seen[: seen.index(("rename", str(new)))]
+    return any(what == "flush" and path.endswith(suffix) for what, path in before)
+
+
+def folder_flushed_after(seen: list[tuple[str, str]], new: Path) -> bool:
+    """Whether the folder that holds `new` was flushed after it got its name."""
+    return ("flush", str(new.parent)) in seen[seen.index(("rename", str(new))) :]

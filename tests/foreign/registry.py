@@ -1,0 +1,26 @@
+"""All foreign models by name."""
+
+from __future__ import annotations
+
+from . import (
+    autoint,
+    checkpointed,
+    deepctr,
+    dlrm,
+    encoders,
+    experts,
+    fuxictr,
+    hugging_face,
+    lora,
+    slices,
+    towers,
+)
+from .spec import Foreign
+
+FOREIGN: dict[str, Foreign] = {
+    foreign.name: foreign
+    for family in (
+        towers, slices, experts, encoders, lora, autoint, deepctr, fuxictr, checkpointed, dlrm, hugging_face,
+    )
+    for foreign in family.MODELS
+}  # fmt: skip
