@@ -3,9 +3,10 @@
     python benchmarks/eager_host/eager_host.py                        # one GPU
     torchrun --nproc-per-node 2 benchmarks/eager_host/eager_host.py   # DDP
 
-Six Linear - ReLU layers, batch 6144, float32 weights under bf16 autocast, fused AdamW, random data. The baseline is
-the same model with nn.Linear in the same run. The step is timed by the wall clock over a synchronized run of
-steps; the layer's host time is what issuing one costs at a size (256) whose kernels take no time.
+Six Linear - ReLU layers, batch 6144, float32 weights under bf16 autocast, fused AdamW, random data. The
+baseline is the same model with nn.Linear in the same run. The step is timed by the wall clock over a
+synchronized run of steps; the layer's host time is what issuing one costs at a size (256) whose kernels
+take no time.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -197,12 +198,22 @@ def test_autocast_does_not_reach_into_the_gemms(name: str) -> None:
     assert not torch.equal(inside[2], inside[2].bfloat16().float())
 
 
+def gemms_behind(output: torch.Tensor) -> Any:
+    """The node of SiteGemms that is nearest to `output` in autograd's graph."""
+    nodes = [output.grad_fn]
+    for node in nodes:
+        if node.name() == "SiteGemmsBackward":
+            return node
+        nodes += [before for before, _ in node.next_functions if before is not None]
+    raise AssertionError("no site is behind this tensor")
+
+
 def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
     linear = convert_layer(nn.Linear(24, 40, bias=False).to(device), (ROW, ROW, ROW))
     linear.weight.requires_grad_(False)
     x = torch.randn(64, 24, requires_grad=True, device=device)
     y = linear(x)
-    saved = y.grad_fn.next_functions[0][0].saved_tensors
+    saved = gemms_behind(y).saved_tensors
     assert max(tensor.numel() for tensor in saved) == 24 * 40, "the weight in FP8, and nothing of x"
     y.sum().backward()
     assert x.grad is not None
@@ -220,7 +231,7 @@ def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, BLOCK))
     x = torch.randn(8, 24, requires_grad=True)
     y = linear(x)
-    saved = {tensor.dtype for tensor in y.grad_fn.next_functions[0][0].next_functions[0][0].saved_tensors}
+    saved = {tensor.dtype for tensor in gemms_behind(y).saved_tensors}
     assert saved == {torch.float8_e4m3fn, torch.float32}
     y.sum().backward()
     assert calls == [((8, 24), True, True), ((40, 24), True, True), ((8, 40), True, True)]
@@ -421,7 +432,7 @@ def test_counters_move_with_the_model_and_are_no_buffers(device: torch.device) -
 
 
 def test_a_model_converted_before_it_has_memory_counts_from_zero() -> None:
-    """As FSDP2 builds them: on the meta device first. The counters come with the first call, inference too."""
+    """As FSDP2 builds them: on the meta device. The counters come with the first call, inference too."""
     with torch.device("meta"):
         model = converted_mlp()
     model.to_empty(device="cpu")

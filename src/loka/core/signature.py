@@ -40,7 +40,7 @@ class LinearShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature:
-    """The sites of a model: nn.Linear modules in the order of `named_modules`, then what Probe saw beside them."""
+    """The sites of a model: nn.Linear modules in the order of `named_modules`, then others that Probe saw."""
 
     name: str
     layers: Mapping[str, LinearShape]

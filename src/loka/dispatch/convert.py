@@ -37,11 +37,12 @@ _LEFT_OUT = (
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
-    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py). Chains,
-    stacks of cross layers and turned layers of a plan are formed inside `core.fusion.forced_fusion` alone;
-    elsewhere their layers run by the decisions of their sites, and a FusionLeftOut warning names them.
-    The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
-    checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it was.
+    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py).
+    Chains, stacks of cross layers and turned layers of a plan are formed inside `core.fusion.forced_fusion`
+    alone; elsewhere their layers run by the decisions of their sites, and a FusionLeftOut warning names
+    them. The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
+    checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it
+    was.
 
     Raises:
         PlanMismatch: the plan was made for another model, or measured on another machine.

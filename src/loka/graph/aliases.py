@@ -1,8 +1,8 @@
 """Whether one tensor is the transpose of another, asked while torch.compile traces.
 
-Dynamo calls function modes for functions and methods, not for the properties `.T` and `.mT`, and offers traced
-code no way to compare addresses. What runs at trace time can: it compares the fake tensors, and the answer
-is a constant of the graph, since a view of a parameter is one in every call.
+Dynamo calls function modes for functions and methods, not for the properties `.T` and `.mT`, and offers
+traced code no way to compare addresses. What runs at trace time can: it compares the fake tensors, and the
+answer is a constant of the graph, since a view of a parameter is one in every call.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def keep_sites() -> None:
 
 
 def _under_sites(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
-    """`function` as it is to be recomputed. `runs_first`: its first call is the one in forward, with the modes on."""
+    """`function` as it is to be recomputed.
+
+    `runs_first`: its first call is the one in forward, with the modes on.
+    """
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, ParameterMode)]
     kept = [mode.again for mode in modes if mode.again is not None]
     if not kept:

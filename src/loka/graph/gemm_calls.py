@@ -1,6 +1,7 @@
 """Which torch calls are GEMMs with a weight, brought to one form.
 
-    y [..., N] = x [..., K] @ weight [N, K]^T,    or for E stacked weights  y [E, M, N] = x [E, M, K] @ weight [E, N, K]^T
+    y [..., N] = x [..., K] @ weight [N, K]^T
+    y [E, M, N] = x [E, M, K] @ weight [E, N, K]^T    for E stacked weights
 
 `gemm_of` reads F.linear, matmul, mm, bmm, mv, addmm, baddbmm, einsum, tensordot and convolutions whose kernel
 is one; the weight may stand on either side. Probe and a converted model share it, so what was measured is

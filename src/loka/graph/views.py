@@ -23,7 +23,7 @@ _TURNS = {
     _T.permute,
     torch.permute,
 }
-_TURNS |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim, _T.adjoint}  # type: ignore[attr-defined]
+_TURNS |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim}  # type: ignore[attr-defined]
 _COPIES = {_T.contiguous, _T.clone, torch.clone, _T.to, _T.type, _T.float, _T.half, _T.bfloat16, _T.double}
 _COPIES |= {_T.type_as, _T.requires_grad_, _T.data.__get__, _T.detach, torch.detach, _T.cuda, _T.cpu}  # type: ignore[attr-defined]
 _SHAPES = {
@@ -47,7 +47,7 @@ TRANSPOSED = "~.t()~"  # of .t(), .T and .mT
 
 
 def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What the view adds to the key of args[0]; None where it cannot be written. Parts add their own index."""
+    """What the view adds to the key of args[0]; None where it cannot be written. Parts add their index."""
     if func in _COPIES:
         return ""
     given = args[1:]
@@ -56,10 +56,10 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if func in _ITEMS:
         index = _index(given[0])
         return None if index is None else f"[{index}]"
-    named = {
-        name: value for name, value in kwargs.items() if func not in _PARTS or (name, value) != ("dim", 0)
-    }
-    told = [_plain(value) for value in given] + [f"{name}={_plain(named[name])}" for name in sorted(named)]
+    told = [_plain(value) for value in given]
+    for name in sorted(kwargs):
+        if func not in _PARTS or (name, kwargs[name]) != ("dim", 0):
+            told.append(f"{name}={_plain(kwargs[name])}")
     if any("?" in part for part in told):
         return None
     text = f".{_NAMES[func]}({', '.join(told)})"

@@ -35,6 +35,14 @@ class Side:
     flag: int = -1
     count: int = -1
 
+    def __hash__(self) -> int:
+        """Worked out once: eager steps look sides up at every call, and hashing enums is slow."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.cast, self.padded, self.flag, self.count))
+            object.__setattr__(self, "_hash", known)
+        return known
+
 
 def empty_scale(cast: Cast, sides: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Unwritten scales [groups of rows, groups of columns] of a quantized tensor, as they lie in memory.

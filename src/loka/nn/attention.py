@@ -22,7 +22,7 @@ SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def packed_keys(width: int) -> dict[str, tuple[str, ...]]:
-    """By how the inputs are shared, the keys of the input projections: views that torch takes of the weight."""
+    """By how the inputs are shared, the keys of the projections: views that torch takes of the weight."""
     whole = "in_proj_weight"
     pair = f"{whole}.split([{width}, {2 * width}])"
     return {

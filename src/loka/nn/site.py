@@ -4,8 +4,8 @@
 
 The module object, its class, parameters, hooks and `state_dict` stay as they are: only an attribute `forward`
 stands on the instance, which hides the class's. Other libraries may change the class meanwhile (FSDP2,
-parametrizations), and `restore` takes away no more than was put there. A site holds no copy of a weight and no
-scale, so every way of calling the module is right; its one tensor is telemetry.
+parametrizations), and `remove` takes away no more than was put there. A site holds no copy of a weight
+and no scale, so every way of calling the module is right; its one tensor is telemetry.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Site:
             )
         if self.health.device != x.device:
             self._move(x.device)
+        if x.dim() == 2:  # two views less for the host to make, and to go back through
+            return multiply(x, weight, self.health, self.name, self.candidates)
         y = multiply(x.reshape(-1, x.shape[-1]), weight, self.health, self.name, self.candidates)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
@@ -80,8 +82,8 @@ class Site:
 class SiteForward(ABC):
     """Stands as `forward` on the instance of a module that calls sites; abstract.
 
-    A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method or
-    a closure would go on calling the original.
+    A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method
+    or a closure would go on calling the original.
 
     `path` is the module's in the model that was converted, to which the names of the sites belong.
     """
@@ -147,7 +149,7 @@ def remove(forward: SiteForward) -> None:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """The converted sites by name; those of a part that was converted by itself have its path before theirs."""
+    """The converted sites by name; those of a part that was converted by itself have its path in front."""
     return {
         _joined(_converted_at(path, forward.path), site.name): site
         for path, forward in site_forwards(model).items()

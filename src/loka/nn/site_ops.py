@@ -19,6 +19,7 @@ than the launches inside it (docs/log.md, 2026-11-22).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ def _first_side(run: ScaledGemm) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """What a call of `site_forward` makes: worked out once for a problem, as a step calls it each time."""
+    """What a call of `_forward` makes: worked out once for a problem, as a step calls it each time."""
 
     run: ScaledGemm
     x: tuple[Side, Side | None]
@@ -146,8 +147,7 @@ def _forward(
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
 
-@torch.library.custom_op("loka::site", mutates_args=())
-def site_forward(
+def _site(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
@@ -173,8 +173,7 @@ def site_forward(
     return _forward(x, weight, health.data, candidates, (keep_input, keep_weight))
 
 
-@site_forward.register_fake
-def _(
+def _site_fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
@@ -237,8 +236,7 @@ def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor
     return like.new_empty(0, dtype=dtype) if found is None else found
 
 
-@torch.library.custom_op("loka::site_backward", mutates_args=())
-def site_backward(
+def _site_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -255,15 +253,14 @@ def site_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx [T, features] in the dtype of dy and dW [out, features] in `weight_dtype`; empty if not wanted.
 
-    `x` is the input [T, features], or its transpose as `site_forward` quantized it; `weight`
+    `x` is the input [T, features], or its transpose as `loka::site` quantized it; `weight`
     likewise. A scale is empty where its tensor is in high precision.
     """
     names, want = (grad_input, grad_weight), (want_input, want_weight)
     return _backward(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
 
 
-@site_backward.register_fake
-def _(
+def _site_backward_fake(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -285,6 +282,19 @@ def _(
         else dy.new_empty(0, dtype=weight_dtype)
     )
     return dx, dw
+
+
+def _registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The op `name` without side effects. `torch.library.custom_op` would wrap each call in two more
+    Python functions, for gradients that SiteGemms gives and checks that tests make."""
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(name, ("CPU", "CUDA"), function)
+    torch.library.register_fake(name, fake)
+    return getattr(torch.ops.loka, name.partition("::")[2]).default
+
+
+site_forward = _registered("loka::site", _site, _site_fake)
+site_backward = _registered("loka::site_backward", _site_backward, _site_backward_fake)
 
 
 def _layer(x: torch.Tensor, weight: torch.Tensor) -> _Layer:

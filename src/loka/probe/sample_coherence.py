@@ -63,7 +63,9 @@ class Picked:
 def pick(
     given: torch.Tensor, batch: int, elements: int, most: int, generator: torch.Generator
 ) -> Picked | None:
-    """Some samples of a site's input `given` [.., K], whose weight has `elements`, of `most` rows together if they allow it.
+    """Some samples of a site's input `given` [.., K], whose weight has `elements`.
+
+    They have `most` rows together if they allow it.
 
     None where a sample has a single row. `batch` is the number of samples, 0 if not known.
     """

@@ -1,8 +1,8 @@
 """Watches one forward pass for sites: every GEMM with a parameter, whoever calls it.
 
-A function mode sees the calls (graph/gemm_calls.py), hooks say in whose forward they stand, and each site gets
-its name: the module's path where its own `weight` multiplies, else the parameter's with the view, and `#2` for
-a further GEMM of the same. It computes what would be computed unwatched, bit for bit.
+A function mode sees the calls (graph/gemm_calls.py), hooks say in whose forward they stand, and each site
+gets its name: the module's path where its own `weight` multiplies, else the parameter's with the view, and
+`#2` for a further GEMM of the same. It computes what would be computed unwatched, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loka.nn.unwrap import named_modules, named_parameters
 
 
 class SiteCall(NamedTuple):
-    """One site in one call: x [..., K], weight [N, K]; `rows` brings the output or its gradient to [..., N]."""
+    """One site in one call: x [.., K], weight [N, K]; `rows` brings the output or its gradient to [.., N]."""
 
     path: str
     x: torch.Tensor

@@ -1,8 +1,8 @@
 """Launching the same Triton kernels again at a fraction of the host's time.
 
 Triton binds and inspects every argument at every launch, which costs the host more than many of our kernels
-take on the device. What it compiles for depends on dtypes, on the alignment of addresses and on integers. So a
-function that only allocates and launches is run once under a `Recording`, and from then on, for
+take on the device. What it compiles for depends on dtypes, on the alignment of addresses and on integers.
+So a function that only allocates and launches is run once under a `Recording`, and from then on, for
 arguments alike in all of these, its allocations and launches are made again with the addresses of the day.
 """
 
@@ -35,7 +35,9 @@ class _Allocation(NamedTuple):
 class _Launch(NamedTuple):
     """`pointers`: place among the values, slot of the tensor, bytes behind its start."""
 
-    compiled: Any
+    run: Any
+    function: Any
+    metadata: Any
     grid: tuple[int, int]
     values: tuple[Any, ...]
     pointers: tuple[tuple[int, int, int], ...]
@@ -59,7 +61,8 @@ class Recording:
     ) -> None:
         pointers = [(place, *self._slot(a)) for place, a in enumerate(args) if isinstance(a, torch.Tensor)]
         plain = tuple(0 if isinstance(a, torch.Tensor) else a for a in args)
-        self.launches.append(_Launch(compiled, grid, (*plain, *values), tuple(pointers)))
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        self.launches.append(_Launch(run, function, metadata, grid, (*plain, *values), tuple(pointers)))
 
     def slot_of(self, tensor: torch.Tensor) -> int:
         slot, offset = self._slot(tensor)
@@ -94,22 +97,11 @@ class Recording:
                 tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for compiled, grid, plain, pointers in self.launches:
+        for run, function, metadata, grid, plain, pointers in self.launches:
             values = list(plain)
             for place, slot, offset in pointers:
                 values[place] = addresses[slot] + offset
-            compiled.run(
-                grid[0],
-                grid[1],
-                1,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *values,
-            )
+            run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *values)
         return tensors
 
 
