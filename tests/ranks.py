@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,23 +16,54 @@ from forked import SERVER
 
 Job = Callable[[int, Path], dict[str, Any]]
 
+_GRACE = 5.0  # seconds that the others have to say how they fail, after one did
 
-def on_ranks(job: Job, world: int, folder: Path) -> list[dict[str, Any]]:
-    """What `job(rank, folder)` returned, by rank; asserts that it raised on none. `job` is pickled."""
+
+def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> list[dict[str, Any]]:
+    """What `job(rank, folder)` returned, by rank. `job` is pickled, and so is what it returns: no tensors.
+
+    Asserts that no rank raised, ended without an answer, or took longer than `seconds`; it says of every rank
+    which of these it was, with its traceback, and leaves no process behind.
+    """
     answers = SERVER.Queue()
     processes = [SERVER.Process(target=_work, args=(job, r, world, folder, answers)) for r in range(world)]
     for process in processes:
         process.start()
+    found: dict[int, dict[str, Any]] = {}
+    end = time.monotonic() + seconds
     try:
-        found = dict(answers.get(timeout=120) for _ in processes)
+        while len(found) < world and time.monotonic() < end:
+            alive = all(p.is_alive() for r, p in enumerate(processes) if r not in found)
+            try:
+                rank, answer = answers.get(timeout=0.2)
+            except queue.Empty:
+                if not alive:  # it was killed, and the others wait for it in vain
+                    break
+                continue
+            found[rank] = answer
+            if "error" in answer:
+                end = min(end, time.monotonic() + _GRACE)
     finally:
+        whole = len(found) == world
         for process in processes:
-            process.join(timeout=30)
+            process.join(timeout=30 if whole else 0)
             if process.is_alive():
                 process.kill()
-    for rank in range(world):
-        assert "error" not in found[rank], found[rank]["error"]
+                process.join()
+    failed = {
+        f"rank {rank}": _failure(found.get(rank), process.exitcode) for rank, process in enumerate(processes)
+    }
+    assert not any(failed.values()), "\n".join(
+        f"{rank}: {told or 'no error'}" for rank, told in failed.items()
+    )
     return [found[rank] for rank in range(world)]
+
+
+def _failure(answer: dict[str, Any] | None, code: int | None) -> str:
+    """Empty for a rank that did its job."""
+    if answer is None:
+        return f"no answer; it ended or was stopped with exit code {code}"
+    return answer.get("error", "")
 
 
 def _work(job: Job, rank: int, world: int, folder: Path, answers: Any) -> None:

@@ -6,10 +6,12 @@ traces the mode, finds the same ones as an eager step.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from loka.graph.aliases import is_transposed
@@ -48,6 +50,11 @@ class ParameterMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:  # torch takes the mode off while it is asked; the GEMMs are inside
+                return _attention(*args, **kwargs)
+        if func is torch.Tensor.unflatten:  # written in Python with super(), which dynamo cannot trace
+            return args[0].unflatten(*args[1:], **kwargs)
         if func in GEMMS:
             if torch.compiler.is_dynamo_compiling():
                 self._find_transposed(args)
@@ -88,3 +95,12 @@ class ParameterMode(TorchFunctionMode):
         elif isinstance(out, torch.Tensor) and out is not args[0]:
             self.note(out, key + added)
         return out
+
+
+# The function's own code, without the question that would hand it to the mode again.
+_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.__dict__, "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -10,6 +10,7 @@ arithmetic between the projections is written out, as torch defines it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -83,21 +84,12 @@ class AttentionForward(SiteForward):
             weights = None
             o = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         o = o.permute(2, 0, 1, 3).reshape(length, batch, width)
-        y = self._multiply(OUT, o, module.out_proj.weight, module.out_proj.bias)
+        y = _multiply(self.by_key.get(OUT), o, module.out_proj.weight, module.out_proj.bias)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return (y.transpose(0, 1) if module.batch_first else y), weights
-
-    def _multiply(
-        self, key: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        site: Site | None = self.by_key.get(key)
-        if site is None:
-            return F.linear(x, weight, bias)
-        y = site(x, weight)
-        return y if bias is None else y + bias.to(y.dtype)
 
     def _projected(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: str
@@ -112,28 +104,34 @@ class AttentionForward(SiteForward):
                 module.k_proj_weight,
                 module.v_proj_weight,
             )
-            return self._three(SEPARATE, (q, k, v), weights, biases)
-        weight, keys = module.in_proj_weight, packed_keys(width)[shared]
-        if shared == "self":
-            q, k, v = self._multiply(keys[0], q, weight, bias).chunk(3, dim=-1)
-        elif shared == "kv":
+            return _three([self.by_key.get(key) for key in SEPARATE], (q, k, v), weights, biases)
+        weight, keys = module.in_proj_weight, packed_keys(width)
+        if self._runs_as(shared, keys) == "self":
+            q, k, v = _multiply(self.by_key.get(keys["self"][0]), q, weight, bias).chunk(3, dim=-1)
+            return q, k, v
+        if self._runs_as(shared, keys) == "kv":
             halves = weight.split([width, 2 * width])
             of_q, of_kv = (None, None) if bias is None else bias.split([width, 2 * width])
-            q = self._multiply(keys[0], q, halves[0], of_q)
-            k, v = self._multiply(keys[1], k, halves[1], of_kv).chunk(2, dim=-1)
-        else:
-            q, k, v = self._three(keys, (q, k, v), weight.chunk(3), biases)
-        return q, k, v
+            for_q, for_kv = (self.by_key.get(key) for key in keys["kv"])
+            q = _multiply(for_q, q, halves[0], of_q)
+            k, v = _multiply(for_kv, k, halves[1], of_kv).chunk(2, dim=-1)
+            return q, k, v
+        sites = [self._site_of_part(part, keys) for part in range(3)]
+        return _three(sites, (q, k, v), weight.chunk(3), biases)
 
-    def _three(
-        self,
-        keys: tuple[str, ...],
-        inputs: tuple[torch.Tensor, ...],
-        weights: tuple[torch.Tensor, ...],
-        biases: tuple[torch.Tensor | None, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = map(self._multiply, keys, inputs, weights, biases)
-        return q, k, v
+    def _runs_as(self, shared: str, keys: dict[str, tuple[str, ...]]) -> str:
+        """How the inputs are shared, or "apart" where only other views of the weight are planned.
+
+        FSDP2 and reentrant checkpoints hand one tensor over as three, so a module that was probed without
+        them is called otherwise within them.
+        """
+        planned = {how for how, names in keys.items() if any(name in self.by_key for name in names)}
+        return shared if shared in planned or not planned else "apart"
+
+    def _site_of_part(self, part: int, keys: dict[str, tuple[str, ...]]) -> Site | None:
+        """The site of query, key or value: its own, else the planned one of which it is a part."""
+        names = keys["apart"][part], keys["kv"][min(part, 1)], keys["self"][0]
+        return next((self.by_key[name] for name in names if name in self.by_key), None)
 
     def _nested(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, need_weights: bool
@@ -150,6 +148,25 @@ class AttentionForward(SiteForward):
         y, _ = self(padded, padded, padded, positions >= ends[:, None], need_weights=False)
         parts = [row[:length] for row, length in zip(y, lengths, strict=True)]
         return torch.nested.as_nested_tensor(parts, layout=query.layout), None
+
+
+def _multiply(
+    site: Site | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if site is None:
+        return F.linear(x, weight, bias)
+    y = site(x, weight)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _three(
+    sites: Sequence[Site | None],
+    inputs: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = map(_multiply, sites, inputs, weights, biases)
+    return q, k, v
 
 
 def _by_position(x: torch.Tensor, batched: bool, batch_first: bool) -> torch.Tensor:

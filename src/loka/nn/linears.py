@@ -37,8 +37,8 @@ def find_linears(
             skipped[path] = "left out by the filter"
         elif module.weight.dtype not in DTYPES:
             skipped[path] = f"{module.weight.dtype} weights; LoKA knows bfloat16, float16 and float32"
-        elif 0 in module.weight.shape:
-            skipped[path] = f"an empty weight {tuple(module.weight.shape)}"
+        elif 0 in (module.out_features, module.in_features):  # a shard of its weight may be empty (FSDP)
+            skipped[path] = f"an empty weight {(module.out_features, module.in_features)}"
         else:
             found[path] = module
     return found, skipped
@@ -72,7 +72,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
             assert shape.use is not None
             held = [p for name, p in parameters.items() if _is_of(shape.use.key, name)]
             if shape.use.caller in callers and any(
-                p.numel() >= shape.in_features * shape.out_features or hasattr(p, "device_mesh") for p in held
+                p.numel() >= shape.in_features * shape.out_features or _is_sharded(p) for p in held
             ):
                 layers[path] = shape
     return ModelSignature(name=type(unwrap(model)).__name__, layers=layers)
@@ -81,6 +81,11 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
 def _is_of(key: str, parameter: str) -> bool:
     """Whether the key is of a view of the parameter."""
     return key == parameter or (key.startswith(parameter) and key[len(parameter)] in ".[~")
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 or FSDP1 holds the rest of it on other ranks."""
+    return hasattr(parameter, "device_mesh") or getattr(parameter, "_fsdp_flattened", False)
 
 
 def is_prediction(out_features: int) -> bool:

@@ -2,20 +2,21 @@
 
     z = output,    or  z = logit(output) where the graph behind the output begins at sigmoids
 
-Nothing but the graph tells logits from probabilities: a view, a stack or a cast of sigmoids shows
-them still. What is between 0 and 1 throughout and shows none is refused, never guessed.
+A tensor of one column is taken as it is; in a dict or an object, what is called "logits" is; of TorchRec's
+DLRMTrain, which returns (loss, (loss, logits, labels)) detached, those that its loss was computed from.
+Nothing but the graph tells logits from probabilities: a view, a stack or a cast of sigmoids shows them
+still. What is between 0 and 1 throughout and shows none is refused, never guessed. So are several columns:
+a hidden layer of four cannot be told from four logits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-
-from loka.nn.linears import is_prediction
 
 Logits = Callable[[Any], torch.Tensor]
 """What the model returns -> logits [B] or [B, T]."""
@@ -36,12 +37,17 @@ class NoEffect(Exception):
 
 def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
     """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none."""
-    if logits is not None:
-        output = logits(output)
+    output = _called_logits(output) if logits is None else logits(output)
     way_out = "; pass logits= to Probe, or base_rate= for the gradient of training"
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.is_nested:
         raise NoEffect(f"the model returns {type(output).__name__}, not logits{way_out}")
-    if output.ndim not in (1, 2) or (logits is None and not is_prediction(math.prod(output.shape[1:]))):
+    columns = math.prod(output.shape[1:])
+    if output.ndim == 2 and columns > 1 and logits is None:
+        raise NoEffect(
+            f"the model returns {tuple(output.shape)}, which may be {columns} tasks, classes or features: "
+            "pass logits= to Probe (lambda o: o if all columns are logits of tasks)"
+        )
+    if output.ndim not in (1, 2) or (logits is None and columns != 1):
         raise NoEffect(f"the model returns {tuple(output.shape)}, not [rows] or [rows, tasks]{way_out}")
     if not output.requires_grad:
         raise NoEffect("the model's output has no gradient")
@@ -49,6 +55,37 @@ def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
     if logits is None and _are_probabilities(output):
         z = z.clamp(1e-6, 1 - 1e-6).logit()
     return z.reshape(z.shape[0], -1)
+
+
+def _called_logits(output: Any) -> Any:
+    """What the output itself names its logits, else the output."""
+    if isinstance(output, torch.Tensor):
+        return output
+    named = getattr(output, "logits", None)  # a method of distributions, say, is none
+    if named is None and isinstance(output, Mapping):
+        named = output.get("logits")
+    if isinstance(named, torch.Tensor):
+        return named
+    match output:
+        case (
+            torch.Tensor(ndim=0) as loss,
+            (torch.Tensor(ndim=0), torch.Tensor(ndim=1) as z, torch.Tensor()),
+        ):
+            return _behind(loss, z)
+    return output
+
+
+def _behind(loss: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
+    """The logits that the loss of DLRMTrain was computed from: those that it returns have no graph."""
+    if detached.requires_grad:
+        return detached
+    given = getattr(loss.grad_fn, "_saved_self", None)  # of binary_cross_entropy_with_logits
+    if isinstance(given, torch.Tensor) and given.shape == detached.shape and torch.equal(given, detached):
+        return given
+    raise NoEffect(
+        "the model returns a loss and logits without a graph, and the loss is not their cross-entropy: pass "
+        "base_rate= to Probe for the gradient of training"
+    )
 
 
 def _are_probabilities(output: torch.Tensor) -> bool:

@@ -307,7 +307,7 @@ class Probe:
         elif sampled:
             output = output if returned is None else returned
             leave_viewed(over_tokens, output)
-            self._sensitivity.finish(unwrap(self._model), output)
+            self._sensitivity.finish(self._model, output)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._returned = output

@@ -15,6 +15,10 @@ from loka.probe.logits import NoEffect
 _LEAKED = 1e-3  # of the gradient's energy that may lie on rows of other samples
 
 
+class RowsMix(NoEffect):
+    """The gradient of one sample reaches rows of others."""
+
+
 def batch_of(arguments: Any) -> int:
     """The batch's size by what the model is called with; 0 where that does not tell.
 
@@ -79,4 +83,4 @@ def rows_of(
         rows = layout[picks]
         if energy[rows].sum().item() >= (1 - _LEAKED) * total:
             return rows
-    raise NoEffect("its rows mix samples: the gradient of a sample reaches rows that are not its own")
+    raise RowsMix("its rows mix samples: the gradient of a sample reaches rows that are not its own")

@@ -32,10 +32,11 @@ from loka.core.effect import OLD, Effect, merged
 from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
 from loka.core.stats import LinearStats
 from loka.nn.dataflow import unseen
+from loka.nn.unwrap import named_modules
 from loka.probe.changes import changes_of, effects_of
 from loka.probe.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
 from loka.probe.logits import Logits, NoEffect, finite, logits_of, refuse
-from loka.probe.sample_rows import batch_of, rows_of
+from loka.probe.sample_rows import RowsMix, batch_of, rows_of
 
 _POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
 _E5M2 = Cast(Format.E5M2, Granularity.ROW)
@@ -146,7 +147,10 @@ class Sensitivity:
         self._calls = []
 
     def finish(self, model: nn.Module, output: Any) -> None:
-        """The forward pass is over: the extra backward, and the effects. Never raises an Exception."""
+        """The forward pass is over: the extra backward, and the effects. Never raises an Exception.
+
+        `model` is the one that is called, with its wrappers: they may have freed weights by now.
+        """
         seen, self._calls = self._calls, []
         if not seen:
             return
@@ -167,9 +171,10 @@ class Sensitivity:
         reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
         self._drop([call for call in calls if call.path not in reached], _UNREACHED)
         found: dict[str, tuple[torch.Tensor, Tables]] = {}
+        mixing = _batch_norms(model)
         for call, grad in zip(calls, grads, strict=True):
             if grad is not None:
-                self._add(found, call, grad, picks, z.shape[0])
+                self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
         self._note(found, p, signed)
 
     def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
@@ -238,12 +243,16 @@ class Sensitivity:
         batch: int,
         *,
         of_all: bool = False,
+        mixing: str = "",
     ) -> None:
-        """Adds s [m, recipes] of this call to those of earlier calls of the layer in this step."""
+        """Adds s [m, recipes] of this call to those of earlier calls of the layer in this step.
+
+        `mixing` says what in the model mixes the rows of samples.
+        """
         try:
             changes, tables = _changes(call, grad, picks, batch, self._generator, of_all=of_all)
         except Exception as error:  # out of memory, say; the step itself is whole
-            self._drop([call], _told(error))
+            self._drop([call], _told(error) + (mixing if isinstance(error, RowsMix) else ""))
             found.pop(call.path, None)
             return
         if call.path in found:
@@ -340,6 +349,23 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
+_NAMED = 4
+
+
+def _batch_norms(model: nn.Module) -> str:
+    """What to add where rows mix samples: the modules that take statistics over the batch; "" without any."""
+    paths = [
+        path or "the model"
+        for path, module in named_modules(model)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and (module.training or module.running_mean is None)
+    ]
+    if not paths:
+        return ""
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return f"; BatchNorm takes its statistics over the batch ({', '.join(paths[:_NAMED])}{more})"
+
+
 def _told(error: Exception) -> str:
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
@@ -359,6 +385,8 @@ def _changes(
     weight = call.weight
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
+    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():  # reading it would crash
+        raise NoEffect("its weight was freed after the call, as by a wrapper that shards (FSDP)")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad if of_all else call.rows(grad)
         grads = grads.reshape(-1, grads.shape[-1])

@@ -8,7 +8,6 @@ gets its name: the module's path where its own `weight` multiplies, else the par
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from loka.graph.views import name_of
 from loka.nn.dataflow import unseen
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
-from loka.nn.unwrap import named_modules, named_parameters
+from loka.nn.unwrap import named_modules, named_parameters, unwrap
 
 
 class SiteCall(NamedTuple):
@@ -110,7 +109,8 @@ class SiteTrace(ParameterMode):
         self._inside = 0
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
-        self.account = FlopAccount(self._of_model(), self._place) if account else None
+        parameters = self._of_model()
+        self.account = FlopAccount(parameters, self._place) if account else None
 
     def start(self) -> None:
         for module in self._paths:
@@ -174,9 +174,6 @@ class SiteTrace(ParameterMode):
         caller = self._stack[-1]
         if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
             self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
-        if func is F.multi_head_attention_forward:
-            with self:  # torch takes the mode off while it is asked; the GEMMs are inside
-                return _attention(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
@@ -234,6 +231,8 @@ class SiteTrace(ParameterMode):
     def _of_model(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for name, parameter in named_parameters(self._root):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                continue  # of a lazy module, which has its parameters once it was called
             if parameter.dim() > 1:
                 self.note(parameter, name)
             found.append(parameter)
@@ -241,8 +240,8 @@ class SiteTrace(ParameterMode):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._stack.append(module)
-        lists = (c for c in module.children() if isinstance(c, (nn.ParameterList, nn.ParameterDict)))
-        for holder in (module, *lists):  # FSDP2 has put gathered parameters in by now
+        # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
+        for holder in (module, *map(unwrap, module.children())):
             for name in (*holder._parameters, *(getattr(holder, "parametrizations", None) or ())):
                 self._note_held(holder, name)
 
@@ -276,12 +275,3 @@ def _of_expert(
     rows: Callable[[torch.Tensor], torch.Tensor], expert: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda out: rows(out)[expert]
-
-
-# The function's own code, without the question that would hand it to the mode again.
-_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**F.__dict__, "has_torch_function": lambda *_: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
-_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

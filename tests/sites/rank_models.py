@@ -1,0 +1,207 @@
+"""A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import loka
+from loka.core.plan import Plan
+from loka.core.report import HP
+from loka.nn.site import SiteForward, health_of
+from loka.probe import Settings
+
+ROWWISE = "emulated:rowwise_e4m3"
+BATCH, TOKENS, WIDTH, RANK, EXPERTS = 16, 4, 32, 16, 2
+STEPS, LR = 3, 0.05
+
+
+class LowRankCross(nn.Module):
+    """x <- x0 * (V (W x) + b) + x, with members of two ParameterLists, as TorchRec's LowRankCrossNet."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.down = nn.ParameterList(_normal(RANK, WIDTH) for _ in range(layers))
+        self.up = nn.ParameterList(_normal(WIDTH, RANK) for _ in range(layers))
+        self.bias = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH)) for _ in range(layers))
+
+    def forward(self, x0: torch.Tensor) -> torch.Tensor:
+        x = x0
+        for down, up, bias in zip(self.down, self.up, self.bias, strict=True):
+            x = x0 * (F.linear(F.linear(x, down), up) + bias) + x
+        return x
+
+
+class Gated(nn.Module):
+    """Two slices of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = _normal(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.w[:WIDTH]) * torch.sigmoid(F.linear(x, self.w[WIDTH:]))
+
+
+class Experts(nn.Module):
+    """Stacked weights in one bmm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = _normal(EXPERTS, WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.expand(EXPERTS, -1, -1), self.w).mean(0)
+
+
+class Mixed(nn.Module):
+    """[B, TOKENS, WIDTH] -> logits [B]: nn.Linear, attention, parameter lists, slices and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.cross = LowRankCross()
+        self.gated = Gated()
+        self.experts = Experts()
+        self.apart = False  # whether attention gets its one input as three tensors, as FSDP2 hands them over
+        self.top = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bottom(x))
+        q, k, v = (x.view_as(x) for _ in range(3)) if self.apart else (x, x, x)
+        x = x + self.attention(q, k, v, need_weights=False)[0]
+        x = self.cross(x.mean(1))
+        return self.top(x + self.gated(x) + self.experts(x)).sum(-1)
+
+
+SITES = {
+    *("bottom", "top.0", "top.2", "attention.in_proj_weight", "attention.out_proj"),
+    *("cross.down.0", "cross.up.0"),
+    *(f"gated.w[{part}]" for part in (f":{WIDTH}", f"{WIDTH}:")),
+    *(f"experts.w[{expert}]" for expert in range(EXPERTS)),
+}
+
+
+def _normal(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
+
+
+def mixed() -> Mixed:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Mixed().train()
+
+
+def rows(step: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(step)
+    return torch.randn(batch, TOKENS, WIDTH, generator=drawn), torch.arange(batch) % 2 * 1.0
+
+
+def half(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of `step` that rank 0 or 1 has."""
+    x, y = rows(step)
+    return x.chunk(2)[rank], y.chunk(2)[rank]
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(model(x), y)
+
+
+def probed(
+    model: nn.Module, feed: Callable[[int], torch.Tensor] | None = None, steps: int = 2, **options: Any
+) -> loka.Stats:
+    """Statistics over `steps` sampled steps; `feed(step)` makes the loss."""
+    with loka.Probe(model, every=1, depth_rows=8, **options) as probe:
+        for step in range(steps):
+            (loss_of(model, *rows(step)) if feed is None else feed(step)).backward()
+    model.zero_grad()
+    return probe.stats()
+
+
+def forced(stats: loka.Stats, candidate: str = ROWWISE) -> Plan:
+    """Every GEMM of every site in FP8, whatever it costs."""
+    settings = Settings(rows=32, max_draws=4)
+    report = loka.measure(stats, device="cpu", candidates=[candidate], errors_only=True, settings=settings)
+    return loka.plan(report, force={"*": candidate})
+
+
+@functools.cache
+def bare_stats() -> loka.Stats:
+    return probed(mixed())
+
+
+@functools.cache
+def bare_plan() -> Plan:
+    return forced(bare_stats())
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, LR)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def train(
+    model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, parts: Callable[[int], list[Any]]
+) -> list[list[float]]:
+    """Losses of each part of each step; an update has the mean gradient of its parts."""
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = []
+        for x, y in (given := parts(step)):
+            loss = loss_of(model, x, y)
+            (loss / len(given)).backward()
+            found.append(loss.item())
+        optimizer.step()
+        losses.append(found)
+    return losses
+
+
+def alone(model: nn.Module, make: Make) -> list[list[float]]:
+    """Losses [STEPS][2] of one process that takes the rows of both ranks one after the other."""
+    return train(model, make(model.parameters()), lambda step: [half(step, 0), half(step, 1)])
+
+
+def on_rank(
+    model: Callable[..., torch.Tensor], parameters: Iterable[nn.Parameter], rank: int, make: Make
+) -> list[float]:
+    """Losses [STEPS] of one of two ranks."""
+    return [loss for (loss,) in train(model, make(parameters), lambda step: [half(step, rank)])]
+
+
+def by_halves(plan: Plan, make: Make, *, apart: bool = False) -> list[list[float]]:
+    """Losses [STEPS][2] of a converted model in one process."""
+    model = mixed()
+    model.apart = apart
+    return alone(loka.convert(model, plan), make)
+
+
+def planned(plan: Plan) -> set[str]:
+    """Names of the FP8 GEMMs of a plan."""
+    return {decision.site for decision in plan.decisions.values() if decision.candidate != HP}
+
+
+def runs(model: nn.Module) -> dict[str, int]:
+    return {site: int(counts["runs"]) for site, counts in health_of(model).items()}
+
+
+def left(model: nn.Module) -> list[str]:
+    """Paths of modules on which something of LoKA stands."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module.__dict__.get("forward"), SiteForward)
+        or any(name.startswith("loka") for name in module.__dict__)
+    ]
