@@ -14,9 +14,18 @@ from loka.cli.bench import bench
 from loka.cli.data import data_app
 from loka.cli.demo import MODS, default_config, run_demo
 from loka.cli.doctor import diagnose
-from loka.cli.inputs import choose_device, model_builder, open_data, share_of_labels, steps_between
+from loka.cli.inputs import (
+    choose_device,
+    effects_by,
+    model_builder,
+    open_data,
+    share_of_labels,
+    steps_between,
+    train_config,
+)
 from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
+    BaseRate,
     BatchSize,
     CacheFolder,
     DataFile,
@@ -24,6 +33,7 @@ from loka.cli.options import (
     ModelName,
     NoCache,
     Rows,
+    ScheduleName,
     SchemaFile,
     Seed,
     TestData,
@@ -31,7 +41,8 @@ from loka.cli.options import (
 )
 from loka.cli.report import report as write_report
 from loka.cli.terminal import say
-from loka.cli.train import WithMods, show_log, train
+from loka.cli.train import WithMods, train
+from loka.cli.train_lines import show_log
 from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -43,7 +54,6 @@ from loka.probe import Probe, merge_stats
 from loka.probe import measure as measure_stats
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig
 from loka.train import train as train_model
 from loka.train.interrupt import Terminated
 
@@ -97,6 +107,7 @@ def demo(
     device: Device = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
     min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
+    schedule: ScheduleName = "cosine",
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     config = default_config(
@@ -111,6 +122,7 @@ def demo(
         device=device,
         min_sqnr_db=min_sqnr_db,
         min_speedup=min_speedup,
+        schedule=schedule,
     )
     run_demo(config, out=out)
 
@@ -126,12 +138,11 @@ def probe(
     ] = "20",
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
+    schedule: ScheduleName = "cosine",
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
-    base_rate: Annotated[
-        float | None, typer.Option(help="Share of positive labels, which NE is relative to.")
-    ] = None,
+    base_rate: BaseRate = None,
 ) -> None:
     """Train in bf16 and learn what flows through every linear layer."""
     cadence, rate = steps_between(every), share_of_labels(base_rate)
@@ -142,8 +153,9 @@ def probe(
     if with_mods:
         say(mods.apply(built, MODS))
     built.to(device)
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
-    with Probe(built, every=cadence, save_to=out, base_rate=rate) as probing:
+    effects = effects_by(rate, source, batch_size)
+    config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
+    with Probe(built, every=cadence, save_to=out, **effects) as probing:
         result = train_model(built, source, config=config, track=ProgressBars("probe"), on_log=show_log)
     stats = probing.stats()
     say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
