@@ -7,6 +7,7 @@ traces the mode, finds the same ones as an eager step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from loka.graph.views import TRANSPOSED, VIEWS, view_key
 class ParameterMode(TorchFunctionMode):
     """Calls `multiply` for each GEMM of a known tensor, and otherwise what was called.
 
-    `known` holds tensors with their keys: a parameter's name, then how the view was made.
+    `known` holds tensors with their keys: a parameter's name, then how the view was made. `watches`: it only
+    looks on, and wants to see gradients too.
     """
+
+    watches = False
 
     def __init__(self, known: list[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
         self.known = known
-        self.again: Callable[[], ParameterMode] | None = None  # makes one for a recomputation
+        self.again: Callable[[], AbstractContextManager[Any]] | None = None  # entered in a recomputation
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns for a GEMM of the weight `key`; abstract."""
