@@ -27,12 +27,14 @@ def _vector_flops(args: tuple[Any, ...], out: Any) -> float:
 
 
 def _recurrent_flops(args: tuple[Any, ...], out: Any) -> float:
-    """Every step of every sequence multiplies by every weight once: of an LSTM or GRU in one kernel."""
-    given, rows = args[0], args[0].numel() / max(args[0].shape[-1], 1)
-    weights = [t for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor) and t.dim() == 2]
-    return sum(
-        2.0 * rows * t.numel() for t in weights if t.shape[0] % 3 == 0 or t.shape[0] % 4 == 0
-    ) or float(given.numel())
+    """Every step of every sequence multiplies by every weight once: of an LSTM or GRU in one kernel.
+
+    The weights come behind the input, in a list (cuDNN) or as two tensors (oneDNN); then come states, which
+    are matrices too.
+    """
+    given, weights = args[0], args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
+    rows = given.numel() / max(given.shape[-1], 1)
+    return sum(2.0 * rows * weight.numel() for weight in weights if weight.dim() == 2)
 
 
 _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
@@ -41,9 +43,8 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
     aten.dot: _vector_flops,
     aten.vdot: _vector_flops,
 }
-for _name in ("mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"):
-    if _name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        _OWN[getattr(aten, _name)] = _recurrent_flops
+for _name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+    _OWN[getattr(aten, _name)] = _recurrent_flops
 for _name in ("_trilinear",):
     _OWN[getattr(aten, _name)] = lambda args, out: 2.0 * args[0].numel() * args[1].numel()
 
