@@ -54,7 +54,7 @@ from loka.core.stats import Stats
 from loka.core.table import format_table
 from loka.data.batch import Batch
 from loka.dispatch import plan as plan_report
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.probe import Probe, measure
 from loka.probe.effects import predicted_ne
 from loka.probe.settings import COARSE, Settings
@@ -228,7 +228,7 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
 
     def counted(arm: ArmSpec) -> nn.Module:
         model = built(bench, arm)
-        candidates = [name for linear in fp8_linears(model).values() for name in linear.loka_candidates]
+        candidates = [name for site in sites_of(model).values() for name in site.candidates]
         emulated[arm.name] = sum(name.startswith("emulated:") for name in candidates)
         return model
 

@@ -27,7 +27,7 @@ from loka.core.files import read_record
 from loka.core.plan import Plan
 from loka.core.report import HP, Measurement, Report
 from loka.dispatch import plan
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.nn.linears import find_linears, is_prediction
 from loka.probe import Probe
 from loka.train import step_time
@@ -238,7 +238,7 @@ def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) 
     fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
     model = step._by_plan(fresh, decided)()
     wide = [path for path, shape in measured.model.layers.items() if not is_prediction(shape.out_features)]
-    assert step._count(model) == len(fp8_linears(model)) == len(wide)
+    assert step._count(model) == len(sites_of(model)) == len(wide)
     with pytest.raises(UnknownName, match="no candidate is called 'cutlass:rowwise'"):
         step._everywhere(measured, "cutlass:rowwise")
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from cuda_sync import nothing_synchronizes
 from models import Encoder, batches, odd_mlp, train_steps
+from sites import convert_layers
 from torch import nn
 
 import loka
 from loka.core.exceptions import NotConverted, PlanMismatch
-from loka.nn import Fp8Linear
+from loka.nn import sites_of
+from loka.nn.site import site_forwards
 from loka.probe import Settings
 
 QUICK = Settings(max_draws=4)
@@ -47,8 +49,8 @@ def test_the_whole_loop_on_a_foreign_model(
     plain = copy.deepcopy(model)
 
     assert loka.convert(model, decided) is model
-    converted = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
-    assert converted
+    assert sites_of(model)
+    assert [(name, type(module)) for name, module in model.named_modules()] == shape_of_things
     assert list(model.state_dict()) == plain_keys
     assert all(parameters[name] is value for name, value in model.named_parameters())
 
@@ -67,7 +69,7 @@ def test_the_whole_loop_on_a_foreign_model(
 
     assert loka.revert(model) is model
     assert [(name, type(module)) for name, module in model.named_modules()] == shape_of_things
-    assert not any("loka" in type(module).__module__ for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
     assert not any(name.startswith("loka") for module in model.modules() for name in vars(module))
     assert list(model.state_dict()) == plain_keys
     twin = build().to(device)
@@ -100,7 +102,7 @@ def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan: loka
     message = str(caught.value)
     assert "0 is 13 -> 480, bias in this model, 13 -> 479, bias there" in message
     assert "5 (1000 -> 1, bias) is missing in this model" in message
-    assert not any(isinstance(module, Fp8Linear) for module in other.modules())
+    assert not site_forwards(other)
 
 
 def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: loka.Plan) -> None:
@@ -114,19 +116,20 @@ def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: lok
     older = dataclasses.replace(mlp_plan, machine=dataclasses.replace(mlp_plan.machine, torch="2.12.0"))
     with pytest.raises(PlanMismatch, match=r"2\.12\.0 there"):
         loka.convert(model, older)
-    assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+    assert not site_forwards(model)
 
 
 def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
     model = odd_mlp()
-    with pytest.raises(NotConverted, match="no layer"):
+    with pytest.raises(NotConverted, match="no site"):
         loka.revert(model)
     loka.convert(model, mlp_plan)
     with pytest.raises(NotConverted, match="already runs a plan"):
         loka.convert(model, mlp_plan)
     clone = copy.deepcopy(model)
     loka.revert(clone)
-    assert any(isinstance(module, Fp8Linear) for module in model.modules())
+    assert site_forwards(model)
+    assert not site_forwards(clone)
 
 
 def test_compiled_models_convert_by_their_own_names(mlp_plan: loka.Plan) -> None:
@@ -142,8 +145,7 @@ def test_compiled_models_convert_by_their_own_names(mlp_plan: loka.Plan) -> None
 @pytest.mark.gpu
 def test_a_cuda_graph_of_the_step_counts_its_replays() -> None:
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False)).cuda()
-    for path, linear in loka.nn.find_linears(model)[0].items():
-        loka.nn.convert_linear(linear, path=path, candidates=("torch:rowwise_e4m3",) * 3)
+    convert_layers(model, ("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
@@ -168,8 +170,7 @@ def test_a_cuda_graph_of_the_step_counts_its_replays() -> None:
 @pytest.mark.gpu
 def test_a_step_does_not_synchronize() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
-    for path, linear in loka.nn.find_linears(model)[0].items():
-        loka.nn.convert_linear(linear, path=path, candidates=("torch:rowwise_e4m3",) * 3)
+    convert_layers(model, ("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda")
     model(x).sum().backward()
     with nothing_synchronizes():
@@ -184,10 +185,10 @@ def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: lo
         model = odd_mlp()
         with pytest.raises(PlanMismatch, match=message):
             loka.convert(model, dataclasses.replace(mlp_plan, decisions={**mlp_plan.decisions, name: wrong}))
-        assert not loka.nn.fp8_linears(model)
+        assert not site_forwards(model)
 
 
 def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) -> None:
     towers = nn.ModuleDict({"a": loka.convert(odd_mlp(), mlp_plan), "b": loka.convert(odd_mlp(), mlp_plan)})
     loka.revert(towers)
-    assert not any(isinstance(module, Fp8Linear) for module in towers.modules())
+    assert not site_forwards(towers)

@@ -18,9 +18,8 @@ from loka.core.error import Estimate
 from loka.core.exceptions import FusionLeftOut
 from loka.core.fusion import NOT_PLANNED, as_it_runs, forced_fusion, fusion_forced, left_out
 from loka.core.report import HP, Measurement
-from loka.nn import health_of
+from loka.nn import health_of, sites_of
 from loka.nn.chain import runs_fused
-from loka.nn.fp8_linear import fp8_linears
 from loka.nn.turned import turned_linears
 from loka.probe import Settings
 from loka.probe.agenda import agenda
@@ -101,7 +100,7 @@ def test_a_plan_has_sites_alone(report: loka.Report, budget: loka.Budget) -> Non
     assert (NOT_PLANNED in plan.notes) == (budget is ALWAYS)
     model = loka.convert(build(), plan)
     assert not runs_fused(model)
-    assert {"cross.0.u", "deep.0", "deep.2"} <= set(fp8_linears(model))
+    assert {"cross.0.u", "deep.0", "deep.2"} <= set(sites_of(model))
 
 
 def test_times_of_an_earlier_report_are_not_passed_over_in_silence(report: loka.Report) -> None:
@@ -152,7 +151,7 @@ def test_a_stored_plan_runs_by_its_sites_and_says_what_is_left_out(fused: loka.P
     low = {name for name, decision in fused.decisions.items() if decision.candidate != HP}
     assert ran == {name for name in low if name.endswith("/output")}
     loka.revert(model)
-    assert not fp8_linears(model)
+    assert not sites_of(model)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -14,8 +14,7 @@ from torch import nn
 import loka
 from loka.core.files import read_record, write_record
 from loka.core.plan import Plan
-from loka.nn import health_of
-from loka.nn.fp8_linear import fp8_linears
+from loka.nn import health_of, sites_of
 from loka.probe import Settings
 
 GROUP = {
@@ -85,7 +84,7 @@ def test_plan(report: loka.Report, tmp_path: Path) -> None:
     old = Plan.load(file)
     assert old == plan
     model = loka.convert(Gated(), old)
-    assert set(fp8_linears(model)) == {"gate", "up"}
+    assert set(sites_of(model)) == {"gate", "up"}
     model(torch.randn(64, 32)).sum().backward()
     ran = {site for site, found in health_of(model).items() if found["runs"] == 1}
     assert ran == {f"{path}/{gemm}" for path in ("gate", "up") for gemm in ("output", "grad_weight")}

@@ -22,7 +22,7 @@ from loka.core.exceptions import WrongResults
 from loka.core.recipe import RECIPES, Gemm, Recipe
 from loka.kernels.emulated import EMULATED
 from loka.kernels.self_check import self_check
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.probe import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +166,6 @@ def test_convert_refuses_a_wrong_kernel_and_changes_nothing(plant: Plant) -> Non
     assert "planted:rowwise_e4m3 for grad_input on cpu (planned at 3/grad_input): M=132" in message
     assert "each row is off by a factor of its own: scales of A" in message
     assert "Way out: plan again with those sites forced to 'hp'" in message
-    assert not fp8_linears(model)
+    assert not sites_of(model)
     plant(replace(EMULATED, name="planted"))
     assert loka.convert(model, plan) is model

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from models import Encoder, odd_mlp
+from sites import convert_layers
 from torch import nn
 
 from loka import mods
 from loka.core.exceptions import NotConverted
-from loka.nn import BlockNorm, convert_linear, find_linears
+from loka.nn import BlockNorm
 
 ALL = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
 
@@ -71,7 +72,6 @@ def test_training_mode_is_kept_and_converted_models_are_refused() -> None:
     model = odd_mlp().eval()
     mods.apply(model, [mods.BlockNorm(128)])
     assert not model[1].training
-    for path, linear in find_linears(model)[0].items():
-        convert_linear(linear, path=path, candidates=("emulated:rowwise_e4m3", "hp", "hp"))
+    convert_layers(model, ("emulated:rowwise_e4m3", "hp", "hp"))
     with pytest.raises(NotConverted, match="revert"):
         mods.apply(model, ALL)

@@ -20,6 +20,7 @@ import loka
 from loka.core.chain import Activation, Epilogue
 from loka.core.chain_recipe import CHAIN_RECIPES, FUSED_GEMM
 from loka.core.exceptions import NoKernelFits
+from loka.core.fusion import forced_fusion
 from loka.core.producer import NO_PARAMETERS, differentiate
 from loka.kernels import launches as counted
 from loka.kernels.run import kernel_runs, reset_kernel_runs
@@ -252,6 +253,7 @@ def test_the_valve_sees_nothing_saturate() -> None:
     assert counts["underflowed"] == x.numel() / 2
 
 
+@forced_fusion()
 def test_a_budget_admits_it() -> None:
     x = data(64)[0].cpu()
     model = mlp().cpu()

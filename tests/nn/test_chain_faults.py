@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.exceptions import NotConverted
+from loka.core.fusion import forced_fusion
 from loka.nn import chain_snapshot, count_rounding, forget_weights
 from loka.nn.chain import form_chains, runs_fused
 from loka.nn.dataflow import find_chains
@@ -152,6 +153,7 @@ def test_inner_modules_refuse_to_run_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("change", ["activation", "norm", "hook", "dropout"])
+@forced_fusion()
 def test_a_plan_is_refused_where_the_modules_changed(change: str) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)

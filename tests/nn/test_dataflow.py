@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from models import Encoder, odd_mlp
+from sites import convert_layers
 from torch import nn
 
 from loka import mods
 from loka.core.chain import Activation, Norm
-from loka.nn import BlockNorm, convert_linear, unwrap
+from loka.nn import BlockNorm, sites_of, unwrap
 from loka.nn.dataflow import Dataflow, Found, find_chains
 from loka.zoo import build
 
@@ -343,14 +344,14 @@ def test_the_zoo() -> None:
 
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
-    convert_linear(model[3], path="3", candidates=("emulated:rowwise_e4m3", "hp", "hp"))
+    convert_layers(model, {"3": ("emulated:rowwise_e4m3", "hp", "hp")})
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert groups(find_chains(model, X)) == ["0", "3"]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not model[3].loka_health.any()
+    assert not sites_of(model)["3"].health.any()
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model] == [0, 0, 0, 1]
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model] == [0, 0, 0, 0]
     with pytest.raises(RuntimeError):
         find_chains(model, X[:, :3])
     assert torch.overrides._get_current_function_mode_stack() == []
@@ -359,8 +360,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_converted_and_compiled_models() -> None:
     model = odd_mlp()
-    for path in ("0", "3"):
-        convert_linear(model[int(path)], path=path, candidates=("emulated:rowwise_e4m3", "hp", "hp"))
+    convert_layers(model, dict.fromkeys(("0", "3"), ("emulated:rowwise_e4m3", "hp", "hp")))
     compiled = torch.compile(model, backend="eager")
     x = torch.randn(5, 13)
     assert groups(find_chains(model, x)) == groups(find_chains(compiled, x)) == ["0 1 2 3 4"]

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from sites import convert_layers
 from torch import nn
 
 from loka.core.cross import Crossed
-from loka.nn import convert_linear, fp8_runs, reset_health
+from loka.nn import fp8_runs, reset_health
 from loka.nn.carried import carried, carry_over, restore_carried
 from loka.nn.chain import form_chains
 from loka.nn.cross_state import RunningCross
@@ -49,7 +50,7 @@ def model() -> Net:
         made, [(chain, "e4m3_row", {}) for chain in chains], [(s, "e4m3_row", {}) for s in found.crosses]
     )
     e4m3 = "emulated:tensorwise_e4m3"
-    convert_linear(made.side, path="side", candidates=(e4m3, "hp", e4m3))
+    convert_layers(made, {"side": (e4m3, "hp", e4m3)})
     return made
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import odd_mlp, train_steps
+from sites import convert_layers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import loka
 from loka.core.recipe import RECIPES, Cast, Format, Granularity, Recipe, recipe_named
 from loka.core.reference import dequantize, quantize
-from loka.nn.fp8_linear import convert_linear
 from loka.probe.effects import depth_ne, joint_ne, predicted_ne
 from loka.probe.sample_rows import batch_of
 from loka.probe.sensitivity import CASTS, step_seed
@@ -58,7 +58,7 @@ def picks() -> torch.Tensor:
 def actual(model: nn.Module, path: str, recipe: str, *inputs: torch.Tensor) -> float:
     """Mean over the picked samples of 1/2 p (1 - p) dz^2, with the site's output GEMM emulated."""
     low = copy.deepcopy(model)
-    convert_linear(low.get_submodule(path), path=path, candidates=(f"emulated:{recipe}", "hp", "hp"))
+    convert_layers(low, {path: (f"emulated:{recipe}", "hp", "hp")})
     with torch.no_grad():
         z, changed = model(*inputs).view(BATCH, -1), low(*inputs).view(BATCH, -1)
     p = z.sigmoid()
@@ -146,10 +146,7 @@ def test_several_sites_together() -> None:
         model, x = model_of((13, 96, 160, 96, 1), seed), 2 + 0.3 * sample(5)
         layers = probed(model, x).layers
         low = copy.deepcopy(model)
-        for path in paths:
-            convert_linear(
-                low.get_submodule(path), path=path, candidates=(f"emulated:{recipe.name}", "hp", "hp")
-            )
+        convert_layers(low, dict.fromkeys(paths, (f"emulated:{recipe.name}", "hp", "hp")))
         with torch.no_grad():
             z, changed = model(x), low(x)
         p = z.sigmoid()

@@ -25,7 +25,7 @@ from loka.core.plan import Plan
 from loka.core.report import HP, Report
 from loka.core.stats import Stats
 from loka.data import SyntheticClicks
-from loka.nn import chain_snapshot, fp8_linears
+from loka.nn import chain_snapshot, sites_of
 from loka.nn.chain import running_chains, runs_fused
 from loka.probe.settings import Settings
 from loka.train import TrainConfig, load_newest, train
@@ -55,7 +55,7 @@ def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
     model, auto, result, said = run(folder=tmp_path)
     assert auto.phase == "fp8"
     assert not running_chains(model)
-    assert list(fp8_linears(model)) == ["mlp.0", "mlp.4", "mlp.6", "side"]
+    assert list(sites_of(model)) == ["mlp.0", "mlp.4", "mlp.6", "side"]
     assert NOT_PLANNED in auto.plan.notes
     assert result.plan.to_json() == auto.plan.to_json() == Plan.load(tmp_path / "plan.json").to_json()
     assert result.steps == STEPS
@@ -196,7 +196,7 @@ def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path: Path) -> None:
     model, auto, result, _ = run(replace(AUTO, budget=Budget(keep=("*",))), folder=tmp_path)
     assert auto.phase == "bf16"
     assert not runs_fused(model)
-    assert not fp8_linears(model)
+    assert not sites_of(model)
     assert all(decision.candidate == HP for decision in auto.plan.decisions.values())
     assert result.plan is None
     assert digest(model.state_dict()) == digest(plain.state_dict())

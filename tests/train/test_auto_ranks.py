@@ -24,7 +24,7 @@ from loka.core.exceptions import WrongResults
 from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.data.batch import Batch
-from loka.nn import chain_snapshot, fp8_linears
+from loka.nn import chain_snapshot, sites_of
 from loka.nn.chain import running_chains
 from loka.train import train
 from loka.train.auto import Auto, AutoConfig
@@ -65,7 +65,7 @@ def told(rank: int, folder: Path, **others: Any) -> dict[str, Any]:
         "plan": json.dumps(auto.plan.to_json()),
         "left": json.dumps(result.plan.to_json()),
         "closed": dict(auto.valve.closed),
-        "fp8": [*running_chains(model), *fp8_linears(model)],
+        "fp8": [*running_chains(model), *sites_of(model)],
         "weights": digest(dict(model.named_parameters())),
     }
     return {"alike": alike, "scales": chain_snapshot(model), "ne": result.train_ne}
@@ -126,7 +126,7 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
     runs.convert = unable(WrongResults("a kernel is wrong here"))
     model, auto, result = run(rank, folder / "3", **brief)
     runs.convert = real
-    found["bf16"] = (auto.phase, result.plan, fp8_linears(model), auto.timeline.events[-2].note)
+    found["bf16"] = (auto.phase, result.plan, sites_of(model), auto.timeline.events[-2].note)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         train(tower(), RandomRows(16, seed=rank), config=CONFIG)

@@ -11,7 +11,7 @@ import torch
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import LokaError, UnknownName
-from loka.nn import fp8_linears
+from loka.nn import sites_of
 from loka.nn.chain import form_chains
 from loka.nn.dataflow import find_chains
 from loka.train import TrainConfig, paired_difference
@@ -218,14 +218,14 @@ class Exploding(SmallModel):
 def test_naive_is_tensorwise_with_e5m2_gradients_on_every_layer():
     model = SmallModel()
     by_recipe("naive", rows=64).apply(model)
-    layers = fp8_linears(model)
-    assert set(layers) == {"mlp.0", "mlp.3"}
+    sites = sites_of(model)
+    assert set(sites) == {"mlp.0", "mlp.3"}
     recipes = ["tensorwise_e4m3", "tensorwise_e5m2", "tensorwise_e5m2"]
-    for layer in layers.values():
-        assert [name.partition(":")[2] for name in layer.loka_candidates] == recipes
+    for site in sites.values():
+        assert [name.partition(":")[2] for name in site.candidates] == recipes
     rows = SmallModel()
     by_recipe("rowwise_e4m3", rows=64).apply(rows)
-    for name in fp8_linears(rows)["mlp.3"].loka_candidates:
+    for name in sites_of(rows)["mlp.3"].candidates:
         assert name.endswith(":rowwise_e4m3")
 
 

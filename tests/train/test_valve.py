@@ -16,7 +16,7 @@ from small_run import RandomRows
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.data.batch import Batch
-from loka.nn import chain_snapshot, fp8_linears
+from loka.nn import chain_snapshot, sites_of
 from loka.nn.chain import running_chains
 from loka.train import Run, load_newest, train
 from loka.train.state import plan_in
@@ -75,7 +75,7 @@ def test_what_drifts_is_closed_and_the_rest_goes_on(plan: Plan, move, closed, st
     assert valve.closed[closed].startswith(f"step {step}: mlp.0/input: ")
     assert why in valve.closed[closed]
     assert list(running_chains(model)) == list(result.plan.chains) == ["mlp.4"]
-    assert list(fp8_linears(model)) == ["side"]
+    assert list(sites_of(model)) == ["side"]
     decided = [d for d in result.plan.decisions.values() if d.path == "mlp.0"]
     assert [d.candidate for d in decided] == [HP] * 3
     assert "closed by the valve" in decided[0].reason

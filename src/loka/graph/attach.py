@@ -45,7 +45,8 @@ def attach(model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapp
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
         by_caller.setdefault(use.caller, {})[use] = Site(path, chosen, device)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
-    for forward in forwards:
+    for forward, path in zip(forwards, by_caller, strict=True):
+        forward.path = path
         install(forward)
     _keep_out_of_fused_inference(model)
 
@@ -122,5 +123,7 @@ def _stay_in_python(module: nn.Module, args: tuple[object, ...]) -> None:
 
 def _keep_out_of_fused_inference(model: nn.Module) -> None:
     for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and site_forwards(layer):
+        # A part of such a layer may be converted by itself: the path looks for hooks on every module inside.
+        part = layer is model and isinstance(layer, (nn.Linear, nn.MultiheadAttention))
+        if part or (isinstance(layer, nn.TransformerEncoderLayer) and site_forwards(layer)):
             layer.__dict__[_HOOK] = layer.register_forward_pre_hook(_stay_in_python)

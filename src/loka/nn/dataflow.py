@@ -237,7 +237,7 @@ def _parts(
             reason = f"a shared module, at {', '.join(found)}"
         elif everywhere or foreign_hooks(vars(module), ""):
             reason = "it has hooks that are not LoKA's"
-        elif "forward" in vars(module):
+        elif vars(module).get("forward") is not vars(module).get("loka_forward"):  # a site's is ours
             reason = "its forward was replaced"
         if reason and path in linears:
             alone[path] = reason

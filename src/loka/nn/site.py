@@ -46,6 +46,14 @@ class Site:
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
             self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
 
+    def _move(self, device: torch.device) -> None:
+        """Takes the counters to where the model was moved, or begins them where it had no memory yet."""
+        with torch.inference_mode(False):
+            if self.health.is_meta:
+                self.health = torch.zeros_like(self.health, device=device)
+            else:
+                self.health = self.health.to(device)
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [..., K], weight [N, K] -> [..., N] in the dtype of x, or autocast's where that is on.
 
@@ -62,8 +70,8 @@ class Site:
             raise TypeError(
                 f"{self.name}: input is {x.dtype}, the weight {weight.dtype}; cast one, or use torch.autocast"
             )
-        if self.health.device != x.device:  # the model was moved since
-            self.health = self.health.to(x.device)
+        if self.health.device != x.device:
+            self._move(x.device)
         y = multiply(x.reshape(-1, x.shape[-1]), weight, self.health, self.name, self.candidates)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
@@ -74,7 +82,11 @@ class SiteForward(ABC):
 
     A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method or
     a closure would go on calling the original.
+
+    `path` is the module's in the model that was converted, to which the names of the sites belong.
     """
+
+    path = ""
 
     def __init__(self, module: nn.Module, sites: list[Site]) -> None:
         self.module = module
@@ -135,8 +147,26 @@ def remove(forward: SiteForward) -> None:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """The converted sites by name."""
-    return {site.name: site for forward in site_forwards(model).values() for site in forward.sites}
+    """The converted sites by name; those of a part that was converted by itself have its path before theirs."""
+    return {
+        _joined(_converted_at(path, forward.path), site.name): site
+        for path, forward in site_forwards(model).items()
+        for site in forward.sites
+    }
+
+
+def _converted_at(path: str, inner: str) -> str:
+    """Where in a model the part stands that was converted: the module `inner` of the part is `path` here.
+
+    "" where the model is that part, or lies inside of it.
+    """
+    if not inner:
+        return path
+    return path.removesuffix(f".{inner}") if path.endswith(f".{inner}") else ""
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
 
 
 def health_of(model: nn.Module) -> dict[str, dict[str, int | bool]]:

@@ -95,9 +95,14 @@ class _Forward:
 
 @functools.lru_cache(maxsize=4096)  # a ragged batch makes many problems
 def _forward_of(
-    layer: _Layer, dtype: torch.dtype, candidates: Candidates, keep: tuple[bool, bool]
+    sides: tuple[int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    candidates: Candidates,
+    keep: tuple[bool, bool],
 ) -> _Forward | None:
-    """None where `output` is in hp, or empty."""
+    """For `sides` rows, features, outputs; None where `output` is in hp, or empty."""
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     output, grad_input, grad_weight = candidates
     run = layer.fp8(Gemm.OUTPUT, output, dtype)
     if run is None:
@@ -111,7 +116,10 @@ def _forward_of(
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward_of(layer: _Layer, dtype: torch.dtype, name: str, gemm: Gemm) -> tuple[ScaledGemm, Side] | None:
+def _backward_of(
+    sides: tuple[int, int, int], device: torch.device, dtype: torch.dtype, name: str, gemm: Gemm
+) -> tuple[ScaledGemm, Side] | None:
+    layer = _Layer(rows=sides[0], features=sides[1], outputs=sides[2], device=device)
     run = layer.fp8(gemm, name, dtype)
     return None if run is None else (run, _first_side(run))
 
@@ -126,7 +134,8 @@ def _forward(
     candidates: Candidates,
     keep: tuple[bool, bool],
 ) -> Parts:
-    made = _forward_of(_layer(x, weight), x.dtype, candidates, keep)
+    sides = (x.shape[0], x.shape[1], weight.shape[0])
+    made = _forward_of(sides, x.device, x.dtype, candidates, keep)
     if made is None:
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_parts(None, x), *_parts(None, x)
@@ -196,14 +205,14 @@ def _backward(
     features: int,
     weight_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    layer = _Layer(rows=dy.shape[0], features=features, outputs=dy.shape[1], device=dy.device)
-    dx = dy.new_empty(0)
-    dw = dy.new_empty(0, dtype=weight_dtype)
+    sides, device = (dy.shape[0], features, dy.shape[1]), dy.device
+    dx = dw = None
     if dy.numel() == 0:
-        dx = dy.new_zeros(layer.rows, features) if want[0] else dx
-        return dx, dw.new_zeros(layer.outputs, features) if want[1] else dw
-    for_input = _backward_of(layer, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
-    for_weight = _backward_of(layer, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
+        dx = dy.new_zeros(sides[0], features) if want[0] else None
+        dw = dy.new_zeros(sides[2], features, dtype=weight_dtype) if want[1] else None
+        return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+    for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
+    for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
     low = turned = None
     if for_input or for_weight:
         low, turned = quantize_pair(
@@ -220,7 +229,12 @@ def _backward(
         dw = for_weight[0](turned, _second(for_weight[0], x, x_scale, health))
     elif want[1]:
         dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
-    return dx, dw
+    return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
+
+
+def _or_empty(found: torch.Tensor | None, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """An op returns tensors: empty ones for what is not wanted."""
+    return like.new_empty(0, dtype=dtype) if found is None else found
 
 
 @torch.library.custom_op("loka::site_backward", mutates_args=())

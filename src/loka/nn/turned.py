@@ -8,7 +8,7 @@ made, and the module that transposes back gets memory in order. `y.view(..)` as 
 one thing it cannot take: Probe notes where that is done (probe/views.py). The dtype is that of the layer it
 was; results differ by the order of sums. An input that lies otherwise takes the plain path.
 
-It is the same module object with another class, as Fp8Linear is.
+It is the same module object with another class.
 """
 
 from __future__ import annotations

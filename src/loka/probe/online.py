@@ -358,8 +358,9 @@ class Probe:
                 self._over_tokens.append((learnt, output))
             call = self._sensitivity.see(path, weight, site.x, output, site.rows)
             if output.requires_grad and not output.is_nested:
+                to_rows = site.rows  # the site holds x, which would then seem to be kept by somebody
                 output.register_hook(
-                    lambda g: self._observe_grad(learnt, call, picked, known, some, site.rows(g))
+                    lambda g: self._observe_grad(learnt, call, picked, known, some, to_rows(g))
                 )
 
     def _observe_grad(

@@ -24,6 +24,7 @@ from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.graph.views import name_of
+from loka.nn.dataflow import unseen
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
 from loka.nn.unwrap import named_modules, named_parameters
@@ -167,7 +168,8 @@ class SiteTrace(ParameterMode):
             finally:
                 self._inside -= 1
             for site in sites:
-                self._count(site, out)
+                with unseen():
+                    self._count(site, out)
                 self._observe(site, out)
         return out
 

@@ -18,6 +18,7 @@ Scales lie in memory as `kernels.quantizer.empty_scale` says.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ import triton.language as tl
 from loka.core.recipe import Cast, Granularity
 from loka.core.reference import Quantized
 from loka.kernels.quantizer import Side, empty_scale
+from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, recorded
 from loka.kernels.triton.pack import (
     CVT,
     INTERPRETED,
@@ -402,24 +404,73 @@ def quantize_pair_fused(
     `given` float32 [1] is the tensor scale to use; `seen` int32 [1] receives the bits of max |hp|,
     from which the next step's scale follows. `health` int64, flat.
     """
+    if INTERPRETED or not hp.is_cuda:
+        return _quantize(hp, row, column, given, seen, health)
+    key = (hp.shape, hp.stride(), hp.dtype, row, column)
     # Triton launches on the current device, which need not be the operand's.
-    with torch.cuda.device_of(hp) if hp.is_cuda else contextlib.nullcontext():
-        maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
-        if row is not None and column is not None and _rounded_alike(row, column):
-            return _cast_tiles(hp, row, column, maxima, given, seen, health)
-        row_copy = column_copy = None
-        if row is not None:
-            if given is None and _is_rows(row, hp):
-                row_copy = _rows(hp, row, maxima.tensor if maxima.tensor.numel() else None, health)
-            else:
-                row_copy, _ = _cast_tiles(hp, row, None, maxima, given, seen, health)
-        if column is not None:
-            if given is None and row is None and _is_rows(column, hp.t()):
-                column_copy = _rows(hp.t(), column, None, health)
-            else:
-                seen = seen if row is None else None  # noted already
-                _, column_copy = _cast_tiles(hp, None, column, maxima, given, seen, health)
-        return row_copy, column_copy
+    with torch.cuda.device_of(hp) if hp.device.index != torch.cuda.current_device() else _NOTHING:
+        return recorded(
+            key,
+            (hp, given, seen, health),
+            lambda: _quantize(hp, row, column, given, seen, health),
+            _slots,
+            lambda slots, tensors: _from_slots(slots, tensors, row, column),
+        )
+
+
+_NOTHING = contextlib.nullcontext()
+Slots = tuple[tuple[int, int] | None, tuple[int, int] | None]
+
+
+def _slots(copies: tuple[Quantized | None, Quantized | None], recording: Recording) -> Slots:
+    first, second = (
+        None if copy is None else (recording.slot_of(copy.data), recording.slot_of(copy.scale))
+        for copy in copies
+    )
+    return first, second
+
+
+def _from_slots(
+    slots: Slots, tensors: list[torch.Tensor | None], row: Side | None, column: Side | None
+) -> tuple[Quantized | None, Quantized | None]:
+    return _from_slot(slots[0], tensors, row), _from_slot(slots[1], tensors, column)
+
+
+def _from_slot(
+    slot: tuple[int, int] | None, tensors: list[torch.Tensor | None], side: Side | None
+) -> Quantized | None:
+    if slot is None or side is None:
+        return None
+    data, scale = tensors[slot[0]], tensors[slot[1]]
+    assert data is not None
+    assert scale is not None
+    return Quantized(data, scale if scale.dim() == 2 else scale.view(1, 1), side.cast)
+
+
+def _quantize(
+    hp: torch.Tensor,
+    row: Side | None,
+    column: Side | None,
+    given: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    health: torch.Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    maxima = _take_maxima(hp, row, column) if given is None else _NO_MAXIMA
+    if row is not None and column is not None and _rounded_alike(row, column):
+        return _cast_tiles(hp, row, column, maxima, given, seen, health)
+    row_copy = column_copy = None
+    if row is not None:
+        if given is None and _is_rows(row, hp):
+            row_copy = _rows(hp, row, maxima.tensor if maxima.tensor.numel() else None, health)
+        else:
+            row_copy, _ = _cast_tiles(hp, row, None, maxima, given, seen, health)
+    if column is not None:
+        if given is None and row is None and _is_rows(column, hp.t()):
+            column_copy = _rows(hp.t(), column, None, health)
+        else:
+            seen = seen if row is None else None  # noted already
+            _, column_copy = _cast_tiles(hp, None, column, maxima, given, seen, health)
+    return row_copy, column_copy
 
 
 def _is_rows(side: Side, hp: torch.Tensor) -> bool:
@@ -467,7 +518,7 @@ def _take_maxima(hp: torch.Tensor, row: Side | None, column: Side | None) -> _Ma
     sizes = (hp.shape[0] * rows, hp.shape[1] * columns, int(tensor))
     if not any(sizes):
         return _NO_MAXIMA
-    bits = torch.zeros(sum(sizes), dtype=torch.int32, device=hp.device)
+    bits = allocated(torch.zeros(sum(sizes), dtype=torch.int32, device=hp.device), zeroed=True)
     maxima = _Maxima(*bits.split(sizes))
     merged = tensor and row is not None and _is_rows(row, hp)
     if not rows and not columns and merged:
@@ -476,21 +527,26 @@ def _take_maxima(hp: torch.Tensor, row: Side | None, column: Side | None) -> _Ma
     if hp.stride(1) != 1 and hp.stride(0) == 1:  # read in the order in which it lies in memory
         lying, row_amax, column_amax = hp.t(), maxima.columns, maxima.rows
     block_r, block_c = (64, 128) if column_amax.numel() else (16, 256)  # measured at 8192 x 2048 bf16
-    high, wide = triton.cdiv(lying.shape[0], block_r), triton.cdiv(lying.shape[1], block_c)
+    high, wide = cdiv(lying.shape[0], block_r), cdiv(lying.shape[1], block_c)
     turns = min(wide, max(1, high * wide // _AMAX_PROGRAMS))
-    _maxima[(high, triton.cdiv(wide, turns))](
+    pointers = (
         lying,
         row_amax if row_amax.numel() else bits,
         column_amax if column_amax.numel() else bits,
         maxima.tensor if tensor else bits,
-        *lying.shape,
-        *lying.stride(),
-        turns * block_c,
-        ROWS=row_amax.numel() > 0,
-        COLUMNS=column_amax.numel() > 0,
-        TENSOR=tensor and not merged,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
+    )
+    constants = {
+        "ROWS": row_amax.numel() > 0,
+        "COLUMNS": column_amax.numel() > 0,
+        "TENSOR": tensor and not merged,
+        "BLOCK_R": block_r,
+        "BLOCK_C": block_c,
+    }
+    launch(
+        _maxima,
+        (high, cdiv(wide, turns)),
+        (*pointers, *lying.shape, *lying.stride(), turns * block_c),
+        constants,
     )
     return maxima
 
@@ -508,7 +564,7 @@ def _cast_tiles(
     high = max(row.padded[0] if row else 0, column.padded[1] if column else 0)
     wide = max(row.padded[1] if row else 0, column.padded[0] if column else 0)
     block_r, block_c, warps = _tile(row, column)
-    _cast[(triton.cdiv(high, block_r), triton.cdiv(wide, block_c))](
+    args = (
         hp,
         *_pointers(hp, row, row_copy, maxima, turned=False),
         *_pointers(hp, column, column_copy, maxima, turned=True),
@@ -520,15 +576,17 @@ def _cast_tiles(
         *_sides(column_copy),
         (row_copy.scale.shape[1] if row_copy else 0) - 1,
         (column_copy.scale.shape[1] if column_copy else 0) - 1,
-        TINY=_TINY,
-        **_constants("ROW", row, given, health),
-        **_constants("COLUMN", column, given, health),
-        SEEN=seen is not None,
-        WORDS=column is not None and column.padded[1] % 4 == 0,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
-        num_warps=warps,
     )
+    constants = {
+        "TINY": _TINY,
+        **_constants("ROW", row, given is not None, health is not None),
+        **_constants("COLUMN", column, given is not None, health is not None),
+        "SEEN": seen is not None,
+        "WORDS": column is not None and column.padded[1] % 4 == 0,
+        "BLOCK_R": block_r,
+        "BLOCK_C": block_c,
+    }
+    launch(_cast, (cdiv(high, block_r), cdiv(wide, block_c)), args, constants, num_warps=warps)
     return row_copy, column_copy
 
 
@@ -547,9 +605,9 @@ def _tile(row: Side | None, column: Side | None) -> tuple[int, int, int]:
 def _empty(side: Side | None, device: torch.device, given: torch.Tensor | None) -> Quantized | None:
     if side is None:
         return None
-    out = torch.empty(*side.padded, dtype=side.cast.format.dtype, device=device)
+    out = allocated(torch.empty(*side.padded, dtype=side.cast.format.dtype, device=device))
     if given is None:
-        return Quantized(out, empty_scale(side.cast, side.padded, device), side.cast)
+        return Quantized(out, allocated(empty_scale(side.cast, side.padded, device)), side.cast)
     assert side.cast.granularity is Granularity.TENSOR, "one given scale is a tensor scale"
     return Quantized(out, given.view(1, 1), side.cast)
 
@@ -568,14 +626,13 @@ def _sides(copy: Quantized | None) -> tuple[int, int, int, int]:
     return (*copy.data.shape, *copy.scale.stride()) if copy else (0, 0, 0, 0)
 
 
-def _constants(
-    prefix: str, side: Side | None, given: torch.Tensor | None, health: torch.Tensor | None
-) -> dict[str, object]:
+@functools.lru_cache(maxsize=1024)
+def _constants(prefix: str, side: Side | None, given: bool, health: bool) -> dict[str, object]:
     cast = side.cast if side else None
     source = _NONE
     if cast:
         sources = {Granularity.GROUP_1X128: _GROUP, Granularity.BLOCK_128X128: _BLOCK}
-        source = sources.get(cast.granularity, _MAXIMA) if given is None else _GIVEN
+        source = _GIVEN if given else sources.get(cast.granularity, _MAXIMA)
     values = {
         "": source.value,
         "_STEP": int(cast is not None and cast.granularity is Granularity.ROW),
@@ -583,8 +640,8 @@ def _constants(
         "_POWER_OF_TWO": cast is not None and cast.power_of_two,
         "_OUT": TRITON_TYPES[cast.format.dtype] if cast else tl.float8e4nv,
         "_CVT": CVT[cast.format.dtype] if cast and not INTERPRETED else "",
-        "_FLAG": side.flag if side and health is not None else -1,
-        "_COUNT": side.count if side and health is not None else -1,
+        "_FLAG": side.flag if side and health else -1,
+        "_COUNT": side.count if side and health else -1,
     }
     return {prefix + name: value for name, value in values.items()}
 
@@ -594,11 +651,11 @@ def _rows(
 ) -> Quantized:
     """Row scales of a row-major operand: a launch."""
     rows, columns = side.padded
-    out = torch.empty(rows, columns, dtype=side.cast.format.dtype, device=hp.device)
-    scale = torch.empty(rows, 1, dtype=torch.float32, device=hp.device)
-    block_c = max(triton.next_power_of_2(columns), 16) if columns <= _ROWS_TILE else 1024
+    out = allocated(torch.empty(rows, columns, dtype=side.cast.format.dtype, device=hp.device))
+    scale = allocated(torch.empty(rows, 1, dtype=torch.float32, device=hp.device))
+    block_c = max(1 << (columns - 1).bit_length(), 16) if columns <= _ROWS_TILE else 1024
     block_r = max(_ROWS_TILE // block_c, 1)
-    _quantize_rows[(triton.cdiv(rows, block_r), 1)](
+    args = (
         hp,
         out,
         scale,
@@ -608,15 +665,18 @@ def _rows(
         rows,
         columns,
         *hp.stride(),
-        triton.cdiv(columns, block_c) * block_c,
-        FMAX=side.cast.format.max,
-        TINY=_TINY,
-        POWER_OF_TWO=side.cast.power_of_two,
-        OUT=TRITON_TYPES[side.cast.format.dtype],
-        TENSOR_AMAX=tensor_amax is not None,
-        FLAG=side.flag if health is not None else -1,
-        COUNT=side.count if health is not None else -1,
-        BLOCK_R=block_r,
-        BLOCK_C=block_c,
+        cdiv(columns, block_c) * block_c,
     )
+    constants = {
+        "FMAX": side.cast.format.max,
+        "TINY": _TINY,
+        "POWER_OF_TWO": side.cast.power_of_two,
+        "OUT": TRITON_TYPES[side.cast.format.dtype],
+        "TENSOR_AMAX": tensor_amax is not None,
+        "FLAG": side.flag if health is not None else -1,
+        "COUNT": side.count if health is not None else -1,
+        "BLOCK_R": block_r,
+        "BLOCK_C": block_c,
+    }
+    launch(_quantize_rows, (cdiv(rows, block_r), 1), args, constants)
     return Quantized(out, scale, side.cast)

@@ -1,4 +1,4 @@
-"""Fp8Linear: three GEMMs, each by its own candidate, in place and reversible."""
+"""A linear layer as a site: three GEMMs, each by its own candidate, in place and reversible."""
 
 from __future__ import annotations
 
@@ -8,23 +8,16 @@ import itertools
 import pytest
 import torch
 from models import odd_mlp
+from sites import convert_layer, convert_layers
 from torch import nn
 
 from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.reference import dequantize, quantize
+from loka.graph.attach import attach, detach
 from loka.kernels.run import kernel_runs, reset_kernel_runs, run_gemm
-from loka.nn import (
-    check_finite,
-    convert_linear,
-    find_linears,
-    fp8_linears,
-    health_of,
-    ops,
-    reset_health,
-    restore_linear,
-)
-from loka.nn.ops import layer_pass, linear_backward, linear_forward
+from loka.nn import check_finite, find_linears, health_of, reset_health, signature, site_ops, sites_of
+from loka.nn.site_ops import layer_pass, site_backward, site_forward
 
 ROW = "emulated:rowwise_e4m3"
 CPU_CANDIDATES = [
@@ -34,11 +27,6 @@ CPU_CANDIDATES = [
     "emulated:blockwise_e4m3",
     "torch:tensorwise_e4m3",
 ]
-
-
-def converted(linear: nn.Linear, candidates: tuple[str, str, str]) -> nn.Linear:
-    convert_linear(linear, path="it", candidates=candidates)
-    return linear
 
 
 def fake_quantized(hp: torch.Tensor, gemm: Gemm, side: int, candidate: str) -> torch.Tensor:
@@ -53,7 +41,7 @@ def test_forward_and_both_gradients_match_the_twin(
     candidate: str, rows: int, fan_in: int, fan_out: int, device: torch.device
 ) -> None:
     torch.manual_seed(0)
-    linear = converted(nn.Linear(fan_in, fan_out).to(device), (candidate, candidate, candidate))
+    linear = convert_layer(nn.Linear(fan_in, fan_out).to(device), (candidate, candidate, candidate))
     x = torch.randn(rows, fan_in)
     placed = x.to(device).requires_grad_()
     y = linear(placed)
@@ -81,7 +69,7 @@ def test_forward_and_both_gradients_match_the_twin(
 
 
 def test_each_gemm_runs_its_own_candidate() -> None:
-    linear = converted(nn.Linear(20, 30), ("emulated:rowwise_e4m3", "hp", "torch:tensorwise_e4m3"))
+    linear = convert_layer(nn.Linear(20, 30), ("emulated:rowwise_e4m3", "hp", "torch:tensorwise_e4m3"))
     reset_kernel_runs()
     linear(torch.randn(8, 20, requires_grad=True)).sum().backward()
     assert kernel_runs() == {
@@ -97,7 +85,7 @@ def test_each_gemm_runs_its_own_candidate() -> None:
 
 def test_hp_gemms_equal_a_plain_linear_bit_for_bit() -> None:
     plain = nn.Linear(50, 70, bias=False)
-    mixed = converted(copy.deepcopy(plain), ("hp", "hp", ROW))
+    mixed = convert_layer(copy.deepcopy(plain), ("hp", "hp", ROW))
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(9, 50)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -110,7 +98,7 @@ def test_hp_gemms_equal_a_plain_linear_bit_for_bit() -> None:
 
 
 def test_leading_dimensions_autocast_and_dtypes() -> None:
-    linear = converted(nn.Linear(24, 40), (ROW, ROW, ROW))
+    linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, ROW))
     x = torch.randn(2, 3, 5, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = linear(x)
@@ -123,7 +111,7 @@ def test_leading_dimensions_autocast_and_dtypes() -> None:
 
 
 def test_frozen_weight_and_input_without_gradient() -> None:
-    linear = converted(nn.Linear(24, 40), (ROW, ROW, ROW))
+    linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, ROW))
     linear.weight.requires_grad_(False)
     x = torch.randn(8, 24, requires_grad=True)
     linear(x).sum().backward()
@@ -136,10 +124,7 @@ def test_frozen_weight_and_input_without_gradient() -> None:
 def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None:
     torch._dynamo.reset()
     model = odd_mlp()
-    for path, linear in find_linears(model)[0].items():
-        convert_linear(
-            linear, path=path, candidates=(ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3")
-        )
+    convert_layers(model, (ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3"))
     x = torch.randn(16, 13)
     eager = model(x)
     eager.sum().backward()
@@ -163,11 +148,11 @@ def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
     """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
     x, weight, dy = torch.randn(5, 7), torch.randn(3, 7), torch.randn(5, 3)
-    # Not test_schema: the ops write their counters unseen, on purpose (nn/ops.py).
+    # Not test_schema: the ops write their counters unseen, on purpose (nn/site_ops.py).
     checks = {"test_utils": ("test_faketensor",)}
     kept = (names[2] != "hp", names[1] != "hp")
-    torch.library.opcheck(linear_forward, (x, weight, health, *names, *kept), **checks)
-    _, low_x, x_scale, low_weight, weight_scale = linear_forward(x, weight, health, *names, *kept)
+    torch.library.opcheck(site_forward, (x, weight, health, "it", *names, *kept), **checks)
+    _, low_x, x_scale, low_weight, weight_scale = site_forward(x, weight, health, "it", *names, *kept)
     operands = (
         low_x if x_scale.numel() else x,
         x_scale,
@@ -175,8 +160,8 @@ def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
         weight_scale,
     )
     for wanted in ((True, True), (True, False), (False, True)):
-        arguments = (dy, *operands, health, *names[1:], *wanted, 7, torch.float32)
-        torch.library.opcheck(linear_backward, arguments, **checks)
+        arguments = (dy, *operands, health, "it", *names[1:], *wanted, 7, torch.float32)
+        torch.library.opcheck(site_backward, arguments, **checks)
 
 
 @pytest.mark.parametrize("names", list(itertools.product(["hp", ROW, BLOCK], repeat=3)), ids=str)
@@ -213,7 +198,7 @@ def test_autocast_does_not_reach_into_the_gemms(name: str) -> None:
 
 
 def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
-    linear = converted(nn.Linear(24, 40, bias=False).to(device), (ROW, ROW, ROW))
+    linear = convert_layer(nn.Linear(24, 40, bias=False).to(device), (ROW, ROW, ROW))
     linear.weight.requires_grad_(False)
     x = torch.randn(64, 24, requires_grad=True, device=device)
     y = linear(x)
@@ -225,14 +210,14 @@ def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
 
 def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = ops.quantize_pair
+    real = site_ops.quantize_pair
 
     def counted(hp: torch.Tensor, **sides: object) -> object:
         calls.append((tuple(hp.shape), sides["row"] is not None, sides["column"] is not None))
         return real(hp, **sides)
 
-    monkeypatch.setattr(ops, "quantize_pair", counted)
-    linear = converted(nn.Linear(24, 40), (ROW, ROW, BLOCK))
+    monkeypatch.setattr(site_ops, "quantize_pair", counted)
+    linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, BLOCK))
     x = torch.randn(8, 24, requires_grad=True)
     y = linear(x)
     saved = {tensor.dtype for tensor in y.grad_fn.next_functions[0][0].next_functions[0][0].saved_tensors}
@@ -248,8 +233,7 @@ def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nan_is_in_the_result_and_names_its_site() -> None:
     torch.manual_seed(0)
     model = odd_mlp()
-    for path, linear in find_linears(model)[0].items():
-        convert_linear(linear, path=path, candidates=(ROW, ROW, ROW))
+    convert_layers(model, (ROW, ROW, ROW))
     check_finite(model)
     x = torch.randn(6, 13)
     model(x).sum().backward()
@@ -265,7 +249,7 @@ def test_nan_is_in_the_result_and_names_its_site() -> None:
 
 
 def test_a_nan_gradient_names_its_site() -> None:
-    linear = converted(nn.Linear(8, 16), (ROW, ROW, ROW))
+    linear = convert_layer(nn.Linear(8, 16), (ROW, ROW, ROW))
     y = linear(torch.randn(4, 8, requires_grad=True))
     y.backward(torch.full_like(y, float("nan")))
     with pytest.raises(NonFinite, match="it/grad_input: non-finite grad_output"):
@@ -276,18 +260,18 @@ def test_restoring_leaves_nothing_behind() -> None:
     plain = nn.Linear(6, 4)
     before = set(vars(plain)), set(plain._buffers), len(plain._forward_pre_hooks)
     keys = list(plain.state_dict())
-    linear = converted(plain, (ROW, ROW, ROW))
+    linear = convert_layer(plain, (ROW, ROW, ROW))
     assert list(linear.state_dict()) == keys
     clone = copy.deepcopy(linear)
     for one in (linear, clone):
-        restore_linear(one)
+        detach(one)
         assert type(one) is nn.Linear
         assert (set(vars(one)), set(one._buffers), len(one._forward_pre_hooks)) == before
         one(torch.randn(2, 6))
 
 
 def test_a_copy_has_its_own_counters() -> None:
-    linear = converted(nn.Linear(6, 4), (ROW, ROW, ROW))
+    linear = convert_layer(nn.Linear(6, 4), (ROW, ROW, ROW))
     clone = copy.deepcopy(linear)
     clone(torch.randn(2, 6))
     assert health_of(clone)["it/output"]["runs"] == 1
@@ -295,38 +279,58 @@ def test_a_copy_has_its_own_counters() -> None:
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
+    plain = nn.Linear(4, 4)
     with pytest.raises(UnknownName, match="rowwise_e9m9"):
-        convert_linear(nn.Linear(4, 4), path="x", candidates=("torch:rowwise_e9m9", "hp", "hp"))
-    linear = converted(nn.Linear(4, 4), (ROW, ROW, ROW))
+        convert_layer(plain, ("torch:rowwise_e9m9", "hp", "hp"))
+    assert "forward" not in vars(plain)
+    linear = convert_layer(nn.Linear(4, 4), (ROW, ROW, ROW))
     with pytest.raises(NotConverted, match="converted already"):
-        convert_linear(linear, path="x", candidates=(ROW, ROW, ROW))
+        convert_layer(linear, (ROW, ROW, ROW))
+    with pytest.raises(NotConverted, match="has no module 'there'"):
+        attach(nn.Sequential(plain), {"there": signature(plain).layers[""]}, {"there": (ROW, ROW, ROW)})
+    assert "forward" not in vars(plain)
 
-    class Scaled(nn.Linear):
+
+def test_subclasses_are_sites_where_they_compute_what_nn_linear_does() -> None:
+    class Same(nn.Linear):
         pass
 
-    with pytest.raises(NotConverted, match="Scaled"):
-        convert_linear(Scaled(4, 4), path="x", candidates=(ROW, ROW, ROW))
+    class Scaled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    same = convert_layer(Same(4, 4), (ROW, ROW, ROW))
+    same(torch.randn(2, 4))
+    assert health_of(same)["it/output"]["runs"] == 1
+    found, skipped = find_linears(nn.ModuleDict({"same": Same(4, 4), "scaled": Scaled(4, 4)}))
+    assert list(found) == ["same"]
+    assert skipped == {"scaled": "Scaled is a subclass of nn.Linear and computes otherwise"}
 
 
 def test_a_kernel_that_cannot_run_raises_and_never_falls_back() -> None:
-    linear = converted(nn.Linear(16, 16), ("torch:blockwise_e4m3", "hp", "hp"))
+    linear = convert_layer(nn.Linear(16, 16), ("torch:blockwise_e4m3", "hp", "hp"))
     with pytest.raises(NoKernelFits, match="torch has no blockwise kernel on the CPU") as caught:
         linear(torch.randn(4, 16))
     assert "emulated:blockwise_e4m3" in str(caught.value)
 
 
-def test_transformer_inference_does_not_pass_the_fp8_layers_by() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_transformer_inference_does_not_pass_the_sites_by(apart: bool) -> None:
     """nn.TransformerEncoderLayer's fused path reads linear1.weight itself, in eval mode."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
-    for path in ("linear1", "linear2"):
-        convert_linear(getattr(layer, path), path=path, candidates=(ROW, "hp", "hp"))
+    names: tuple[str, str, str] = (ROW, "hp", "hp")
+    if apart:
+        for path in ("linear1", "linear2"):
+            convert_layers(getattr(layer, path), names)
+    else:
+        convert_layers(layer, dict.fromkeys(("linear1", "linear2"), names))
     with torch.no_grad():
         layer(torch.randn(2, 5, 32))
     assert {site: c["runs"] for site, c in health_of(layer).items()} == {
         "linear1/output": 1,
         "linear2/output": 1,
     }
-    assert set(fp8_linears(layer)) == {"linear1", "linear2"}
+    assert set(sites_of(layer)) == {"linear1", "linear2"}
 
 
 def test_padded_sequences_in_transformer_inference() -> None:
@@ -337,8 +341,7 @@ def test_padded_sequences_in_transformer_inference() -> None:
     mask[1:, 4:] = True
     with torch.no_grad():
         plain = model(x, src_key_padding_mask=mask)
-        for index, layer in enumerate(model.layers):
-            convert_linear(layer.linear1, path=f"layers.{index}.linear1", candidates=(ROW, "hp", "hp"))
+        convert_layers(model, {f"layers.{index}.linear1": (ROW, "hp", "hp") for index in range(2)})
         fp8 = model(x, src_key_padding_mask=mask)
     assert health_of(model)["layers.1.linear1/output"]["runs"] == 1
     # 28 dB of noise in one of the four linear maps of each layer: well under 10 % after the norms.
@@ -348,8 +351,7 @@ def test_padded_sequences_in_transformer_inference() -> None:
 
 def converted_mlp(*, inplace: bool = False) -> nn.Sequential:
     model = nn.Sequential(nn.Linear(13, 32, bias=False), nn.ReLU(inplace=inplace), nn.Linear(32, 16))
-    for path, linear in find_linears(model)[0].items():
-        convert_linear(linear, path=path, candidates=(ROW, ROW, ROW))
+    convert_layers(model, (ROW, ROW, ROW))
     return model
 
 
@@ -379,8 +381,8 @@ def test_in_place_activations_after_a_layer_without_bias(shape: tuple[int, ...])
 
 
 def test_wrong_inputs_are_refused_as_nn_linear_does() -> None:
-    linear = converted(nn.Linear(16, 8), (ROW, ROW, ROW))
-    with pytest.raises(ValueError, match="it: input has 12 features, the layer takes 16"):
+    linear = convert_layer(nn.Linear(16, 8), (ROW, ROW, ROW))
+    with pytest.raises(ValueError, match="it: input has 12 features, the weight takes 16"):
         linear(torch.randn(4, 12))
     for wrong in (torch.ones(4, 16, dtype=torch.int64), torch.randn(4, 16).bfloat16()):
         with pytest.raises(TypeError, match=r"the weight torch\.float32"):
@@ -392,7 +394,7 @@ def test_wrong_inputs_are_refused_as_nn_linear_does() -> None:
 def test_converted_in_inference_mode_then_trained() -> None:
     model = nn.Linear(16, 8)
     with torch.inference_mode():
-        convert_linear(model, path="it", candidates=(ROW, ROW, ROW))
+        convert_layer(model, (ROW, ROW, ROW))
         model(torch.randn(2, 16))
     model(torch.randn(2, 16)).sum().backward()
     assert health_of(model)["it/output"]["runs"] == 2
@@ -400,17 +402,33 @@ def test_converted_in_inference_mode_then_trained() -> None:
 
 def test_towers_converted_one_by_one_are_all_seen() -> None:
     towers = nn.ModuleDict({"a": converted_mlp(), "b": converted_mlp()})
-    assert list(fp8_linears(towers)) == ["a.0", "a.2", "b.0", "b.2"]
+    assert list(sites_of(towers)) == ["a.0", "a.2", "b.0", "b.2"]
     towers["a"](torch.full((2, 13), float("nan")))
     with pytest.raises(NonFinite, match=r"the first is a\.0/output"):
         check_finite(towers)
 
 
-def test_counters_move_with_the_module_and_are_no_buffers() -> None:
+def test_counters_move_with_the_model_and_are_no_buffers(device: torch.device) -> None:
     """DistributedDataParallel broadcasts buffers, and would erase a rank's NaN flag."""
     model = converted_mlp()
     assert not list(model.buffers())
-    model.bfloat16()
-    assert model[0].loka_health.dtype == torch.int64
-    model.to("meta")
-    assert model[0].loka_health.device.type == "meta"
+    model(torch.randn(2, 13))
+    model.to(device, torch.bfloat16)
+    model(torch.randn(2, 13).to(device, torch.bfloat16))
+    health = sites_of(model)["0"].health
+    assert (health.dtype, health.device.type) == (torch.int64, device.type)
+    assert health_of(model)["0/output"]["runs"] == 2
+
+
+def test_a_model_converted_before_it_has_memory_counts_from_zero() -> None:
+    """As FSDP2 builds them: on the meta device first. The counters come with the first call, inference too."""
+    with torch.device("meta"):
+        model = converted_mlp()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    with torch.inference_mode():
+        model(torch.randn(2, 13))
+    model(torch.randn(2, 13)).sum().backward()
+    assert health_of(model)["0/output"]["runs"] == 2
+    check_finite(model)

@@ -1,0 +1,172 @@
+"""Launching the same Triton kernels again at a fraction of the host's time.
+
+Triton binds and inspects every argument at every launch, which costs the host more than many of our kernels
+take on the device. What it compiles for depends on dtypes, on the alignment of addresses and on integers. So a
+function that only allocates and launches is run once under a `Recording`, and from then on, for
+arguments alike in all of these, its allocations and launches are made again with the addresses of the day.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from loka.kernels.triton.pack import INTERPRETED
+
+_ALIGNMENT = 16  # bytes; triton tells addresses apart by it
+_MOST = 8192  # recordings kept; a ragged batch makes many
+
+
+def cdiv(a: int, b: int) -> int:
+    """triton.cdiv is a constexpr function, which costs the host 6 us."""
+    return -(-a // b)
+
+
+class _Allocation(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    zeroed: bool
+
+
+class _Launch(NamedTuple):
+    """`pointers`: place among the values, slot of the tensor, bytes behind its start."""
+
+    compiled: Any
+    grid: tuple[int, int]
+    values: tuple[Any, ...]
+    pointers: tuple[tuple[int, int, int], ...]
+
+
+class Recording:
+    """Allocations and launches of one call. Slots are the given tensors, then what was allocated."""
+
+    def __init__(self, given: tuple[torch.Tensor | None, ...]) -> None:
+        self.given = len(given)
+        self.allocations: list[_Allocation] = []
+        self.launches: list[_Launch] = []
+        self._tensors: list[torch.Tensor | None] = list(given)
+
+    def note_allocation(self, tensor: torch.Tensor, *, zeroed: bool) -> None:
+        self.allocations.append(_Allocation(tuple(tensor.shape), tensor.stride(), tensor.dtype, zeroed))
+        self._tensors.append(tensor)
+
+    def note_launch(
+        self, compiled: Any, grid: tuple[int, int], args: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> None:
+        pointers = [(place, *self._slot(a)) for place, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        plain = tuple(0 if isinstance(a, torch.Tensor) else a for a in args)
+        self.launches.append(_Launch(compiled, grid, (*plain, *values), tuple(pointers)))
+
+    def slot_of(self, tensor: torch.Tensor) -> int:
+        slot, offset = self._slot(tensor)
+        assert offset == 0
+        return slot
+
+    def _slot(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Its slot and the bytes behind that one's start: of the same address, else inside an allocation."""
+        address = tensor.data_ptr()
+        for slot, known in enumerate(self._tensors):
+            if known is not None and known.data_ptr() == address:
+                return slot, 0
+        for slot, known in enumerate(self._tensors[self.given :], self.given):
+            assert known is not None
+            if known.data_ptr() < address < known.data_ptr() + known.untyped_storage().nbytes():
+                return slot, address - known.data_ptr()
+        raise AssertionError("a kernel was launched on a tensor that is neither given nor recorded")
+
+    def close(self) -> None:
+        """Lets go of the tensors of the recorded call."""
+        self._tensors = []
+
+    def replay(
+        self, given: tuple[torch.Tensor | None, ...], device: torch.device
+    ) -> list[torch.Tensor | None]:
+        """Makes them again; returns the tensors by slot."""
+        tensors = list(given)
+        for size, stride, dtype, zeroed in self.allocations:
+            if zeroed:
+                tensors.append(torch.zeros(size, dtype=dtype, device=device))
+            else:
+                tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        for compiled, grid, plain, pointers in self.launches:
+            values = list(plain)
+            for place, slot, offset in pointers:
+                values[place] = addresses[slot] + offset
+            compiled.run(
+                grid[0],
+                grid[1],
+                1,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *values,
+            )
+        return tensors
+
+
+class _Local(threading.local):
+    recording: Recording | None = None
+
+
+_local = _Local()
+_RECORDINGS: dict[Any, tuple[Recording, Any]] = {}
+
+
+def recorded(
+    key: tuple[Any, ...],
+    given: tuple[torch.Tensor | None, ...],
+    make: Callable[[], Any],
+    keep: Callable[[Any, Recording], Any],
+    rebuild: Callable[[Any, list[torch.Tensor | None]], Any],
+) -> Any:
+    """`make()`, or for a key seen before its allocations and launches made again.
+
+    Args:
+        key: all that `make` depends on but the addresses and contents of `given`.
+        keep: what to remember of a result: which slots it is made of.
+        rebuild: the result from that and the tensors by slot.
+    """
+    device = given[0].device if given[0] is not None else torch.device("cuda")
+    alignment = tuple(-1 if tensor is None else tensor.data_ptr() % _ALIGNMENT for tensor in given)
+    full = (*key, device.index, alignment)
+    known = _RECORDINGS.get(full)
+    if known is not None:
+        return rebuild(known[1], known[0].replay(given, device))
+    recording = Recording(given)
+    _local.recording = recording
+    try:
+        result = make()
+    finally:
+        _local.recording = None
+    if len(_RECORDINGS) >= _MOST:
+        _RECORDINGS.clear()
+    kept = keep(result, recording)
+    recording.close()
+    _RECORDINGS[full] = (recording, kept)
+    return result
+
+
+def allocated(tensor: torch.Tensor, *, zeroed: bool = False) -> torch.Tensor:
+    """`tensor`, just allocated; a recording allocates its like."""
+    if _local.recording is not None:
+        _local.recording.note_allocation(tensor, zeroed=zeroed)
+    return tensor
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], num_warps: int = 4
+) -> None:
+    """`kernel[grid](*args, **constants, num_warps=...)`; `args` are tensors and integers, in order."""
+    compiled = kernel[grid](*args, **constants, num_warps=num_warps)
+    if _local.recording is not None and not INTERPRETED:
+        values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _local.recording.note_launch(compiled, grid, args, values)
