@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, train_step
+from oracle import ROW
 from torch import nn
 
 import loka
 from loka.core.report import HP
 from loka.probe.settings import Settings
-
-from .oracle import ROW
 
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 

@@ -117,7 +117,9 @@ class SiteBySite(TorchDispatchMode):
             return plain()
         if a.dim() == 2:
             return self._gemm(a, b)
-        return torch.stack([self._gemm(one, other) for one, other in zip(a.unbind(0), b.unbind(0), strict=True)])
+        return torch.stack(
+            [self._gemm(one, other) for one, other in zip(a.unbind(0), b.unbind(0), strict=True)]
+        )
 
     def _is_sites(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         first, second = self._owner(a), self._owner(b)
@@ -177,12 +179,16 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / size if size > 0 else (found - expected).norm())
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = "") -> None:
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""
+) -> None:
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert off(found, expected) <= bound, f"{what}: off by {off(found, expected):.2e} of the norm"
 
 
-def assert_same_gradients(model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE) -> None:
+def assert_same_gradients(
+    model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE
+) -> None:
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from forced import force, plan_of, probe, ran, runs
+from oracle import assert_close, assert_same_gradients, by_hand, gradients, off
+from small_towers import batch, pair, tower
 from torch import nn
 
 import loka
-
-from .forced import force, plan_of, probe, ran, runs
-from .oracle import assert_close, assert_same_gradients, by_hand, gradients, off
-from .towers import batch, pair, tower
 
 Change = Callable[[nn.Sequential], nn.Module]
 

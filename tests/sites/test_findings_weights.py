@@ -14,14 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from forced import plan_of
+from oracle import assert_close, by_hand, off
+from small_towers import batch, pair, tower
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import loka
-
-from .forced import plan_of
-from .oracle import assert_close, by_hand, off
-from .towers import batch, pair, tower
 
 FACTOR = 30.0  # scales of before would saturate
 

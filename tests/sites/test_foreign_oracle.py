@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from forced import planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import train_step
+from oracle import SiteBySite, assert_close, assert_same_gradients, gradients
 from torch.utils.checkpoint import set_checkpoint_early_stop
-
-from .forced import planned, ran
-from .oracle import SiteBySite, assert_close, assert_same_gradients, gradients, off
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 COMPUTED = ("weight_norm",)  # its weights are parameters of nobody, so the oracle knows none

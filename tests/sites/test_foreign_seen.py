@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from forced import planned, ran, runs
 from foreign.flops import count_flops
 from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
-
-from .forced import planned, ran, runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 ROWS = 32  # as train_step has

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
+from forced import plan_of
+from oracle import by_hand
 from torch import nn
 
 import loka
-
-from .forced import plan_of
-from .oracle import by_hand
 
 ROWS = 128
 
