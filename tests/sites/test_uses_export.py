@@ -38,7 +38,7 @@ STRICT_HERE = (
     "lora_parameters", "weight_norm", "deepctr_xdeepfm", "fuxictr_dcnv2_parallel",
     "torchrec_dlrm_dcn", "hf_gpt2_classifier",
 )  # fmt: skip
-SAVED = ("functions", "experts_einsum", "cross_attention", "torchrec_dlrm_dcn", "hf_gpt2_classifier", "chunks")
+SAVED = ("functions", "experts_einsum", "cross_attention", "deepctr_xdeepfm")
 
 
 def _given(foreign: Foreign) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -146,14 +146,9 @@ def _in_a_fresh_process(folder: Path) -> dict[str, tuple[list[torch.Tensor], int
     return torch.load(folder / "found", weights_only=False)
 
 
-# TorchRec registers its inputs with pytree on import; the other programs need loka alone.
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
-try:
-    import torchrec
-except ImportError:
-    pass
 from pathlib import Path
 from exported import run_all
 run_all(Path(sys.argv[2]))
