@@ -1,5 +1,5 @@
-"""Runs saved programs in a process of its own: `python exported.py FOLDER`, with loka imported and no model of
-these programs built. Beside them another model is converted first, which is what finding E1 needs.
+"""Runs saved programs in a process of its own: `python exported.py FOLDER`, with loka imported and no model
+of these programs built. Beside them another model is converted first, which is what finding E1 needs.
 """
 
 from __future__ import annotations

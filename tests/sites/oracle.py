@@ -2,14 +2,14 @@
 
     y = Q(x) Q(W)^T,   dx = Q(dy) Q(W),   dW = Q(dy)^T Q(x)       each GEMM by `run_gemm`
 
-`multiply` is a GEMM by hand, for small models that a test writes twice. `SiteBySite` is for models that others
-wrote: a dispatch mode below autograd that tells weights by their memory, in forward and backward alike, and
-knows neither modules nor names nor views. It takes a candidate that treats both operands of all three GEMMs
-alike, so that which one is the weight does not matter: row scales, e4m3.
+`multiply` is a GEMM by hand, for small models that a test writes twice. `SiteBySite` is for models that
+others wrote: a dispatch mode below autograd that tells weights by their memory, in forward and backward
+alike, and knows neither modules nor names nor views. It takes a candidate that treats both operands of all
+three GEMMs alike, so that which one is the weight does not matter: row scales, e4m3.
 
-Tolerance. Both sides quantize the same numbers and add the same products in float32 in another order, so a GEMM
-by itself agrees to 1e-6. What follows it is quantized again, and a value on a rounding boundary then falls
-to the other side: one step of 2^-4 of that value, in one of thousands. `CLOSE` is 2e-3 of the norm; a
+Tolerance. Both sides quantize the same numbers and add the same products in float32 in another order, so a
+GEMM by itself agrees to 1e-6. What follows it is quantized again, and a value on a rounding boundary then
+falls to the other side: one step of 2^-4 of that value, in one of thousands. `CLOSE` is 2e-3 of the norm; a
 GEMM that is not quantized at all, or twice, is off by 2e-2 to 4e-2 (28 dB).
 """
 

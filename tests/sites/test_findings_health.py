@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forced import planned, plan_of, ran
+from forced import plan_of, planned, ran
 from foreign.flops import count_flops
 from foreign.spec import call, train_step
 from small_towers import batch, pair, tower

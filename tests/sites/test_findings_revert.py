@@ -91,7 +91,9 @@ def _replaced(model: nn.Sequential) -> object:
 
 
 def test_r1_forward_replaced_after_convert_is_not_thrown_away() -> None:
-    """Revert refuses, names the module, and does nothing; when the other's wrapper is gone it goes through."""
+    """Revert refuses, names the module, and does nothing; when the other's wrapper is gone it goes
+    through.
+    """
     found, _ = pair()
     site = found[2].forward
     theirs = _replaced(found)

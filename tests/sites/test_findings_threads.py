@@ -93,7 +93,9 @@ def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool) -> None:
 
 
 def test_d1_converted_anew_under_threads_of_another_model() -> None:
-    """Two models of one plan share nothing: while one serves, the other is converted, trained and reverted."""
+    """Two models of one plan share nothing: while one serves, the other is converted, trained and
+    reverted.
+    """
     plan = plan_of(_small(), torch.randn(8, 16))
     served, oracle = loka.convert(_small(), plan).eval(), by_hand(_small())
     crowd, done = Crowd(), threading.Event()

@@ -1,7 +1,7 @@
 """S2, S3, S4: weights that anybody changes in place, at any time, are the weights that the next call uses.
 
-Copies in eight bits, or scales, that outlive one call make them fail: whoever writes through `.data`, a loaded
-checkpoint or an averaged model tells no one.
+Copies in eight bits, or scales, that outlive one call make them fail: whoever writes through `.data`, a
+loaded checkpoint or an averaged model tells no one.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def test_s3_an_average_that_was_evaluated_early(how: str) -> None:
 def test_s4_sgd_by_hand_through_data(compiled: bool) -> None:
     """200 steps of `p.data -= lr * p.grad`: losses and weights are those of the run by hand.
 
-    Two runs in eight bits part slowly, as every rounding that falls to the other side is trained on: the losses
-    of the last 20 steps agree to 5 %. Stale copies were off by a factor of 300.
+    Two runs in eight bits part slowly, as every rounding that falls to the other side is trained on: the
+    losses of the last 20 steps agree to 5 %. Stale copies were off by a factor of 300.
     """
     found, expected = pair()
     call = torch.compile(found, backend="aot_eager") if compiled else found

@@ -20,7 +20,7 @@ def test_a_training_step_is_the_oracles(name: str) -> None:
     """It fails where a site multiplies by another view, drops or doubles a bias, or is not run at all."""
     known = planned(name)
     foreign = known.foreign
-    expected, found, plain = foreign.build(), known.converted(), foreign.build()
+    expected, found = foreign.build(), known.converted()
     # A recomputation that stops early makes tensors anew of which the oracle has seen no product.
     with (
         set_checkpoint_early_stop(False),

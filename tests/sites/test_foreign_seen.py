@@ -1,4 +1,6 @@
-"""At least 99 % of parameter-GEMM FLOPs are sites in every foreign model, and all of these run when forced."""
+"""At least 99 % of parameter-GEMM FLOPs are sites in every foreign model, and all of these run when
+forced.
+"""
 
 from __future__ import annotations
 

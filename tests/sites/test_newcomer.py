@@ -62,10 +62,8 @@ class Newcomer(nn.Module):
         return self.experts(self.attention(self.items(history)).mean(dim=1))
 
     def forward(self, history: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.recompute:
-            user = checkpoint(self.user, history, use_reentrant=False)
-        else:
-            user = self.user(history)
+        again = self.recompute
+        user = checkpoint(self.user, history, use_reentrant=False) if again else self.user(history)
         return {"click": self.mlp(user), "next": F.linear(user, self.items.weight)}
 
 
@@ -99,7 +97,9 @@ def train(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_newcomers_model_goes_through_all_of_it(tmp_path: Path) -> None:
-    """Each part reads what the part before has saved; the numbers are held against the oracle and the plain run."""
+    """Each part reads what the part before has saved; the numbers are held against the oracle and the plain
+    run.
+    """
     model, unwatched = newcomer(), newcomer()
     with loka.Probe(
         model, every=2, logits=lambda output: output["click"], save_to=tmp_path / "stats"

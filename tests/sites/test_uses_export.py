@@ -1,7 +1,8 @@
 """torch.export of converted models: both modes, in this process and, saved, in another one; finding E1.
 
-A program holds the op, the site's name, candidates and parameters, and no handle into a process: where it held
-one, a saved program ran with the weights of whatever model had that handle in the process that loaded it.
+A program holds the op, the site's name, candidates and parameters, and no handle into a process: where it
+held one, a saved program ran with the weights of whatever model had that handle in the process that loaded
+it.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def test_strict_export_takes_no_checkpoints_with_or_without_loka(name: str) -> N
     known = planned(name)
     errors = []
     for model in (known.foreign.build(), known.converted()):
-        with pytest.raises(Exception) as caught:  # noqa: PT011  torch's own, of whatever class
+        with pytest.raises(Exception) as caught:
             _export(model, known.foreign, strict=True)
         errors.append(type(caught.value))
     assert errors[0] is errors[1]

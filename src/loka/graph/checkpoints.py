@@ -6,10 +6,10 @@ in high precision what ran as a site. So the function that it keeps is one that 
 torch has no hook for this: functions of torch.utils.checkpoint are wrapped, once, when a model with such
 sites first runs or is probed; without sites around the call they do what they did.
 
-Probe needs more. A reentrant checkpoint runs without a graph in forward, so there is nothing of which a gradient
-could be observed, and its layers would be planned without their two GEMMs in backward. In a sampled step
-it runs as one without reentrance: it computes the same and keeps as little. Only a parameter that several such
-checkpoints share gets its gradient in one sum and not in several.
+Probe needs more. A reentrant checkpoint runs without a graph in forward, so there is nothing of which a
+gradient could be observed, and its layers would be planned without their two GEMMs in backward. In a sampled
+step it runs as one without reentrance: it computes the same and keeps as little. Only a parameter that
+several such checkpoints share gets its gradient in one sum and not in several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def keep_sites() -> None:
             return apply(run_function, preserve, *args)
         return checkpoint.checkpoint(run_function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    checkpoint.CheckpointFunction.apply = staticmethod(with_graph)  # type: ignore[method-assign,assignment]
+    checkpoint.CheckpointFunction.apply = staticmethod(with_graph)  # type: ignore[method-assign]
     checkpoint.CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
     checkpoint._checkpoint_without_reentrant_generator = without_reentrant
 
@@ -82,7 +82,9 @@ def _is_watched(args: tuple[Any, ...]) -> bool:
 
 
 def _under_sites(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
-    """`function` as it is to be recomputed. `runs_first`: its first call is the one in forward, with the modes on."""
+    """`function` as it is to be recomputed. `runs_first`: its first call is the one in forward, with the
+    modes on.
+    """
     modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, ParameterMode)]
     kept = [mode.again for mode in modes if mode.again is not None]
     kept += [watching] if _is_on() else []  # a checkpoint within one that is recomputed

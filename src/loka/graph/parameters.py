@@ -22,8 +22,8 @@ from loka.graph.views import TRANSPOSED, VIEWS, view_key
 class _Again:
     """A checkpointed function that enters the mode by itself.
 
-    Dynamo hands calls of `checkpoint` to function modes, as eager torch does not, and traces what is inside with
-    the mode taken off: its GEMMs would run in high precision.
+    Dynamo hands calls of `checkpoint` to function modes, as eager torch does not, and traces what is inside
+    with the mode taken off: its GEMMs would run in high precision.
     """
 
     def __init__(

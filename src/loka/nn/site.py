@@ -4,8 +4,8 @@
 
 The module object, its class, parameters, hooks and `state_dict` stay as they are: only an attribute `forward`
 stands on the instance, which hides the class's. Other libraries may change the class meanwhile (FSDP2,
-parametrizations), and `restore` takes away no more than was put there. A site holds no copy of a weight and no
-scale, so every way of calling the module is right; its one tensor is telemetry.
+parametrizations), and `restore` takes away no more than was put there. A site holds no copy of a weight and
+no scale, so every way of calling the module is right; its one tensor is telemetry.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Site:
 class SiteForward(ABC):
     """Stands as `forward` on the instance of a module that calls sites; abstract.
 
-    A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method or
-    a closure would go on calling the original.
+    A plain object that holds its module: deepcopy and pickle carry both over together, where a bound method
+    or a closure would go on calling the original.
 
     `path` is the module's in the model that was converted, to which the names of the sites belong.
     """
@@ -102,7 +102,9 @@ class SiteForward(ABC):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The original's, which torch.export names inputs and dynamic shapes by and Trainers pick columns by."""
+        """The original's, which torch.export names inputs and dynamic shapes by and Trainers pick columns
+        by.
+        """
         return inspect.signature(self._original)
 
     @property
@@ -166,7 +168,9 @@ def remove(forward: SiteForward) -> None:
 
 
 def sites_of(model: nn.Module) -> dict[str, Site]:
-    """The converted sites by name; those of a part that was converted by itself have its path before theirs."""
+    """The converted sites by name; those of a part that was converted by itself have its path before
+    theirs.
+    """
     return {
         _joined(_converted_at(path, forward.path), site.name): site
         for path, forward in site_forwards(model).items()

@@ -416,9 +416,9 @@ class Probe:
 
 
 def _refuse_converted(model: nn.Module) -> None:
-    """The GEMMs of a converted model are not the calls that Probe watches: it would learn nothing, in silence."""
+    """A converted model's GEMMs are not the calls that Probe watches: it would learn nothing, in silence."""
     if runs_fused(model) or site_forwards(model):
         raise NotConverted(
-            "a Probe watches models in high precision, and this one runs by a plan: its GEMMs cannot be watched",
+            "a Probe watches models in high precision, and this one runs by a plan",
             way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",
         )
