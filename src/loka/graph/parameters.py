@@ -8,27 +8,49 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from loka.graph.aliases import is_transposed
 from loka.graph.gemm_calls import GEMMS, GemmCall, gemm_of
 from loka.graph.views import TRANSPOSED, VIEWS, view_key
 
 
+class _Again:
+    """A checkpointed function that enters the mode by itself.
+
+    Dynamo hands calls of `checkpoint` to function modes, as eager torch does not, and traces what is inside
+    with the mode taken off: its GEMMs would run in high precision.
+    """
+
+    def __init__(
+        self, again: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+    ) -> None:
+        self.again, self.function = again, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.again():
+            return self.function(*args, **kwargs)
+
+
 class ParameterMode(TorchFunctionMode):
     """Calls `multiply` for each GEMM of a known tensor, and otherwise what was called.
 
-    `known` holds tensors with their keys: a parameter's name, then how the view was made.
+    `known` holds tensors with their keys: a parameter's name, then how the view was made. `watches`: it only
+    looks on, and wants to see gradients too.
     """
+
+    watches = False
 
     def __init__(self, known: list[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
         self.known = known
-        self.again: Callable[[], ParameterMode] | None = None  # makes one for a recomputation
+        self.again: Callable[[], AbstractContextManager[Any]] | None = None  # entered in a recomputation
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns for a GEMM of the weight `key`; abstract."""
@@ -63,6 +85,8 @@ class ParameterMode(TorchFunctionMode):
             if call is not None and key is not None:
                 return self.multiply(key, call, func, args, kwargs)
             return func(*args, **kwargs)
+        if func is checkpoint and args and self.again is not None:
+            return func(_Again(self.again, args[0]), *args[1:], **kwargs)
         if func in VIEWS and args:
             key = self.key_of(args[0])
             if key is not None:

@@ -10,7 +10,10 @@ and no scale, so every way of calling the module is right; its one tensor is tel
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -99,6 +102,24 @@ class SiteForward(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward computes, with its GEMMs by the sites."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's, which torch.export names inputs and dynamic shapes by and Trainers pick columns
+        by.
+        """
+        return inspect.signature(self._original)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's, which torch.export reports by."""
+        return getattr(self._original, "__code__", type(self).__call__.__code__)
+
+    @property
+    def _original(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before
+        return MethodType(type(self.module).forward, self.module)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without sites."""

@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from loka.core.coverage import Coverage
 from loka.core.signature import LinearShape, WeightUse
+from loka.graph.checkpoints import keep_sites, watching
 from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
@@ -89,6 +90,8 @@ class SiteTrace(ParameterMode):
         account: counts the FLOPs of this pass; None for passes that are not accounted.
     """
 
+    watches = True
+
     def __init__(
         self,
         root: nn.Module,
@@ -100,6 +103,7 @@ class SiteTrace(ParameterMode):
         account: bool,
     ) -> None:
         super().__init__([])
+        self.again = watching
         self._linears = linears
         self._root, self._names, self._filter, self._observe = root, names, filter, observe
         self._paths = {module: path for path, module in named_modules(root)}
@@ -113,6 +117,7 @@ class SiteTrace(ParameterMode):
         self.account = FlopAccount(parameters, self._place) if account else None
 
     def start(self) -> None:
+        keep_sites()
         for module in self._paths:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
