@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ class FlopAccount(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]) -> None:
         super().__init__()
+        from torch.utils.flop_counter import flop_registry  # it imports triton: not when loka is imported
+
+        self._registry = flop_registry
         self._where = where
         self._inside = 0
         self._kept = list(parameters)
@@ -104,7 +107,7 @@ class FlopAccount(TorchDispatchMode):
             self.know(out)
         if self._inside:
             return out
-        flops = _flops_of(packet, args, kwargs, out)
+        flops = _flops_of(packet, args, kwargs, out, self._registry)
         if flops:
             operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 1]
             parameter = any(_address(t) in self._memory for t in operands)
@@ -115,13 +118,13 @@ class FlopAccount(TorchDispatchMode):
         return out
 
 
-def _flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    from torch.utils.flop_counter import flop_registry  # it imports triton
-
+def _flops_of(
+    packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, registry: Mapping[Any, Any]
+) -> float:
     if packet in _OWN:
         return _OWN[packet](args, out)
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet in registry:
+        return float(registry[packet](*args, **kwargs, out_val=out))
     return 0.0
 
 
