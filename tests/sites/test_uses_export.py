@@ -20,6 +20,7 @@ from forced import plan_of, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, call
 from oracle import assert_close
+from sweeps import sweep
 from torch import nn
 
 import loka
@@ -39,7 +40,8 @@ STRICT_HERE = (
     "lora_parameters", "weight_norm", "deepctr_xdeepfm", "fuxictr_dcnv2_parallel",
     "torchrec_dlrm_dcn", "hf_gpt2_classifier",
 )  # fmt: skip
-SAVED = ("functions", "experts_einsum", "cross_attention", "deepctr_xdeepfm")
+ALWAYS = ("functions", "slices", "experts_bmm", "cross_attention", "deepctr_xdeepfm", "torchrec_dlrm_dcn")
+SAVED = ("functions", "cross_attention")
 
 
 def _given(foreign: Foreign) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,20 +76,24 @@ def _check(name: str, *, strict: bool) -> None:
         assert_close(result, wanted)
 
 
-@pytest.mark.parametrize("name", NON_STRICT)
+@pytest.mark.parametrize(
+    "name", sweep(NON_STRICT, (*ALWAYS, "checkpoint_function", "hf_bert", "lora_modules"))
+)
 def test_non_strict_has_every_site(name: str) -> None:
     """It fails where tracing passes an owner's mode by, so that a program computes in high precision."""
     _check(name, strict=False)
 
 
-@pytest.mark.parametrize("name", STRICT_HERE)
+@pytest.mark.parametrize("name", sweep(STRICT_HERE, ALWAYS))
 def test_strict_has_every_site(name: str) -> None:
     assert name in STRICT
     _check(name, strict=True)
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
-@pytest.mark.parametrize("name", ["relu_tower", "slices", "encoder_batch_first"])
+@pytest.mark.parametrize(
+    "name", sweep(("relu_tower", "slices", "encoder_batch_first"), ("relu_tower", "slices"))
+)
 def test_dynamic_shapes_by_the_names_of_the_original_forward(name: str, strict: bool) -> None:
     """Also where the model itself owns the parameters, so that its own `forward` is replaced."""
     known = planned(name)
