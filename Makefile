@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHREC ?= torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 BIN := .venv/bin
 
-.PHONY: demo test lint types layers check clean
+.PHONY: demo test sweep lint types layers check clean
 
 demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
@@ -14,6 +14,10 @@ demo: .venv/ready
 # One torch thread a worker: two pools of threads on the same cores wait for each other.
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+
+# What `make test` leaves out for time: the rest of the sweeps over foreign models.
+sweep: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m slow
 
 check: lint types layers test
 

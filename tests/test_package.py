@@ -61,6 +61,12 @@ with loka.Probe(model, every=2):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
+def test_importing_loka_leaves_triton_alone() -> None:
+    """It reads its environment when it is first imported, which is for the user to decide until then."""
+    script = "import sys, loka; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
 def test_imports_point_one_way() -> None:
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -17,7 +17,6 @@ each combination is raced against the unchanged model's in bf16, both compiled, 
 
 Mods that make the same model as others, having found nothing to change, are named and not trained. `--out`
 keeps finished runs and `ablation.json`; a killed ablation goes on when started again.
-
 Step times take compiling, mostly: `--compile-only MODS PART` does a part of that and stops (ahead.py).
 """
 
@@ -362,7 +361,8 @@ def main() -> None:
         return
     given.device = choose_device(given.device)
     data = open_data(given.data, rows=given.rows, seed=given.seed)
-    config = TrainConfig(batch_size=given.batch_size, seed=given.seed, device=given.device, step=given.step)
+    told = {name: getattr(given, name) for name in ("batch_size", "seed", "device", "step")}
+    config = TrainConfig(schedule="constant", **told)  # as the runs beside this file were
     bench = Bench(
         build=partial(model_builder(given.model), data.train),
         train=data.train,

@@ -298,6 +298,7 @@ def main() -> None:
     config = TrainConfig(
         batch_size=given.batch_size,
         lr=given.lr,
+        schedule="constant",  # as the runs beside this file were
         grad_clip=given.grad_clip,
         seed=given.seed,
         device=device,

@@ -26,7 +26,8 @@ from loka.data.batch import Batch
 from loka.train import TrainConfig
 from loka.train.config import Precision, StepMode
 from loka.train.metrics import normalized_entropy
-from loka.train.optim import build_optimizers, set_rates, warmup_factor
+from loka.train.optim import build_optimizers
+from loka.train.schedule import schedulers
 from loka.train.step import Step
 
 FIRST, EVERY = 4, 5
@@ -54,11 +55,13 @@ def train(
             weight.mul_(1 + nudge * noise)
     optimizers = build_optimizers(model, config)
     step = Step(model, optimizers, config)
+    rates = schedulers(optimizers, config, given.schedule)
     losses: list[torch.Tensor] = []
     curve = []
     for number, batch in enumerate(batches):
-        set_rates(optimizers, config, warmup_factor(number, given.schedule, config.warmup))
         result = step(batch, sight="hooks" if number in eager else "none")
+        for scheduler in rates.values():
+            scheduler.step()
         losses.append(result.losses.clone())
         if (number + 1) % EVERY == 0:
             labels = torch.cat([each.label for each in batches[: number + 1]])
@@ -94,7 +97,13 @@ def main() -> None:
     rows = []
     for name, (precision, mode, options_) in arms.items():
         config = TrainConfig(
-            batch_size=given.batch_size, lr=1e-3, grad_clip=1.0, precision=precision, device=device, step=mode
+            batch_size=given.batch_size,
+            lr=1e-3,
+            schedule="constant",
+            grad_clip=1.0,
+            precision=precision,
+            device=device,
+            step=mode,
         )
         first, curve = train(batches, source, config, given, **options_)
         rows.append((name, " ".join(f"{x:.5f}" for x in first), " ".join(f"{x:.5f}" for x in curve)))

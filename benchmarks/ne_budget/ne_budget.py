@@ -137,7 +137,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace, fits: Mapping[str, 
         model = MODELS[name](embedding_dim=16, **features, **PLAIN[name])
     else:
         model = build(name, **features)
-    train(model, learnt, config=TrainConfig(batch_size=256, precision="fp32", seed=seed))
+    train(model, learnt, config=TrainConfig(batch_size=256, schedule="constant", precision="fp32", seed=seed))
     batches = list(itertools.islice(fresh.batches(1024), 1 + arguments.eval_rows // 1024))
     first, rest = batches[0], batches[1:]
     with loka.Probe(model, every=1, effect_step=512, seed=seed) as probe:

@@ -115,7 +115,11 @@ def run(name: str, seed: int, data: Path | None, settings: Settings) -> dict[str
     kind, _, size = name.partition(":")
     columns = {"dense_features": learnt.dense_features, "vocab_sizes": learnt.vocab_sizes}
     model = build(kind, size=size or "small", **columns)
-    train(model, learnt, config=TrainConfig(batch_size=settings.train_batch, precision="fp32", seed=seed))
+    train(
+        model,
+        learnt,
+        config=TrainConfig(batch_size=settings.train_batch, schedule="constant", precision="fp32", seed=seed),
+    )
     first = next(iter(fresh.batches(settings.probe_rows)))
     clicks = torch.cat([batch.label for batch in learnt.batches(settings.eval_batch)]).double().mean().item()
     known = clicks if settings.rate == "labels" else None

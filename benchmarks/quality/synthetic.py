@@ -1,7 +1,7 @@
 """Writes rows of the synthetic world, planted teacher and all, as a folder that every command reads.
 
     python benchmarks/quality/synthetic.py --rows 12000000 --out rows
-    loka validate --data rows --model dcnv2 --batch-size 8192 --step graph --arm plan.json --arm naive
+    loka validate --schedule constant --data rows --model dcnv2 --batch-size 8192 --arm plan.json --arm naive
 
 A process draws some 30,000 to 100,000 rows a second, fewer than training on a GPU takes; read back, they
 come by the million. Shards are drawn by as many processes as there are processors; each is whole or not

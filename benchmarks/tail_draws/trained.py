@@ -22,7 +22,7 @@ def trained(name: str, *, rows: int, batch_size: int, seed: int) -> tuple[nn.Mod
     source = SyntheticClicks(rows=rows, seed=seed)
     torch.manual_seed(seed)
     model = build(name, dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
-    train(model, source, config=TrainConfig(batch_size=batch_size, seed=seed))
+    train(model, source, config=TrainConfig(batch_size=batch_size, schedule="constant", seed=seed))
     return model, SyntheticClicks(rows=rows, seed=seed, first_row=rows)
 
 

@@ -344,6 +344,23 @@ def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
     assert not torch.equal(other.logit.weight, first.logit.weight)
 
 
+def test_effects_are_by_the_labels_or_by_the_given_rate(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    def probe(model: nn.Module, **options: Any) -> Probe:
+        told.append(options["base_rate"])
+        return Probe(model, **options)
+
+    monkeypatch.setattr(step, "Probe", probe)
+    monkeypatch.setattr(step, "measure", lambda *args, **options: None)
+    step._report(config_in(tmp_path / "counted"), data)
+    step._report(config_in(tmp_path / "given", base_rate=0.25), data)
+    labels = torch.cat([batch.label for batch in data.train.batches(32)])
+    assert told == [pytest.approx(labels.mean().item()), 0.25]
+
+
 def test_statistics_in_the_folder_are_not_gathered_again(
     steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 import command_line
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from loka.cli.app import app
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
+from loka.core.stats import Stats
+from loka.data import SyntheticClicks
 from loka.train.timeline import load_timeline
 
 SMALL = ["train", "--model", "dlrm", "--rows", "4000", "--batch-size", "128", "--device", "cpu"]
@@ -73,9 +77,58 @@ def test_metrics_by_segment(tmp_path: Path) -> None:
     assert "(640 rows" in window
 
 
+def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path: Path) -> None:
+    text = loka("--average", "tail")
+    assert "rates rise over 3 steps, then fall along a cosine to 0 over 22" in text
+    assert "held out, by the mean of the weights (tail): ne " in text
+    level = loka("--schedule", "constant")
+    assert "not annealed at the end" in level
+    assert "mean of the weights" not in level
+
+
+def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path: Path) -> None:
+    """In the probe no effect on NE, in --auto no plan, in the quality no NE."""
+    file = tmp_path / "rows.csv"
+    names = [f"i{n}" for n in range(3)] + [f"c{n}" for n in range(2)]
+    lines = [",".join(["label", *names])] + [f"0,{n % 7},1,2,{n % 5},{n % 3}" for n in range(2000)]
+    file.write_text("\n".join(lines) + "\n")
+    schema = {"label": "label", "dense": names[:3], "sparse": names[3:]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    runner = CliRunner()
+    convert = ["data", "convert", str(file), "--out", str(tmp_path / "rows"), "--buckets", "50"]
+    done = runner.invoke(app, [*convert, "--schema", str(tmp_path / "schema.json")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    data = ["--data", tmp_path / "rows"]
+    text = loka(*data)
+    assert "whose labels are all 0: NE, AUC and calibration are not defined" in text
+    assert "all 1600 labels read are 0: NE is not defined" in refused(
+        *data, "--auto", "--out", tmp_path / "a"
+    )
+    probe = ["probe", "--model", "dlrm", *map(str, data), "--batch-size", "128", "--out", str(tmp_path / "s")]
+    done = runner.invoke(app, [*probe, "--device", "cpu"], catch_exceptions=False)
+    assert "no effect on it is measured and none is promised" in done.output
+    assert not any(layer.effects for layer in Stats.load(tmp_path / "s").layers.values())
+    demo = ["demo", "--model", "dlrm", *map(str, data), "--device", "cpu", "--out", str(tmp_path / "d")]
+    assert "the rows to train on: all 1600 labels read are 0" in str(runner.invoke(app, demo).exception)
+
+
+def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path: Path) -> None:
+    """At few positives the mean prediction of a fresh model is many times off."""
+    command = ["probe", "--model", "dlrm", "--rows", "2000", "--batch-size", "128", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
+    labels = torch.cat([batch.label for batch in SyntheticClicks(rows=1600, seed=0).batches(400)])
+    positive = int(labels.sum())
+    assert f"{positive} of 1600 labels are positive" in done.output
+    effect = next(e for layer in Stats.load(tmp_path).layers.values() for e in layer.effects.values())
+    assert effect.probabilities[0] / effect.count == pytest.approx(positive / 1600)
+
+
 def test_what_it_refuses(tmp_path: Path) -> None:
     assert "one of bf16, tf32, fp32" in refused("--precision", "fp8")
     assert "one of eager, compile, graph" in refused("--step", "fast")
+    assert "one of cosine, linear, wsd, constant" in refused("--schedule", "step")
+    assert "one of none, ema, tail" in refused("--average", "swa")
+    assert "decay is 0.0" in refused("--decay", 0)
     assert "--ne without --auto" in refused("--ne", "1e-4")
     assert "makes its own plan" in refused("--auto", "--plan", tmp_path / "plan.json")
     assert "the rows have 26 sparse columns" in refused("--segments", 26)

@@ -47,14 +47,16 @@ def test_finished_runs_are_judged_again_without_training(judged):
     out, _, _ = judged
     wide = ("--limit", 1000, "--segment", "none")
     result = call("validate", "--arm", "naive", *SMALL, *wide, "--out", out / "v")
-    assert "step" not in result.output  # no log line: nothing was trained
+    assert "seed 0: step" not in result.output  # no log line: nothing was trained
     assert "No segments were judged" in result.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--arm", "nonsense"), "naive, tensorwise_e4m3"),
+        (("--arm", "nonsense"), "naive, nudged, tensorwise_e4m3"),
+        (("--arm", "naive", "--schedule", "step"), "one of cosine, linear, wsd, constant"),
+        (("--arm", "naive", "--sequential"), "looks begin after 4"),
         (("--arm", "naive", "--segment", "dense:99"), "dense:0 to dense:12"),
         (("--arm", "naive", "--limit", 0), "lets nothing pass"),
         (("--arm", "missing.json"), "no such file"),
@@ -63,6 +65,44 @@ def test_finished_runs_are_judged_again_without_training(judged):
 def test_mistakes_are_answered_with_what_there_is(tmp_path, arguments, message):
     with pytest.raises(LokaError, match=message):
         call("validate", *arguments, *SMALL, "--out", tmp_path / "v")
+
+
+def test_it_says_what_the_rates_do_and_whether_that_annealed(judged):
+    _, printed, _ = judged
+    assert "rates rise over 1 steps, then fall along a cosine to 0 over 8" in printed
+    assert "bf16 is annealed: " in printed or "bf16 is not known whether" in printed
+    assert "all rows, by the mean of the weights: " in printed
+    level = call("validate", "--arm", "naive", *SMALL, "--schedule", "constant", "--out", judged[0] / "level")
+    assert "stay constant: the model is not annealed at the end" in level.output
+    assert "bf16 is NOT annealed: the last rate is 1 of the peak" in level.output
+
+
+def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
+    common = (*SMALL[:-2], "--segment", "none", "--bank", tmp_path / "bank.json")
+    arms = ("--arm", "nudged")
+    first = call("validate", *arms, *common, "--pairs", 3, "--out", tmp_path / "v").output
+    assert "how many pairs will decide is not known before the first ones" in first
+    assert "none has 4 pairs yet" in first
+    second = call("validate", *arms, *common, "--pairs", 4, "--out", tmp_path / "v").output
+    assert "by 3 banked pairs of nudged: at a spread of " in second
+    assert "held-out rows are needed" in second
+    assert "nudged, 4 pairs, " in second
+    assert "interval contains 0 in " in second
+    moved = ("--schedule", "constant", "--pairs", 1, "--out", tmp_path / "w")
+    third = call("validate", *arms, *common, *moved).output
+    assert "bank.json holds pairs of 1 other models, rows or settings" in third
+    given = call("validate", *arms, *common, *moved, "--prior-sd", "0.025").output
+    assert "by the given spread of 0.025 %: at a spread of 0.025 % between pairs, " in given
+    assert "pass at 0.02 % in 80% of validations where nothing is wrong" in given
+
+
+def test_a_sequential_validation_is_announced(tmp_path):
+    shown = call(
+        *("validate", "--arm", "nudged", *SMALL[:-2], "--pairs", 5, "--sequential"),
+        *("--segment", "none", "--limit", 50, "--out", tmp_path / "v"),
+    ).output
+    assert "4 pairs against bf16, limit 50 % of NE; a look after every pair, 5 at most" in shown
+    assert "verdict: nudged PASS" in shown
 
 
 def test_a_report_of_it_is_one_file(judged):

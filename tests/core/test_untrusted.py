@@ -156,6 +156,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """What costs most memory for each byte or for each value that is let in."""
     count = Limits().values - 10

@@ -152,6 +152,7 @@ def test_inner_modules_refuse_to_run_by_themselves() -> None:
         replaced(x)
 
 
+@pytest.mark.usefixtures("forced_fusion")
 @pytest.mark.parametrize("change", ["activation", "norm", "hook", "dropout"])
 @forced_fusion()
 def test_a_plan_is_refused_where_the_modules_changed(change: str) -> None:

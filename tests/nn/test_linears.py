@@ -16,8 +16,20 @@ def test_every_linear_is_found_and_the_rest_explained() -> None:
         "encoder.layers.1.linear2",
         "head",
     ]
-    assert "raw parameters" in skipped["encoder.layers.0.self_attn"]
-    assert "subclass" in skipped["encoder.layers.0.self_attn.out_proj"]
+    assert not skipped, "attention's projections are sites that a trace finds"
+
+
+def test_subclasses_count_where_they_run_the_forward_of_nn_linear() -> None:
+    class Same(nn.Linear):
+        pass
+
+    class Scaled(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    found, skipped = find_linears(nn.ModuleDict({"same": Same(4, 4), "scaled": Scaled(4, 4)}))
+    assert list(found) == ["same"]
+    assert skipped == {"scaled": "Scaled is a subclass of nn.Linear and computes otherwise"}
 
 
 def test_filter_shared_modules_and_float64() -> None:

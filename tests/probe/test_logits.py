@@ -20,7 +20,7 @@ Output = namedtuple("Output", "loss logits")
 
 
 def column() -> torch.Tensor:
-    return torch.randn(5, 1, requires_grad=True) * 1.0
+    return torch.linspace(-2, 2, 5, requires_grad=True)[:, None] * 1.0
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,7 @@ def test_dlrm_train_has_the_effects_of_the_model_inside() -> None:
 
 def test_batch_norm_is_named_where_it_mixes_samples() -> None:
     """The layer behind the last one has effects. With running statistics none mixes anything."""
+    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(13, 16),
         nn.BatchNorm1d(16),
@@ -96,7 +97,7 @@ def test_batch_norm_is_named_where_it_mixes_samples() -> None:
         nn.BatchNorm1d(16),
         nn.Linear(16, 1),
     )
-    x = torch.randn(40, 13, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(300, 13)  # far more than the 64 rows whose gradient is asked for
     with loka.Probe(model, every=1) as probe:
         model(x).sum().backward()
     layers = probe.stats().layers
@@ -107,4 +108,4 @@ def test_batch_norm_is_named_where_it_mixes_samples() -> None:
     assert layers["5"].effects
     with loka.Probe(model.eval(), every=1) as probe:
         model(x).sum().backward()
-    assert all(layer.effects for layer in probe.stats().layers.values())
+    assert {layer.no_effect for layer in probe.stats().layers.values()} == {""}

@@ -12,9 +12,11 @@ from torch import nn
 
 import loka
 from loka.core.exceptions import FileRefused, UnknownName
+from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 from loka.core.reference import scaled_mm
 from loka.probe import Settings
+from loka.probe.errors import draw_errors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timers import FakeTimer, install, kernel, registered
@@ -143,7 +145,7 @@ def test_interrupted_measuring_goes_on(stats: loka.Stats, tmp_path: Path) -> Non
     part = loka.Report.load(out)
     assert not part.complete
     assert "incomplete" in str(part)
-    assert {site.path for site in part.sites.values()} == {"3"}, "the largest"
+    assert set(part.sites) == {"3/output", "3/grad_input", "3/grad_weight"}, "the largest layer first"
     whole = loka.measure(stats, device="cpu", settings=QUICK, out=out, track=record)
     assert whole.complete
     assert whole.sites["3/output"] == part.sites["3/output"]
@@ -255,6 +257,14 @@ def timed(stats: loka.Stats, **options) -> loka.Report:
     )
 
 
+def noted(calls: list[object], function):
+    def call(*args, **options):
+        calls.append(args)
+        return function(*args, **options)
+
+    return call
+
+
 def races_of_sites(timer: FakeTimer) -> int:
     return sum("hp" in names for names in timer.races)
 
@@ -301,22 +311,12 @@ def test_the_pinned_name_stands_in_the_report(
 
 def test_what_cannot_be_timed_is_unsupported(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = install(monkeypatch, FakeTimer())
-    timing = []
 
     def run(a, b, dtype, *, algorithm=0):
-        if timing:
+        if timer.racing:
             raise RuntimeError("operation not permitted when stream is capturing")
         return scaled_mm(a, b, dtype=dtype)
 
-    module = sys.modules["loka.probe.measure"]
-    draw = module.draw_errors
-
-    def drawn(*args, **options):
-        timing.clear()
-        return draw(*args, **options)
-
-    monkeypatch.setattr(module, "draw_errors", drawn)
-    timer.before = timing.append
     with registered(kernel("late", run)):
         report = timed(twins, candidates=["late:rowwise_e4m3", ROWWISE])
     for site in report.sites.values():
@@ -373,7 +373,7 @@ class Stopwatch:
 
 
 def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Errors everywhere, times of what fitted, notes of the rest; later it goes on from there."""
+    """A layer is timed before the next one is measured. The rest is noted; later it goes on from there."""
     clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
     def one_minute(names: list[str]) -> None:
@@ -381,26 +381,61 @@ def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPa
             clock.now += 60.0
 
     timer.before = one_minute
-    timed(twins, out=out, errors_only=True)
     part = timed(twins, out=out, time_limit=30.0)
     assert not part.complete
-    assert len(part.sites) == 9
+    assert list(part.sites) == ["0/output", "0/grad_input", "0/grad_weight"]
     assert all(m.errors for site in part.sites.values() for m in site.measurements.values())
     times = [name for name, site in part.sites.items() if site.measurements["hp"].microseconds]
-    assert times == ["0/output", "0/grad_input", "2/output", "2/grad_input"], "the twin costs nothing"
+    assert times == ["0/output", "0/grad_input"]
     assert "time limit of 30 s" in part.notes[0]
-    assert part.notes[1] == "not timed: 0/grad_weight, 2/grad_weight, 4/output, 4/grad_input, 4/grad_weight"
+    assert part.notes[1] == "not timed: 0/grad_weight"
     assert part.notes[2] == "shared quantization not timed: 0, 2, 4"
+    assert part.notes[3].startswith("not measured: 2/output, 2/grad_input, 2/grad_weight, 4/output")
     assert "note: not timed: 0/grad_weight" in str(part)
     assert loka.Report.load(out) == part
-    monkeypatch.setattr(sys.modules["loka.probe.measure"], "draw_errors", None)  # errors are not drawn again
+    drawn = []
+    monkeypatch.setattr(sys.modules["loka.probe.measure"], "draw_errors", noted(drawn, draw_errors))
     whole = timed(twins, out=out)
     assert whole.complete
     assert whole.notes == ()
-    assert list(whole.sites) == list(part.sites)
+    assert len(drawn) == 2, "of the two other layers: errors are not drawn again"
     for name in times:
         assert whole.sites[name] == part.sites[name]
-    assert races_of_sites(timer) == 6
+    assert races_of_sites(timer) == 6 + 2, "twins share within one run: two of layer 2 race by themselves"
+
+
+def test_time_is_up_while_timing_a_chain(
+    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Errors of all its layers, times of what fitted, notes of the rest; later it goes on from there."""
+    clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
+
+    def one_minute(names: list[str]) -> None:
+        if len(timer.races) == 1:
+            clock.now += 60.0
+
+    timer.before = one_minute
+    with forced_fusion():
+        part = timed(twins, out=out, time_limit=30.0)
+        assert not part.complete
+        assert len(part.sites) == 9
+        assert all(m.errors for site in part.sites.values() for m in site.measurements.values())
+        times = [name for name, site in part.sites.items() if site.measurements["hp"].microseconds]
+        assert times == ["0/output", "0/grad_input", "2/output", "2/grad_input"], "the twin costs nothing"
+        assert "time limit of 30 s" in part.notes[0]
+        lacking = "0/grad_weight, 2/grad_weight, 4/output, 4/grad_input, 4/grad_weight"
+        assert part.notes[1] == f"not timed: {lacking}"
+        assert part.notes[2] == "shared quantization not timed: 0, 2, 4"
+        assert "note: not timed: 0/grad_weight" in str(part)
+        assert loka.Report.load(out) == part
+        monkeypatch.setattr(sys.modules["loka.probe.measure"], "draw_errors", None)  # not drawn again
+        whole = timed(twins, out=out)
+        assert whole.complete
+        assert whole.notes == ()
+        assert list(whole.sites) == list(part.sites)
+        for name in times:
+            assert whole.sites[name] == part.sites[name]
+        assert races_of_sites(timer) == 6
 
 
 def test_a_race_cut_short_is_run_again(

@@ -103,16 +103,16 @@ def test_rows_by_sample_as_shapes_tell() -> None:
 
 
 def test_whole_samples_are_picked_and_long_ones_in_part() -> None:
-    generator, linear = torch.Generator().manual_seed(0), nn.Linear(6, 4)
+    generator, elements = torch.Generator().manual_seed(0), 6 * 4
     given = torch.randn(9, 6, 5).transpose(1, 2)  # rows [9 * 5] of a view over tokens
-    picked = pick(given, 9, linear, 20, generator)
+    picked = pick(given, 9, elements, 20, generator)
     assert picked.rows.shape == (4, 5)
     assert picked.all_rows == 5
     assert torch.equal(picked.values, given.reshape(-1, 6)[picked.rows])
     assert all(len(set((rows // 5).tolist())) == 1 for rows in picked.rows)
-    long = pick(torch.randn(3, 300, 6), 3, linear, 20, generator)
+    long = pick(torch.randn(3, 300, 6), 3, elements, 20, generator)
     assert (long.rows.shape, long.all_rows) == ((1, 64), 300)
-    assert pick(torch.randn(9, 6), 9, linear, 20, generator) is None
+    assert pick(torch.randn(9, 6), 9, elements, 20, generator) is None
 
 
 class Encoder(nn.Module):

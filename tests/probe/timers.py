@@ -20,13 +20,15 @@ from loka.probe import chain_times, sharing, times
 class FakeTimer:
     """Stands in for `time_interleaved`. `true` gives microseconds by name, 100 for what is not named.
 
-    `races` are the names of each race and `options` what it was asked; `before` sees the names first.
+    `races` are the names of each race and `options` what it was asked; `before` sees the names first;
+    `racing` is true while it calls the functions.
     """
 
     def __init__(self, true: Mapping[str, float] | None = None) -> None:
         self.true = dict(true or {})
         self.races: list[list[str]] = []
         self.options: list[dict[str, object]] = []
+        self.racing = False
         self.before: Callable[[list[str]], None] = lambda names: None
 
     def __call__(
@@ -42,13 +44,17 @@ class FakeTimer:
         self.races.append(list(functions))
         self.options.append(options)
         failures = {}
-        for name, function in functions.items():
-            try:
-                function()
-            except Exception as error:
-                if name == baseline:
-                    raise
-                failures[name] = first_line(error)
+        self.racing = True
+        try:
+            for name, function in functions.items():
+                try:
+                    function()
+                except Exception as error:
+                    if name == baseline:
+                        raise
+                    failures[name] = first_line(error)
+        finally:
+            self.racing = False
 
         def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
             return {

@@ -25,9 +25,11 @@ from loka.report.page_depths import DEEPEST, Ranges, octaves, quantile
 from loka.report.page_plan import layer_rows
 from loka.report.page_quality import Bar, forest
 from loka.report.svg import Scale, fit
+from loka.train.annealed import Annealed
 from loka.train.compare import Comparison
 from loka.train.paired import PairedDifference
 from loka.train.timeline import Event
+from loka.train.validate import BY_MEAN
 from loka.train.validate_judge import Judgement
 from loka.train.validate_record import ArmVerdict, Validation
 from loka.train.validate_runs import CurvePoint, Run
@@ -72,7 +74,13 @@ def hostile_validation() -> Validation:
     poor = replace(judged, spread=replace(spread, pairs=1, between=math.nan), name="poor")
     pair = PairedDifference(Estimate(0.1, 0.0, 0.2), Estimate(0, 0, 0), Estimate(0, 0, 0), rows=9000)
     pairs = dict.fromkeys(range(4), pair)
-    arm = ArmVerdict(name=HOSTILE, pairs=pairs, average=judged, segments=(judged, poor))
+    arm = ArmVerdict(
+        name=HOSTILE,
+        pairs=pairs,
+        average=judged,
+        segments=(judged, poor),
+        readings=(replace(judged, name=f"{BY_MEAN} {HOSTILE}"),),
+    )
     broken = ArmVerdict(name="broken", pairs={}, average=None, broke=HOSTILE)
     curve = tuple(CurvePoint(1000 * step, 0.9, 0.9 + 0.1 / step) for step in range(1, 30))
     runs = [Run(arm=name, seed=seed, curve=curve) for seed in range(4) for name in ("bf16", HOSTILE)]
@@ -85,6 +93,7 @@ def hostile_validation() -> Validation:
         arms=(arm, broken),
         runs=tuple(runs),
         context={HOSTILE: HOSTILE},
+        annealed=Annealed(final_rate=1.0),
     )
 
 
@@ -293,3 +302,9 @@ def test_a_time_line_tells_how_long_each_phase_took(records):
     assert rows[3] == ["fp8", "10", "8.0", "12.0", "333"]  # 4000 rows in 12 s
     assert rows[4][:4] == ["end", "50", "20.0", "-"]
     assert "20 s up to the last entry" in section
+
+
+def test_the_read_out_of_the_mean_and_whether_it_is_annealed_are_shown(whole):
+    text = Reader(whole).text
+    assert "bf16 is NOT annealed: the last rate is 1 of the peak" in text
+    assert BY_MEAN in text

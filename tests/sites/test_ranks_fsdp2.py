@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import ParametrizationList
 
 import loka
 from loka.core.plan import Plan
@@ -51,6 +52,9 @@ UNITS, ORDERS = ("root", "layer"), ("convert first", "shard first")
 # Eight roundings of float32 in a loss near 0.7: sums over halves, their mean, what an update moves by them.
 ROUNDING = 8 * 0.7 * 2**-24
 
+# Their parents read their parameters.
+NOT_CALLED = (nn.ParameterList, ParametrizationList, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
 
 def shard(model: nn.Module, units: str) -> nn.Module:
     """A unit for all, or one for each layer that is called and multiplies by parameters of its own."""
@@ -58,10 +62,7 @@ def shard(model: nn.Module, units: str) -> nn.Module:
     if units == "layer":
         for module in list(model.modules()):
             held = [module, *(c for c in module.children() if isinstance(c, nn.ParameterList))]
-            called = not isinstance(
-                module, (nn.ParameterList, nn.modules.linear.NonDynamicallyQuantizableLinear)
-            )
-            if called and any(True for one in held for _ in one.parameters(recurse=False)):
+            if not isinstance(module, NOT_CALLED) and any([*one.parameters(recurse=False)] for one in held):
                 fully_shard(module, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -212,9 +213,9 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
 
         |dW^ - dW| <= r |dY| |X|,   r = 2 u + u^2 + 2^-9,   for all rows, and by Cauchy-Schwarz for two halves
 
-    and one update of SGD moves the two apart by 2 lr r |dY| |X| at most; sites add up as the root of squares. To
-    first order a loss differs by its gradient times what the weights differ by;
-    twice that leaves room for the curvature, and for weights that round to another side.
+    and one update of SGD moves the two apart by 2 lr r |dY| |X| at most; sites add up as the root of squares.
+    To first order a loss differs by its gradient times what the weights differ by; twice that leaves room
+    for the curvature, and for weights that round to another side.
     """
     products: dict[str, list[float]] = {}
     real = Site.__call__

@@ -190,6 +190,13 @@ def test_another_run_is_refused_with_the_differences(folder):
     )
 
 
+def test_a_forged_config_is_that_of_another_run(folder):
+    for path in folder.iterdir():
+        forge(identity={**IDENTITY, "config": [1]})(path)
+    with pytest.raises(CheckpointRefused, match=r"config: \[1\] in the checkpoint"):
+        load_newest(folder, identity=IDENTITY)
+
+
 def test_an_interrupted_save_is_reported_then_removed(folder):
     left = folder / ".unfinished-step-00000030"
     left.mkdir()

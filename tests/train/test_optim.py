@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from loka.train import RowwiseAdagrad, TrainConfig, build_optimizers, warmup_factor
+from loka.train import RowwiseAdagrad, TrainConfig, build_optimizers
 
 ROWS, WIDTH, LR, EPS = 12, 6, 0.1, 1e-8
 
@@ -118,10 +118,3 @@ def test_only_sparse_tables_get_adagrad():
 def test_a_table_has_two_dimensions():
     with pytest.raises(ValueError, match=r"\(3,\)"):
         RowwiseAdagrad([nn.Parameter(torch.zeros(3))])
-
-
-def test_warmup_is_linear_and_ends_at_one():
-    factors = [warmup_factor(step, 100, 0.1) for step in range(100)]
-    assert factors[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
-    assert set(factors[9:]) == {1.0}
-    assert warmup_factor(0, 100, 0.0) == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import LokaError, UnknownName
+from loka.core.files import write_record
 from loka.nn import sites_of
 from loka.nn.chain import form_chains
 from loka.nn.dataflow import find_chains
@@ -187,6 +189,24 @@ def test_runs_of_something_else_are_refused(tmp_path, others, named):
         run(tmp_path, **{"pairs": 1, **others})
 
 
+def test_runs_from_before_schedules_are_read_as_runs_at_a_constant_rate(tmp_path):
+    level = replace(CONFIG, schedule="constant")
+    before = run(tmp_path, pairs=1, config=level)
+    for file in tmp_path.glob("runs/*/run.json"):
+        record = json.loads(file.read_text())
+        content = record["content"]
+        for name in ("schedule", "decay", "final_rate", "average", "average_share"):
+            del content["identity"]["config"][name]
+        del content["run"]["mean_quality"], content["run"]["final_rate"]
+        write_record(file, kind=record["kind"], version=record["version"], content=content)
+    trained = []
+    again = run(tmp_path, pairs=1, config=level, on_log=lambda name, line: trained.append(name))
+    assert not trained
+    assert again.to_json() == before.to_json()
+    with pytest.raises(LokaError, match=r"'schedule': 'constant'.* there, .*'schedule': 'cosine'.* now"):
+        run(tmp_path, pairs=1)
+
+
 def test_two_arms_of_one_name_are_refused(tmp_path):
     for arms in ((SAME, SAME), (replace(SAME, name="bf16"),)):
         with pytest.raises(LokaError, match="arms of one name"):
@@ -230,7 +250,7 @@ def test_naive_is_tensorwise_with_e5m2_gradients_on_every_layer():
 
 
 def test_unknown_arms_and_segments_list_what_there_is():
-    with pytest.raises(LokaError, match="naive, tensorwise_e4m3, rowwise_e4m3"):
+    with pytest.raises(LokaError, match="naive, nudged, tensorwise_e4m3, rowwise_e4m3"):
         arm_named("rowwise", rows=64)
     with pytest.raises(LokaError, match="no such file"):
         arm_named("nowhere.json", rows=64)

@@ -19,6 +19,7 @@ from loka.cli.options import (
     DataFile,
     Device,
     NoCache,
+    ScheduleName,
     SchemaFile,
     Seed,
     TestData,
@@ -91,6 +92,7 @@ def demo(
     device: Device = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
     min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
+    schedule: ScheduleName = "cosine",
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     config = default_config(
@@ -105,6 +107,7 @@ def demo(
         device=device,
         min_sqnr_db=min_sqnr_db,
         min_speedup=min_speedup,
+        schedule=schedule,
     )
     run_demo(config, out=out)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from loka.cli.inputs import Data
+from loka.cli.inputs import Data, train_config
 from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
@@ -26,7 +26,7 @@ from loka.core.stats import Stats
 from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
-from loka.train import TrainConfig, evaluate, newest_step, quality, train
+from loka.train import evaluate, newest_step, quality, train
 from loka.train.compare import Arm
 
 _KIND, _VERSION = "loka-arm", 1
@@ -42,6 +42,8 @@ class ArmRun:
     batch_size: int
     device: str
     probe_every: int
+    base_rate: float | None
+    schedule: str
     track: ProgressBars
 
 
@@ -66,8 +68,9 @@ def run_arm(
     if probed:
         _drop_unwatched(folder / "checkpoints", stats)
     model = build()
-    config = TrainConfig(
+    config = train_config(
         batch_size=run.batch_size,
+        schedule=run.schedule,
         seed=seed,
         device=run.device,
         checkpoint_every=_CHECKPOINT_EVERY,
@@ -75,7 +78,9 @@ def run_arm(
     )
     watch = None
     if probed:
-        probe = Probe(model, every=run.probe_every, save_to=stats, resume=_saved_stats(stats))
+        probe = Probe(
+            model, every=run.probe_every, save_to=stats, resume=_saved_stats(stats), base_rate=run.base_rate
+        )
         watch = _Watch(probe, stats)
     with watch.probe if watch else nullcontext():
         trained = train(

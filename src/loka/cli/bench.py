@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from loka.cli.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
-from loka.cli.inputs import choose_device, open_data
+from loka.cli.inputs import choose_device, open_data, share_of_labels
 from loka.cli.ne import named_budget
 from loka.cli.options import (
+    BaseRate,
     BatchSize,
     CacheFolder,
     DataFile,
@@ -124,6 +125,7 @@ def step(
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error, in dB.")] = 25.0,
     min_speedup: Annotated[float, typer.Option(min=0, help="Least speed-up over bf16 worth having.")] = 1.05,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for measuring sites.")] = None,
+    base_rate: BaseRate = None,
 ) -> None:
     """Forward and backward of a model by torchao's recipes, by one library, and by plan."""
     config = StepConfig(
@@ -140,6 +142,7 @@ def step(
         budget=named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup),
         cache=default_folder(),
         time_limit=time_limit,
+        base_rate=share_of_labels(base_rate),
     )
     rows = config.batch_size * (config.probe_steps + 1)
     opened = open_data(data, rows=rows, seed=seed, holdout=0.01, schema=schema)

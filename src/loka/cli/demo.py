@@ -19,7 +19,7 @@ from torch import nn
 
 from loka import mods
 from loka.cli.arms import ArmRun, run_arm
-from loka.cli.inputs import Data, choose_device, model_builder, open_data
+from loka.cli.inputs import Data, choose_device, model_builder, open_data, train_config
 from loka.cli.ne import named_budget
 from loka.cli.terminal import say
 from loka.core.alone import alone_in
@@ -36,6 +36,7 @@ from loka.report.progress import ProgressBars
 from loka.report.quality import quality_table
 from loka.train import paired_difference
 from loka.train.compare import Arm, Comparison, Pair
+from loka.train.labels import count_labels, require_both
 
 Say = Callable[[str], None]
 
@@ -55,6 +56,7 @@ class DemoConfig:
     device: str
     min_sqnr_db: float | None
     min_speedup: float
+    schedule: str
     schema: str | None = None
     test_data: str | None = None
 
@@ -72,9 +74,11 @@ def default_config(
     device: str | None = None,
     min_sqnr_db: float | None = None,
     min_speedup: float | None = None,
+    schedule: str = "cosine",
 ) -> DemoConfig:
     """Sizes that suit the machine: small on a CPU, published sizes on a GPU."""
     device = choose_device(device)
+    train_config(batch_size=1, schedule=schedule)  # refuses a name that does not exist, before the folder
     gpu = torch.device(device).type == "cuda"
     allowed = named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup)
     return DemoConfig(
@@ -87,6 +91,7 @@ def default_config(
         device=device,
         min_sqnr_db=allowed.min_sqnr_db,
         min_speedup=allowed.min_speedup,
+        schedule=schedule,
         schema=str(schema) if schema else None,
         test_data=str(test_data) if test_data else None,
     )
@@ -111,6 +116,8 @@ def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
         schema=Path(config.schema) if config.schema else None,
         test=Path(config.test_data) if config.test_data else None,
     )
+    for part, source in (("rows to train on", data.train), ("held-out rows", data.test)):
+        require_both(source, batch_size=config.batch_size, what=f"the {part}")
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
     say(f"data: {data.description}, {features}")
     results = {}
@@ -166,12 +173,15 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
 
     say(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
     bars = ProgressBars(name)
+    labels = count_labels(data.train, batch_size=config.batch_size)
     run = ArmRun(
         data=data,
         out=out,
         batch_size=config.batch_size,
         device=config.device,
         probe_every=max(1, data.train.rows // config.batch_size // 20),
+        base_rate=labels.rate,
+        schedule=config.schedule,
         track=bars,
     )
     pairs: list[Pair] = []

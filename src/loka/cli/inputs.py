@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from loka.cli.terminal import say
 from loka.core.exceptions import LokaError, UnknownName
 from loka.data import Schema, SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
-from loka.train.config import Precision, StepMode, TrainConfig
+from loka.train.config import NAMED, TrainConfig
+from loka.train.labels import count_labels
 from loka.zoo import HistoryTable, build, presets, takes_history
 
 Build = Callable[[Source], nn.Module]
@@ -153,6 +155,28 @@ def share_of_labels(base_rate: float | None) -> float | None:
     return base_rate
 
 
+def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict[str, Any]:
+    """What a Probe is told of NE's base rate: the given one, or that of the labels of `source`.
+
+    Without one there is no NE: an effect by the mean prediction would promise what does not exist.
+    """
+    rate = _share_in_rows(source, batch_size) if base_rate is None else base_rate
+    return {"effect_samples": 0} if rate is None else {"base_rate": rate}
+
+
+def _share_in_rows(source: Source, batch_size: int) -> float | None:
+    """The share of positive labels, of the labels themselves; None, and a message, where all are equal."""
+    labels = count_labels(source, batch_size=batch_size)
+    if labels.rate is None:
+        say(
+            f"{labels}: NE is not defined on these rows, so no effect on it is measured and none is "
+            "promised. Check which column is the label, or say --base-rate"
+        )
+    else:
+        say(labels)
+    return labels.rate
+
+
 def choose_device(name: str | None) -> str:
     """ "cuda" where there is a GPU, else "cpu"; a named one must exist."""
     device = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -166,9 +190,9 @@ def choose_device(name: str | None) -> str:
 
 
 def train_config(**fields: object) -> TrainConfig:
-    """Raises UnknownName for a precision or a way to run steps that does not exist, LokaError for what else
-    cannot be."""
-    for name, known in (("precision", Precision), ("step", StepMode)):
+    """Raises UnknownName for a name that does not exist, such as of a precision or a schedule, LokaError for
+    what else cannot be."""
+    for name, known in NAMED.items():
         names = get_args(known)
         if fields.get(name, names[0]) not in names:
             raise UnknownName(f"--{name} {fields[name]!r}", way_out=f"one of {', '.join(names)}")

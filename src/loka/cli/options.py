@@ -34,6 +34,33 @@ StepName = Annotated[
 ]
 DenseRate = Annotated[float, typer.Option("--lr", min=0, help="Of dense weights, Adam.")]
 SparseRate = Annotated[float, typer.Option("--sparse-lr", min=0, help="Of tables, row-wise AdaGrad.")]
+Warmup = Annotated[float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")]
+ScheduleName = Annotated[
+    str,
+    typer.Option(
+        "--schedule",
+        help="How rates go on from there: cosine or linear, down; wsd, level and then down; constant.",
+    ),
+]
+DecayShare = Annotated[
+    float, typer.Option("--decay", min=0, max=1, help="Of wsd: share of the steps over which rates fall.")
+]
+FinalRate = Annotated[
+    float, typer.Option("--final-rate", min=0, max=1, help="What rates fall to, as a share of the peak.")
+]
+AverageName = Annotated[
+    str,
+    typer.Option(
+        "--average", help="Judge a mean of the weights too: tail (of the last steps), ema, or none."
+    ),
+]
+AverageShare = Annotated[
+    float, typer.Option("--average-share", min=0, max=1, help="Share of the steps that the mean covers.")
+]
+BaseRate = Annotated[
+    float | None,
+    typer.Option("--base-rate", help="Share of positive labels, which NE is relative to; else counted."),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of the initial weights, the synthetic rows and the samples.")]
 TimeLimit = Annotated[
     float | None, typer.Option(min=0, help="Seconds; the same command again goes on from there.")

@@ -15,14 +15,27 @@ from loka.cli.demo import MODS
 from loka.cli.inputs import (
     Data,
     choose_device,
+    effects_by,
     model_builder,
     open_data,
     share_of_labels,
     steps_between,
+    train_config,
 )
-from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed
+from loka.cli.options import (
+    BaseRate,
+    BatchSize,
+    DataFile,
+    Device,
+    ModelName,
+    Rows,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+)
 from loka.cli.terminal import say
-from loka.cli.train import WithMods, show_log
+from loka.cli.train import WithMods
+from loka.cli.train_lines import show_log
 from loka.core.exceptions import CheckpointRefused
 from loka.core.label_rate import LabelRate
 from loka.core.stats import Stats
@@ -45,13 +58,11 @@ def probe(
     ] = "20",
     rows: Rows = 50_000,
     batch_size: BatchSize = 256,
+    schedule: ScheduleName = "cosine",
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
-    base_rate: Annotated[
-        float | None,
-        typer.Option(help="Share of positive labels, which KL/H is relative to; counted if left out."),
-    ] = None,
+    base_rate: BaseRate = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -71,11 +82,12 @@ def probe(
     if with_mods:
         say(mods.apply(built, MODS))
     built.to(device)
-    config = TrainConfig(batch_size=batch_size, seed=seed, device=device)
+    config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
     if checkpoint is not None:
         stats = _of_checkpoint(built, checkpoint, opened, config, rate)
     else:
-        with Probe(built, every=cadence, save_to=out, base_rate=rate, logits=as_they_are) as probing:
+        effects = effects_by(rate, opened.train, batch_size)
+        with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
             result = train_model(
                 built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
             )

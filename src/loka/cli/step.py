@@ -16,7 +16,7 @@ from torch import nn
 
 from loka import mods
 from loka.cli.demo import MODS
-from loka.cli.inputs import Data, model_builder
+from loka.cli.inputs import Data, effects_by, model_builder
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
@@ -44,7 +44,7 @@ EVERYWHERE = ("deep_gemm:blockwise_e4m3", "fbgemm_fast:rowwise_e4m3", "torch_fas
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What to time. `arms` picks by name; all of them by default."""
+    """What to time. `arms` picks by name; all of them by default. `base_rate` None: that of the labels."""
 
     model: str
     batch_size: int
@@ -60,6 +60,7 @@ class StepConfig:
     budget: Budget = field(default_factory=Budget)
     cache: Path | None = None
     time_limit: float | None = None
+    base_rate: float | None = None
 
 
 def run_step_bench(config: StepConfig, data: Data) -> dict[str, StepTime]:
@@ -138,7 +139,8 @@ def _report(config: StepConfig, data: Data) -> Report:
         model = _fresh(config, data.train)
         rows = min(config.batch_size * config.probe_steps, data.train.rows)
         run = TrainConfig(batch_size=config.batch_size, max_rows=rows, seed=config.seed, device=config.device)
-        with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder) as probe:
+        effects = effects_by(config.base_rate, data.train, config.batch_size)
+        with Probe(model, every=max(config.probe_steps // 4, 1), save_to=folder, **effects) as probe:
             train(model, data.train, config=run, track=bars)
         say(f"probe: {probe.stats().sampled_steps} of {probe.stats().steps} steps sampled")
     return measure(

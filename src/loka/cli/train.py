@@ -13,7 +13,6 @@ from torch import nn
 from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import (
-    Data,
     choose_device,
     model_builder,
     open_data,
@@ -23,41 +22,41 @@ from loka.cli.inputs import (
 )
 from loka.cli.ne import named_budget
 from loka.cli.options import (
+    AverageName,
+    AverageShare,
     BatchSize,
     CacheFolder,
     DataFile,
+    DecayShare,
     DenseRate,
     Device,
+    FinalRate,
     ModelName,
     NoCache,
     Rows,
+    ScheduleName,
     SchemaFile,
     Seed,
     SparseRate,
     StepName,
     TestData,
+    Warmup,
 )
 from loka.cli.terminal import say
+from loka.cli.train_lines import judge, show_log, tell_result
 from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
 from loka.data.batch import Source
-from loka.nn import check_finite, fp8_runs
+from loka.nn import check_finite
 from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
-from loka.train import (
-    Companion,
-    Quality,
-    Segments,
-    TrainConfig,
-    TrainLog,
-    TrainResult,
-    evaluate,
-    load_newest,
-    quality,
-)
+from loka.train import Companion, Segments, TrainLog, load_newest
 from loka.train import train as train_model
 from loka.train.auto import Auto, AutoConfig
+from loka.train.labels import count_labels
+from loka.train.length import Length
+from loka.train.schedule import describe
 from loka.train.state import plan_in
 from loka.train.tensorboard import TensorBoard
 from loka.train.valve import Valve
@@ -90,9 +89,12 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
     lr: DenseRate = 1e-3,
     sparse_lr: SparseRate = 0.1,
-    warmup: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the steps over which rates rise.")
-    ] = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "none",
+    average_share: AverageShare = 0.1,
     grad_clip: Annotated[float | None, typer.Option(help="Largest norm of the dense gradients.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts that a batch goes through in.")] = 1,
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
@@ -141,6 +143,11 @@ def train(
         lr=lr,
         sparse_lr=sparse_lr,
         warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
         seed=seed,
         precision=precision,
         grad_clip=grad_clip,
@@ -154,6 +161,7 @@ def train(
     limits = {"ne": ne, "chains": chains, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
     given = {name: value for name, value in limits.items() if value is not None}
     bars = ProgressBars("train")
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     companion: Companion | None = None
     if auto:
         if plan:
@@ -164,7 +172,7 @@ def train(
             AutoConfig(
                 every=steps_between(probe_every),
                 most_steps=probe_steps,
-                base_rate=share_of_labels(base_rate),
+                base_rate=share_of_labels(base_rate) or _known_share(opened.train, batch_size),
                 budget=named_budget("default", **given) if given else None,
                 candidates=tuple(candidate) if candidate else None,
                 measure_seconds=measure_seconds,
@@ -179,12 +187,12 @@ def train(
             f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
             way_out="a plan that is made before has its limits in it: `loka plan`",
         )
-    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
         say(chosen.summary())
         companion = Valve(say=say) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+    say(describe(config, Length.of(opened.train, config).steps))
     shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
     with (
         alone_in(out, "training") if out and shared else contextlib.nullcontext(),
@@ -208,17 +216,22 @@ def train(
             on_log=on_log,
             check=check_finite,
         )
-    _tell(result, config)
+    tell_result(result, config)
     if isinstance(companion, Auto):
         say(companion.timeline)
-    _judge(built, opened, config, bars)
+    judge(built, opened, config, bars, result.average)
 
 
-def show_log(line: TrainLog) -> None:
-    say(
-        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
-        f"{line.rows_per_second:.0f} rows/s"
-    )
+def _known_share(source: Source, batch_size: int) -> float:
+    """Of the labels themselves: early in training predictions say little of it."""
+    labels = count_labels(source, batch_size=batch_size)
+    if labels.rate is None:
+        raise LokaError(
+            f"--auto plans by what FP8 costs in NE, and {labels}: NE is not defined on these rows",
+            way_out="check which column is the label, or say --base-rate; without --auto such rows train",
+        )
+    say(labels)
+    return labels.rate
 
 
 def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:
@@ -243,39 +256,3 @@ def _segments(column: int, source: Source) -> Segments:
     if column >= len(sizes):
         raise LokaError(f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0")
     return Segments.of_column(column, ids=range(min(_SEGMENTS, sizes[column])))
-
-
-def _tell(result: TrainResult, config: TrainConfig) -> None:
-    for message in (*result.skipped_checkpoints, *result.unsaved):
-        say(message)
-    if result.resumed_from is not None:
-        say(f"continued from step {result.resumed_from}")
-    if result.step_reason is not None:
-        say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    say(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    say(f"window: {_line(result.reading.window)}")
-    for name, judged in result.reading.segments.items():
-        say(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
-
-
-def _judge(model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars) -> None:
-    logits, labels = evaluate(
-        model,
-        opened.test,
-        batch_size=config.batch_size,
-        device=config.device,
-        precision=config.precision,
-        track=bars,
-    )
-    say(f"held out: {_line(quality(logits, labels))}")
-    for site, runs in fp8_runs(model).items():
-        say(f"ran {runs} x {site}")
-    for line in opened.account():
-        say(line)
-
-
-def _line(judged: Quality) -> str:
-    return (
-        f"ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
-        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
-    )

@@ -12,18 +12,25 @@ from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import choose_device, model_builder, open_data, train_config
 from loka.cli.options import (
+    AverageName,
+    AverageShare,
     BatchSize,
     DataFile,
+    DecayShare,
     DenseRate,
     Device,
+    FinalRate,
     ModelName,
     Rows,
+    ScheduleName,
     SchemaFile,
     Seed,
     SparseRate,
     StepName,
     TestData,
+    Warmup,
 )
+from loka.cli.power import Power
 from loka.cli.terminal import say
 from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
@@ -31,7 +38,9 @@ from loka.data.batch import Source
 from loka.report.progress import ProgressBars
 from loka.report.validation_table import validation_table, verdict_line
 from loka.train import TrainLog
+from loka.train.length import Length
 from loka.train.paired import NE_LIMIT_PERCENT
+from loka.train.schedule import describe
 from loka.train.validate import validate as validate_arms
 from loka.train.validate_arms import arm_named
 from loka.train.validate_record import Validation
@@ -45,7 +54,8 @@ def validate(
     arm: Annotated[
         list[str],
         typer.Option(
-            help="A plan file, naive (tensor scales on every linear layer) or a recipe; repeatable."
+            help="A plan file, naive (tensor scales on every linear layer), a recipe, or nudged (the control "
+            "once more, an A/A arm); repeatable."
         ),
     ],
     model: ModelName = "wukong",
@@ -68,6 +78,16 @@ def validate(
     segment_limit: Annotated[
         float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
     ] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Stop after any pair that decides; --pairs are the most.")
+    ] = False,
+    bank: Annotated[
+        Path | None,
+        typer.Option(help="File of earlier pairs: says before what they can decide, and takes the new ones."),
+    ] = None,
+    prior_sd: Annotated[
+        float | None, typer.Option(min=0, help="Spread between pairs to expect, in percent of NE.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
         "runs/validate"
     ),
@@ -76,6 +96,12 @@ def validate(
     step: StepName = "eager",
     lr: DenseRate = 1e-3,
     sparse_lr: SparseRate = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "tail",
+    average_share: AverageShare = 0.1,
     seed: Seed = 0,
     device: Device = None,
     with_mods: Annotated[
@@ -111,8 +137,21 @@ def validate(
         step=step,
         lr=lr,
         sparse_lr=sparse_lr,
+        warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
     )
+    if sequential and pairs < MIN_PAIRS:
+        raise LokaError(
+            f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}",
+            way_out=f"--pairs {MIN_PAIRS} or more",
+        )
     say(f"data: {opened.description}")
+    say(describe(config, Length.of(opened.train, config).steps))
+    power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
     with alone_in(out, "validating"):
         found = validate_arms(
             build,
@@ -127,6 +166,7 @@ def validate(
             cluster=None if cluster is None else cluster_named(cluster, opened.test),
             limit=limit,
             segment_limit=segment_limit,
+            sequential=sequential,
             identity={"mods": with_mods},
             context={
                 "data": opened.description,
@@ -137,8 +177,11 @@ def validate(
             track=ProgressBars("validate"),
             on_log=_Tenths(),
             on_pair=show,
+            on_start=lambda world: say(power.before(world, [a.name for a in arms], opened.test.rows)),
         )
     say(validation_table(found))
+    if (after := power.after(found)) is not None:
+        say(after)
     for line in opened.account():
         say(line)
     say(f"written: {out / 'validation.json'}")

@@ -54,6 +54,28 @@ class Coverage:
             found.append(f"{100 * rest.flops / total:.1f} % are no site: {rest}")
         return found
 
+    def planned_lines(self, in_fp8: Mapping[tuple[str, str], bool]) -> list[str]:
+        """As `lines`, the sites parted by a plan: whether (site, GEMM) runs in FP8, where that is decided."""
+        total = self.total or 1.0
+        low: dict[str, float] = {}
+        kept = undecided = 0.0
+        for site, gemms in self.sites.items():
+            for gemm, flops in gemms.items():
+                if (site, gemm) not in in_fp8:
+                    undecided += flops
+                elif in_fp8[site, gemm]:
+                    low[gemm] = low.get(gemm, 0.0) + flops
+                else:
+                    kept += flops
+        by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
+        told = f" ({by_gemm})" if by_gemm else ""
+        first = (
+            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{told}, "
+            f"{100 * kept / total:.1f} % are sites kept in hp, {100 * undecided / total:.1f} % sites without "
+            "a decision"
+        )
+        return [first, *self.lines()[1:]]
+
     def to_json(self) -> dict[str, Any]:
         rest = [[r.where, r.op, r.flops, r.parameter, r.reason] for r in self.uncovered]
         return {"sites": {path: dict(gemms) for path, gemms in self.sites.items()}, "uncovered": rest}

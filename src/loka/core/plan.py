@@ -140,14 +140,6 @@ class Plan:
         found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
 
-    def by_site(self) -> dict[str, tuple[str, str, str]]:
-        """By site, the candidates of output, grad_input and grad_weight; "hp" where the plan says nothing."""
-        found: dict[str, dict[str, str]] = {}
-        for decision in self.decisions.values():
-            found.setdefault(decision.path, {})[decision.problem.gemm.value] = decision.candidate
-        order = ("output", "grad_input", "grad_weight")
-        return {path: tuple(names.get(gemm, HP) for gemm in order) for path, names in found.items()}  # type: ignore[misc]
-
     @property
     def wholes(self) -> list[tuple[Whole, Estimate | None]]:
         """What runs as a whole, chains and stacks of cross layers, with its predicted increase of NE."""
@@ -245,24 +237,8 @@ class Plan:
         """What share of the step's matmul FLOPs runs in FP8 by this plan, and what the rest is."""
         if self.coverage is None:
             return []
-        total = self.coverage.total or 1.0
-        low: dict[str, float] = {}
-        high = 0.0
-        for decision in self.decisions.values():
-            flops = self.coverage.sites.get(decision.path, {}).get(decision.problem.gemm.value, 0.0)
-            if decision.candidate == HP:
-                high += flops
-            else:
-                low[decision.problem.gemm.value] = low.get(decision.problem.gemm.value, 0.0) + flops
-        by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
-        told = f" ({by_gemm})" if by_gemm else ""
-        unplanned = sum(map(self.coverage.of_site, self.coverage.sites)) - sum(low.values()) - high
-        lines = [
-            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{told}, "
-            f"{100 * high / total:.1f} % are sites kept in hp, {100 * unplanned / total:.1f} % sites without "
-            "a decision"
-        ]
-        return lines + self.coverage.lines()[1:]
+        runs = {(d.path, d.problem.gemm.value): d.candidate != HP for d in self.decisions.values()}
+        return self.coverage.planned_lines(runs)
 
     def _spent(self) -> str:
         """What the plan costs in NE, if anything of it is known or asked for."""

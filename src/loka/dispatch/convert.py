@@ -24,7 +24,7 @@ from loka.nn.chain import dissolve_chains, form_chains, runs_fused
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.turned import restore_turned, turn_linear, turned_linears
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,9 +75,14 @@ def convert(model: M, plan: Plan) -> M:
         *(d.stack for d in plan.crosses.values()),
     ]
     inside = {path for whole in wholes for path in whole.linears}
-    candidates = plan.by_site()
-    chosen = {path: names for path, names in candidates.items() if path not in inside and set(names) != {HP}}
-    attach(model, plan.model.layers, chosen)
+    planned = dict.fromkeys(d.path for d in plan.decisions.values() if d.path not in inside)
+    chosen = {path: plan.candidates(path) for path in planned}
+    in_fp8 = {
+        path: (names[Gemm.OUTPUT], names[Gemm.GRAD_INPUT], names[Gemm.GRAD_WEIGHT])
+        for path, names in chosen.items()
+        if set(names.values()) != {HP}
+    }
+    attach(model, plan.model.layers, in_fp8)
     for path in plan.turned:
         if path not in inside and set(plan.candidates(path).values()) == {HP}:
             turn_linear(linears[path], path=path)
@@ -111,7 +116,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
     if differences:
         raise PlanMismatch(
             f"this plan was made for {plan.model.name} with other linear layers than this "
-            f"{type(unwrap(model)).__name__} has",
+            f"{class_name(model)} has",
             why=differences,
             way_out="apply the same mods as when probing, or probe, measure and plan this model",
         )

@@ -9,13 +9,13 @@ While a site's own call runs, it looks away.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from loka.core.coverage import Uncovered
 
@@ -26,13 +26,20 @@ def _vector_flops(args: tuple[Any, ...], out: Any) -> float:
     return 2.0 * max(t.numel() for t in args if isinstance(t, torch.Tensor))
 
 
-def _recurrent_flops(args: tuple[Any, ...], out: Any) -> float:
-    """Every step of every sequence multiplies by every weight once: of an LSTM or GRU in one kernel."""
-    given, rows = args[0], args[0].numel() / max(args[0].shape[-1], 1)
-    weights = [t for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor) and t.dim() == 2]
-    return sum(
-        2.0 * rows * t.numel() for t in weights if t.shape[0] % 3 == 0 or t.shape[0] % 4 == 0
-    ) or float(given.numel())
+def _recurrent_flops(given: torch.Tensor, weights: Iterable[torch.Tensor]) -> float:
+    """Every step of every sequence multiplies by each matrix once."""
+    return 2.0 * given.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _trilinear_flops(args: tuple[Any, ...], out: Any) -> float:
+    """Of nn.Bilinear: every combination of the three operands' sides."""
+    shapes = []
+    for tensor, expanded in zip(args[:3], args[3:6], strict=True):
+        shape = list(tensor.shape)
+        for side in sorted(expanded):
+            shape.insert(side, 1)
+        shapes.append(shape)
+    return 2.0 * math.prod(torch.broadcast_shapes(*shapes))
 
 
 _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
@@ -40,12 +47,10 @@ _OWN: dict[Any, Callable[[tuple[Any, ...], Any], float]] = {
     aten.addmv: _vector_flops,
     aten.dot: _vector_flops,
     aten.vdot: _vector_flops,
+    aten._trilinear: _trilinear_flops,
+    aten.mkldnn_rnn_layer: lambda args, out: _recurrent_flops(args[0], args[1:3]),
+    aten._cudnn_rnn: lambda args, out: _recurrent_flops(args[0], args[1]),
 }
-for _name in ("mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell"):
-    if _name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        _OWN[getattr(aten, _name)] = _recurrent_flops
-for _name in ("_trilinear",):
-    _OWN[getattr(aten, _name)] = lambda args, out: 2.0 * args[0].numel() * args[1].numel()
 
 # These keep the numbers of what they are given: a copy of a parameter is a parameter still.
 _COPIES = {aten._to_copy, aten.clone, aten.contiguous, aten.copy}
@@ -61,6 +66,9 @@ class FlopAccount(TorchDispatchMode):
 
     def __init__(self, parameters: Iterable[torch.Tensor], where: Callable[[], tuple[str, str]]) -> None:
         super().__init__()
+        from torch.utils.flop_counter import flop_registry  # it imports triton: not when loka is imported
+
+        self._registry = flop_registry
         self._where = where
         self._inside = 0
         self._kept = list(parameters)
@@ -99,7 +107,7 @@ class FlopAccount(TorchDispatchMode):
             self.know(out)
         if self._inside:
             return out
-        flops = _flops_of(packet, args, kwargs, out)
+        flops = _flops_of(packet, args, kwargs, out, self._registry)
         if flops:
             operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 1]
             parameter = any(_address(t) in self._memory for t in operands)
@@ -110,11 +118,13 @@ class FlopAccount(TorchDispatchMode):
         return out
 
 
-def _flops_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+def _flops_of(
+    packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, registry: Mapping[Any, Any]
+) -> float:
     if packet in _OWN:
         return _OWN[packet](args, out)
-    if packet in flop_registry:
-        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    if packet in registry:
+        return float(registry[packet](*args, **kwargs, out_val=out))
     return 0.0
 
 

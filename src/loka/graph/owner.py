@@ -40,15 +40,21 @@ class OwnerForward(SiteForward):
             return self.plain(*args, **kwargs)
 
     def mode(self) -> _Sites:
-        known = [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
-        return _Sites(known, self)
+        return _Sites(self.parameters(), self)
+
+    def parameters(self) -> list[tuple[torch.Tensor, str]]:
+        return [(getattr(owner, attribute), name) for owner, attribute, name in self.owners]
 
 
 class _Sites(ParameterMode):
     def __init__(self, known: list[tuple[torch.Tensor, str]], owner: OwnerForward) -> None:
         super().__init__(known)
-        self.uses = owner.uses
-        self.again = owner.mode
+        self.owner, self.uses = owner, owner.uses
+        self.again = self._again
+
+    def _again(self) -> _Sites:
+        """For a checkpointed function, which may read views that were made before it."""
+        return _Sites([*self.owner.parameters(), *self.known], self.owner)
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         found = self.uses.get(f"{key}|{call.form}")

@@ -6,27 +6,51 @@ traces the mode, finds the same ones as an eager step.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from loka.graph.aliases import is_transposed
 from loka.graph.gemm_calls import GEMMS, GemmCall, gemm_of
 from loka.graph.views import TRANSPOSED, VIEWS, view_key
 
 
+class _Again:
+    """A checkpointed function that enters the mode by itself.
+
+    Dynamo hands calls of `checkpoint` to function modes, as eager torch does not, and traces what is inside
+    with the mode taken off: its GEMMs would run in high precision.
+    """
+
+    def __init__(
+        self, again: Callable[[], AbstractContextManager[Any]], function: Callable[..., Any]
+    ) -> None:
+        self.again, self.function = again, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.again():
+            return self.function(*args, **kwargs)
+
+
 class ParameterMode(TorchFunctionMode):
     """Calls `multiply` for each GEMM of a known tensor, and otherwise what was called.
 
-    `known` holds tensors with their keys: a parameter's name, then how the view was made.
+    `known` holds tensors with their keys: a parameter's name, then how the view was made. `watches`: it only
+    looks on, and wants to see gradients too.
     """
+
+    watches = False
 
     def __init__(self, known: list[tuple[torch.Tensor, str]]) -> None:
         super().__init__()
         self.known = known
-        self.again: Callable[[], ParameterMode] | None = None  # makes one for a recomputation
+        self.again: Callable[[], AbstractContextManager[Any]] | None = None  # entered in a recomputation
 
     def multiply(self, key: str, call: GemmCall, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns for a GEMM of the weight `key`; abstract."""
@@ -48,6 +72,11 @@ class ParameterMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:  # torch takes the mode off while it is asked; the GEMMs are inside
+                return _attention(*args, **kwargs)
+        if func is torch.Tensor.unflatten:  # written in Python with super(), which dynamo cannot trace
+            return args[0].unflatten(*args[1:], **kwargs)
         if func in GEMMS:
             if torch.compiler.is_dynamo_compiling():
                 self._find_transposed(args)
@@ -56,6 +85,8 @@ class ParameterMode(TorchFunctionMode):
             if call is not None and key is not None:
                 return self.multiply(key, call, func, args, kwargs)
             return func(*args, **kwargs)
+        if func is checkpoint and args and self.again is not None:
+            return func(_Again(self.again, args[0]), *args[1:], **kwargs)
         if func in VIEWS and args:
             key = self.key_of(args[0])
             if key is not None:
@@ -88,3 +119,12 @@ class ParameterMode(TorchFunctionMode):
         elif isinstance(out, torch.Tensor) and out is not args[0]:
             self.note(out, key + added)
         return out
+
+
+# The function's own code, without the question that would hand it to the mode again.
+_attention = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.__dict__, "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

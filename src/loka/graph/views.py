@@ -32,7 +32,6 @@ _SHAPES = {
     torch.reshape,
     _T.flatten,
     torch.flatten,
-    _T.unflatten,
     _T.squeeze,
     torch.squeeze,
 }

@@ -32,7 +32,7 @@ from loka.nn.chain_parts import Part, join
 from loka.nn.chain_state import ChainState, RunningChain
 from loka.nn.cross import Crossed, prepare, restore, running_crosses, swap
 from loka.nn.handover import is_result, join_readers
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import named_modules, unwrap
 from loka.nn.watched import foreign_hooks
 
 
@@ -154,7 +154,7 @@ def form_chains(
             chain is of no kind that the fused path can run. Nothing was changed then.
         UnknownName: a recipe or kernel that does not exist.
     """
-    modules = dict(unwrap(model).named_modules())
+    modules = dict(named_modules(model))
     found = _found(modules)
     formed: list[tuple[Chain, ChainRecipe, Mapping[str, str], frozenset[str], Mapping[str, str]]] = []
     for chain, recipe_name, kernels in chains:

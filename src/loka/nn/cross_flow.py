@@ -20,6 +20,7 @@ from torch import nn
 from loka.core.cross_record import CrossLink, CrossStack
 from loka.nn.cross_match import CrossSpec, match
 from loka.nn.linears import is_prediction
+from loka.nn.unwrap import named_modules
 from loka.nn.watched import Call, foreign_hooks, refuse
 
 
@@ -36,10 +37,10 @@ def cross_parts(root: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, 
     """The cross layers of a model by path. `linears` are those that may be converted."""
     if foreign_hooks(vars(torch.nn.modules.module), "_global"):
         return {}
-    paths = Counter(module for _, module in root.named_modules(remove_duplicate=False))
+    paths = Counter(module for _, module in named_modules(root, once=False))
     found: dict[str, CrossPart] = {}
     inside: set[nn.Module] = set()
-    for path, module in root.named_modules():
+    for path, module in named_modules(root):
         if module in inside or any(paths[inner] > 1 for inner in module.modules()):
             continue
         part = _part(path, module, linears)

@@ -31,7 +31,7 @@ from loka.nn.cross_flow import CrossPart, arguments_of, cross_parts, find_stacks
 from loka.nn.linears import Filter, find_linears, is_prediction
 from loka.nn.script_calls import script_calls
 from loka.nn.site import sites_of
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import named_modules, unwrap
 from loka.nn.watched import Call, Value, foreign_hooks, held, readers_of, refuse, state_of, tensors_in
 
 # What a program may ask of a tensor without reading it. Not its shape: a view made with it
@@ -223,7 +223,7 @@ def _parts(
     """The modules that may be in a chain, and why each other linear layer outside of `crosses` is in none."""
     crossed = {inner for part in crosses.values() for inner in part.module.modules()}
     paths: dict[nn.Module, list[str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in named_modules(root, once=False):
         paths.setdefault(module, []).append(path)
     everywhere = foreign_hooks(vars(torch.nn.modules.module), "_global")
     parts = {}

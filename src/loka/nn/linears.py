@@ -9,7 +9,7 @@ from torch import nn
 from loka.core.signature import LinearShape, ModelSignature
 from loka.nn.site import DTYPES
 from loka.nn.turned import TurnedLinear
-from loka.nn.unwrap import named_modules, named_parameters, unwrap
+from loka.nn.unwrap import class_name, named_modules, named_parameters
 
 Filter = Callable[[nn.Module, str], bool]
 """As in torchao: (module, fully qualified name) -> whether to include it."""
@@ -75,7 +75,7 @@ def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelS
                 p.numel() >= shape.in_features * shape.out_features or _is_sharded(p) for p in held
             ):
                 layers[path] = shape
-    return ModelSignature(name=type(unwrap(model)).__name__, layers=layers)
+    return ModelSignature(name=class_name(model), layers=layers)
 
 
 def _is_of(key: str, parameter: str) -> bool:

@@ -10,7 +10,10 @@ and no scale, so every way of calling the module is right; its one tensor is tel
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ from loka.core.exceptions import NotConverted
 from loka.core.recipe import Gemm
 from loka.core.report import HP, site_name
 from loka.kernels.quantizer import BAD_A, BAD_B, RUNS
-from loka.nn.site_ops import GEMMS, Candidates, multiply
+from loka.nn.site_gemms import multiply
+from loka.nn.site_ops import GEMMS, Candidates
 from loka.nn.unwrap import named_modules
 
 # What a site computes in. Autocast recasts these too, and leaves every other dtype alone.
@@ -98,6 +102,24 @@ class SiteForward(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward computes, with its GEMMs by the sites."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's, which torch.export names inputs and dynamic shapes by and Trainers pick columns
+        by.
+        """
+        return inspect.signature(self._original)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's, which torch.export reports by."""
+        return getattr(self._original, "__code__", type(self).__call__.__code__)
+
+    @property
+    def _original(self) -> Callable[..., Any]:
+        if self.before is not None:
+            return self.before
+        return MethodType(type(self.module).forward, self.module)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward without sites."""

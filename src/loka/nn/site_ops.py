@@ -11,9 +11,6 @@ an optimizer or `load_state_dict` may write the weight at any time between two c
 
 Each of x, W and dy feeds two GEMMs, once transposed. Where both run in FP8, one pass makes both
 copies, and what backward needs is kept as FP8 (one byte an element instead of two or four).
-
-Eager calls on plain tensors skip the dispatcher and run the op's body: a registered op costs the host more
-than the launches inside it (docs/log.md, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ def _first_side(run: ScaledGemm) -> Side:
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """What a call of `_forward` makes: worked out once for a problem, as a step calls it each time."""
+    """What a call of `forward_parts` makes: worked out once for a problem, as a step calls it each time."""
 
     run: ScaledGemm
     x: tuple[Side, Side | None]
@@ -128,7 +125,7 @@ def _backward_of(
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _forward(
+def forward_parts(
     x: torch.Tensor,
     weight: torch.Tensor,
     health: torch.Tensor,
@@ -170,7 +167,7 @@ def _site(
     after any other forward, because the buffer that backward also takes had changed.
     """
     candidates = (output, grad_input, grad_weight)
-    return _forward(x, weight, health.data, candidates, (keep_input, keep_weight))
+    return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight))
 
 
 def _site_fake(
@@ -192,7 +189,7 @@ def _site_fake(
     return y, *_parts(_unwritten(kept_x, x.device), x), *_parts(_unwritten(kept_weight, x.device), x)
 
 
-def _backward(
+def backward_parts(
     dy: torch.Tensor,
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -257,7 +254,9 @@ def _site_backward(
     likewise. A scale is empty where its tensor is in high precision.
     """
     names, want = (grad_input, grad_weight), (want_input, want_weight)
-    return _backward(dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype)
+    return backward_parts(
+        dy, x, x_scale, weight, weight_scale, health.data, names, want, features, weight_dtype
+    )
 
 
 def _site_backward_fake(
@@ -323,18 +322,6 @@ def _second(run: ScaledGemm, b: torch.Tensor, scale: torch.Tensor, health: torch
     return quantize_operand(b.t(), run.casts[1], padded=run.padded_b, health=health[gemm], slot=BAD_B)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _direct(*tensors: torch.Tensor) -> bool:
-    """Whether nothing watches or traces ops: plain tensors, no dispatch mode, no compiler."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(tensor) in _PLAIN for tensor in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-    )
-
-
 def layer_pass(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -349,8 +336,8 @@ def layer_pass(
     """
     _, grad_input, grad_weight = candidates
     keep = (grad_weight != HP, grad_input != HP)
-    y, kept_x, x_scale, kept_weight, weight_scale = _forward(x, weight, health, candidates, keep)
-    dx, dw = _backward(
+    y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(x, weight, health, candidates, keep)
+    dx, dw = backward_parts(
         grad_output,
         kept_x if x_scale.numel() else x,
         x_scale,
@@ -363,92 +350,3 @@ def layer_pass(
         weight.dtype,
     )
     return y, dx, dw
-
-
-class SiteGemms(torch.autograd.Function):
-    """y [T, out] = x [T, in] @ weight [out, in]^T, each of the three GEMMs by its candidate.
-
-    What a backward GEMM in FP8 needs of x and weight is saved quantized where `output` is in
-    FP8 too; otherwise x and weight are saved as they are.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        health: torch.Tensor,
-        site: str,
-        candidates: Candidates,
-        keep: tuple[bool, bool],
-    ) -> torch.Tensor:
-        """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
-        output, grad_input, grad_weight = candidates
-        share_x = keep[0] and output != HP and grad_weight != HP
-        share_weight = keep[1] and output != HP and grad_input != HP
-        if _direct(x, weight):
-            y, kept_x, x_scale, kept_weight, weight_scale = _forward(
-                x, weight, health, candidates, (share_x, share_weight)
-            )
-        else:
-            y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
-                x, weight, health, site, *candidates, share_x, share_weight
-            )
-        # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
-        saved_x = kept_x if share_x else x if keep[0] else x_scale
-        saved_weight = kept_weight if share_weight else weight if keep[1] else weight_scale
-        ctx.save_for_backward(saved_x, x_scale, saved_weight, weight_scale)
-        ctx.health = health
-        ctx.site = site
-        ctx.candidates = candidates
-        ctx.features = x.shape[1]
-        ctx.weight_dtype = weight.dtype
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        _, grad_input, grad_weight = ctx.candidates
-        want_x, want_weight = ctx.needs_input_grad[:2]
-        if _direct(grad_output):
-            names, want = (grad_input, grad_weight), (want_x, want_weight)
-            x, x_scale, weight, scale = saved
-            dx, dw = _backward(
-                grad_output,
-                x,
-                x_scale,
-                weight,
-                scale,
-                ctx.health,
-                names,
-                want,
-                ctx.features,
-                ctx.weight_dtype,
-            )
-        else:
-            dx, dw = site_backward(
-                grad_output,
-                *saved,
-                ctx.health,
-                ctx.site,
-                grad_input,
-                grad_weight,
-                want_x,
-                want_weight,
-                ctx.features,
-                ctx.weight_dtype,
-            )
-        return dx if want_x else None, dw if want_weight else None, None, None, None, None
-
-
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, health: torch.Tensor, site: str, candidates: Candidates
-) -> torch.Tensor:
-    """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted."""
-    grad = torch.is_grad_enabled()
-    keep = (grad and weight.requires_grad, grad and x.requires_grad)
-    if keep[0] or keep[1]:
-        return SiteGemms.apply(x, weight, health, site, candidates, keep)
-    if _direct(x, weight):
-        return _forward(x, weight, health, candidates, (False, False))[0]
-    return site_forward(x, weight, health, site, *candidates, False, False)[0]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import NotConverted
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import named_modules
 
 _VECTOR = 8  # elements of 16 bytes in bf16
 
@@ -103,7 +103,7 @@ def turn_linear(linear: nn.Linear, *, path: str) -> None:
 
 def turned_linears(model: nn.Module) -> dict[str, TurnedLinear]:
     """By module path."""
-    return {path: m for path, m in unwrap(model).named_modules() if isinstance(m, TurnedLinear)}
+    return {path: m for path, m in named_modules(model) if isinstance(m, TurnedLinear)}
 
 
 def restore_turned(linear: TurnedLinear) -> None:

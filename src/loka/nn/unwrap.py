@@ -32,13 +32,20 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`, each module once, without wrappers and their prefixes."""
+def class_name(model: nn.Module) -> str:
+    """Of the user's class inside wrappers; `fully_shard` puts FSDP before it, in place."""
+    kind = type(unwrap(model))
+    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:])
+    return kind.__name__.removeprefix("FSDP") if sharded else kind.__name__
+
+
+def named_modules(model: nn.Module, *, once: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, without wrappers and their prefixes. `once`: by its first path alone."""
     seen: set[nn.Module] = set()
     stack = [("", unwrap(model))]
     while stack:
         path, module = stack.pop()
-        if module in seen:
+        if once and module in seen:
             continue
         seen.add(module)
         yield path, module

@@ -73,7 +73,7 @@ def _regrouped(
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
     """To powers of two as `scale_of` does it, by the bits of normal float32: NaN stays."""
     bits = scale.view(torch.int32).add((1 << 23) - 1).bitwise_and_(255 << 23)
-    return bits.view(torch.float32).add_(scale * 0)
+    return bits.view(torch.float32).clamp_max_(_PLAIN.format.largest_power).add_(scale * 0)
 
 
 def _amaxes(hp: torch.Tensor, sample: torch.Tensor, wanted: Iterable[Sides]) -> dict[Sides, torch.Tensor]:

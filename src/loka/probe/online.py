@@ -27,6 +27,7 @@ from loka.core.stats import Stats
 from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, Found, detach, unseen
 from loka.nn.linears import Filter, find_linears, signature
+from loka.nn.site import site_forwards
 from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
@@ -71,15 +72,17 @@ class Probe:
         effect_samples: examples from which effects on KL/H are known, over sampled steps; earlier ones
             fade, and `renew_effects` replaces them all. 0 turns the extra backward off.
         effect_step: examples of one sampled step that are used for it, at most.
-        logits: function from what the model returns to its logits [B] or [B, tasks], float. Not
-            needed where the model returns them (or probabilities straight out of a sigmoid).
+        logits: function from what the model returns to its logits [B] or [B, tasks], float. Not needed
+            where it returns those of one task (or probabilities straight out of a sigmoid), under the name
+            "logits" among others, or as TorchRec's DLRMTrain does.
         base_rate: share of positive labels, for the entropy H that KL is relative to; by default the
             mean prediction. Where a model's output shows no logits it is needed: effects are then
             taken from the gradient of training, of a loss that is a mean over the batch.
 
     Raises:
         PlanMismatch: `resume` is of another model; the differences are listed.
-        NotConverted: chains of the model run as a whole; revert it first.
+        NotConverted: the model runs by a plan; revert it first. So too where it is converted while a Probe
+            is open, from the next sampled step.
     """
 
     def __init__(
@@ -114,11 +117,7 @@ class Probe:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         if base_rate is not None and not 0 < base_rate < 1:
             raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
-        if runs_fused(model):
-            raise NotConverted(
-                "inner tensors of a chain cannot be watched: it runs as a whole",
-                way_out="loka.revert(model), then probe",
-            )
+        _refuse_converted(model)
         self._model = model
         self._rows = rows
         self._full_covariance, self._rank = full_covariance, rank
@@ -158,6 +157,7 @@ class Probe:
         self._saver: Saver | None = None
 
     def __enter__(self) -> Probe:
+        _refuse_converted(self._model)
         if unwrap(self._model)._compiled_call_impl is not None:
             raise LokaError(
                 "model.compile() compiled this module in place, so single steps cannot be watched",
@@ -271,6 +271,7 @@ class Probe:
             sampled, self._announced = self._announced, False
         if not sampled:
             return
+        _refuse_converted(self._model)  # since the last sampled step
         self._sampled += 1
         eager.acquire()
         self._eager = True
@@ -413,3 +414,12 @@ class Probe:
             if path in self._linears or path in traced:
                 self._learnt[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
                 self._sensitivity.restore(path, layer)
+
+
+def _refuse_converted(model: nn.Module) -> None:
+    """A converted model's GEMMs are not the calls that Probe watches: it would learn nothing, in silence."""
+    if runs_fused(model) or site_forwards(model):
+        raise NotConverted(
+            "a Probe watches models in high precision, and this one runs by a plan",
+            way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",
+        )

@@ -67,7 +67,8 @@ def pick(
 
     They have `most` rows together if they allow it.
 
-    None where a sample has a single row. `batch` is the number of samples, 0 if not known.
+    None where a sample has a single row. `batch` is the number of samples, 0 if not known; `elements` that of
+    the site's weight.
     """
     layout = layout_of(given.shape[:-1], batch)
     if layout is None:

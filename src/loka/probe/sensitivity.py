@@ -73,8 +73,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Found:
-    """What one forward pass shows: s [m, recipes] and histograms by site, the picked rows of the batch [m],
-    their logits and eps sqrt(p (1 - p)) [m, T]."""
+    """Of one pass: s [m, recipes] and histograms by site, rows [m], logits and signed weights [m, T]."""
 
     sites: Mapping[str, tuple[torch.Tensor, Tables]]
     picks: torch.Tensor
@@ -185,6 +184,7 @@ class Sensitivity:
                 return
             self._shown = True
             refuse(model)
+            _refuse_freed(calls)
             picks = finite(self._pick(z.shape[0]), z)
             grads, signed, p = self._backward(model, z, picks, edges)
         except Exception as error:  # user code runs in the pass, and training goes on without it
@@ -361,6 +361,16 @@ def step_seed(seed: int, step: int) -> int:
     return (seed * 1_000_003 + step) % (1 << 63)
 
 
+def _refuse_freed(calls: Sequence[Call]) -> None:
+    """Raises NoEffect where a weight has no memory any more: a backward that reads it ends the process."""
+    for call in calls:
+        weight = call.weight
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+            raise NoEffect(
+                f"the weight of {call.path} was freed after its call, as a wrapper that shards does"
+            )
+
+
 def _told(error: Exception) -> str:
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
@@ -380,8 +390,6 @@ def _changes(
     weight = call.weight
     if call.given._version != call.version:
         raise NoEffect("its input was changed in place after the call")
-    if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():  # reading it would crash
-        raise NoEffect("its weight was freed after the call, as by a wrapper that shards (FSDP)")
     with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
         grads = grad if of_all else call.rows(grad)
         grads = grads.reshape(-1, grads.shape[-1])

@@ -8,7 +8,6 @@ gets its name: the module's path where its own `weight` multiplies, else the par
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 
 from loka.core.coverage import Coverage
 from loka.core.signature import LinearShape, WeightUse
+from loka.graph.checkpoints import keep_sites, watching
 from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
@@ -90,6 +90,8 @@ class SiteTrace(ParameterMode):
         account: counts the FLOPs of this pass; None for passes that are not accounted.
     """
 
+    watches = True
+
     def __init__(
         self,
         root: nn.Module,
@@ -101,6 +103,7 @@ class SiteTrace(ParameterMode):
         account: bool,
     ) -> None:
         super().__init__([])
+        self.again = watching
         self._linears = linears
         self._root, self._names, self._filter, self._observe = root, names, filter, observe
         self._paths = {module: path for path, module in named_modules(root)}
@@ -110,10 +113,11 @@ class SiteTrace(ParameterMode):
         self._inside = 0
         self.site_flops: dict[str, dict[str, float]] = {}
         self.skipped: dict[str, str] = {}
-        parameters = self._of_model()  # the root's own too, whose pre-hook has begun when a probe starts this
+        parameters = self._of_model()
         self.account = FlopAccount(parameters, self._place) if account else None
 
     def start(self) -> None:
+        keep_sites()
         for module in self._paths:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -175,9 +179,6 @@ class SiteTrace(ParameterMode):
         caller = self._stack[-1]
         if func is F.linear and self._paths.get(caller) in self._linears and self.key_of(args[1]) is None:
             self.note(args[1], _weight(self._paths[caller]))  # computed, by a parametrization say
-        if func is F.multi_head_attention_forward:
-            with self:  # torch takes the mode off while it is asked; the GEMMs are inside
-                return _attention(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _sites(self, key: str, call: GemmCall) -> list[SiteCall]:
@@ -235,6 +236,8 @@ class SiteTrace(ParameterMode):
     def _of_model(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for name, parameter in named_parameters(self._root):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                continue  # of a lazy module, which has its parameters once it was called
             if parameter.dim() > 1:
                 self.note(parameter, name)
             found.append(parameter)
@@ -277,12 +280,3 @@ def _of_expert(
     rows: Callable[[torch.Tensor], torch.Tensor], expert: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda out: rows(out)[expert]
-
-
-# The function's own code, without the question that would hand it to the mode again.
-_attention = types.FunctionType(
-    F.multi_head_attention_forward.__code__,
-    {**F.__dict__, "has_torch_function": lambda *_: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
-_attention.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__

@@ -45,6 +45,7 @@ def quality_section(found: Validation | Comparison) -> Html:
             f"{found.model} against {found.control}: the same seed, rows and order in both runs of a pair; "
             f"only the precision differs. {told}"
         ),
+        paragraph(f"{found.control} is {found.annealed}.") if found.annealed else None,
         *arms,
         _runs(found),
     )
@@ -59,6 +60,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
     if average is not None:
         bars = [Bar(f"pair, seed {seed}", pair.ne_percent) for seed, pair in arm.pairs.items()]
         bars.append(Bar("over seeds", average.spread.over_seeds(ERROR), "c"))
+        bars += [Bar(reading.name, reading.ne_percent, "c") for reading in arm.readings]
         bars.append(Bar("verdict", average.ne_percent, "a", True))
         drawn = figure(
             forest(bars, found.limit),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.train.validate_judge import ERROR
+from loka.train.validate_power import contributions, spread_by_rows
 from loka.train.validate_record import ArmVerdict, Validation
 
 
@@ -14,7 +17,11 @@ def validation_table(validation: Validation) -> str:
         f"Validation of {validation.model}: {len(validation.seeds)} pairs against {validation.control}, "
         f"limit {validation.limit:g} % of NE"
     )
+    if validation.planned is not None:
+        first += f"; a look after every pair, {validation.planned} at most"
     parts = [first, _runs(validation)]
+    if validation.annealed is not None:
+        parts.append(f"{validation.control} is {validation.annealed}")
     parts += [_arm(arm, validation) for arm in validation.arms]
     verdicts = ", ".join(f"{arm.name} {arm.verdict.upper()}" for arm in validation.arms)
     parts.append(f"verdict: {verdicts}")
@@ -40,11 +47,20 @@ def _runs(validation: Validation) -> str:
 def _arm(arm: ArmVerdict, validation: Validation) -> str:
     lines = [f"{arm.name} minus {validation.control}, relative NE:"]
     if arm.pairs:
+        given = {each.seed: each for each in contributions(arm)}
         pairs = [
-            (f"seed {seed}", percent(pair.ne_percent), _plain(pair.auc, 5), _plain(pair.calibration, 4))
+            (
+                f"seed {seed}",
+                percent(pair.ne_percent),
+                _plain(pair.auc, 5),
+                _plain(pair.calibration, 4),
+                *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
+            )
             for seed, pair in arm.pairs.items()
+            if seed in given
         ]
-        lines.append(format_table(("pair", "ne, over rows", "auc", "calibration"), pairs))
+        header = ("pair", "ne, over rows", "auc", "calibration", "ne, with it and those before", "without it")
+        lines.append(format_table(header, pairs))
     if arm.average is not None:
         judged = (arm.average, *arm.segments)
         rows = [
@@ -53,6 +69,17 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
         lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
+        if arm.average.spread.pairs > 1:
+            lines.append(
+                f"{arm.average.spread.between:.3g} % between pairs, of which the choice of rows would make "
+                f"{spread_by_rows(arm):.3g} % by itself"
+            )
+        for reading in arm.readings:
+            between, judged_by = reading.spread.between, arm.average.spread.between
+            lines.append(
+                f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
+                f"where the verdict has {judged_by:.3g} % (for reading)"
+            )
         if arm.average.spread.clusters is not None:
             by, spread = validation.context.get("cluster", "cluster"), arm.average.spread
             worth = f"{spread.clusters} of them, worth {spread.effective} of one size"
@@ -76,6 +103,10 @@ def _note(arm: ArmVerdict, validation: Validation) -> str:
 def percent(estimate: Estimate) -> str:
     """Such as "+0.0012 % [-0.0100, +0.0124]"."""
     return f"{estimate.value:+.4f} % [{estimate.low:+.4f}, {estimate.high:+.4f}]"
+
+
+def _or_dash(estimate: Estimate) -> str:
+    return percent(estimate) if math.isfinite(estimate.low) else "-"
 
 
 def _plain(estimate: Estimate, digits: int) -> str:

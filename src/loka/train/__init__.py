@@ -5,10 +5,11 @@ from loka.train.config import TrainConfig
 from loka.train.graphed import GraphedStep, graphed
 from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
 from loka.train.metrics import Quality, quality
-from loka.train.optim import RowwiseAdagrad, build_optimizers, warmup_factor
+from loka.train.optim import RowwiseAdagrad, build_optimizers
 from loka.train.paired import AcrossPairs, PairedDifference, across_pairs, paired_difference, verdict
 from loka.train.run import Companion, Run
 from loka.train.running import Reading, RunningQuality
+from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
 
 __all__ = [
@@ -35,9 +36,10 @@ __all__ = [
     "newest_step",
     "paired_difference",
     "quality",
+    "rate_factor",
     "save",
+    "schedulers",
     "train",
     "untracked",
     "verdict",
-    "warmup_factor",
 ]

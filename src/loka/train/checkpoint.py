@@ -24,6 +24,7 @@ import torch
 
 from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError, NotWritten
 from loka.core.files import canonical, read_record, sha256_of_file, sync_folder, write_record
+from loka.train.config import as_recorded
 
 _KIND, _VERSION = "training checkpoint", 2  # 2: with the plan, and what FP8 sites carry
 _NAME = re.compile(r"step-(\d{8,})")
@@ -148,8 +149,11 @@ def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     manifest = read_record(
         path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
     )
-    wanted = manifest.identity if identity is None else json.loads(canonical(identity))
-    differences = _differences(manifest.identity, wanted)
+    saved = manifest.identity
+    wanted = saved if identity is None else json.loads(canonical(identity))
+    if "config" in saved and "config" in wanted:
+        saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
+    differences = _differences(saved, wanted)
     if differences:
         raise CheckpointRefused(
             f"{path} belongs to another run",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,14 @@ import torch
 
 Precision = Literal["bf16", "tf32", "fp32"]
 StepMode = Literal["eager", "compile", "graph"]
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+AverageKind = Literal["none", "ema", "tail"]
+
+NAMED = {"precision": Precision, "step": StepMode, "schedule": Schedule, "average": AverageKind}
+"""The fields that take one of a few names."""
+
+# What runs did that were recorded before these fields were there (2026-11-22).
+_BEFORE = {"schedule": "constant", "decay": 0.2, "final_rate": 0.0, "average": "none", "average_share": 0.1}
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
 _WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every"})
@@ -25,6 +34,14 @@ class TrainConfig:
         lr: dense learning rate, Adam.
         sparse_lr: learning rate of tables with sparse gradients, row-wise AdaGrad.
         warmup: fraction of the steps over which both rates rise linearly.
+        schedule: how both rates go on from there (train/schedule.py): down along a cosine or a line, level
+            and then down ("wsd"), or level. Differences of 0.02 % between two models can be seen only where
+            the rate has decayed, so it does by default.
+        decay: of "wsd", fraction of the steps over which the rates fall at the end.
+        final_rate: what the rates fall to, as a fraction of the peak.
+        average: a mean of the weights as a second read-out (train/average.py): exponential ("ema"), of the
+            end of the run ("tail"), or none. It costs the memory of the weights once more.
+        average_share: fraction of the steps that the mean covers; the time constant of "ema".
         precision: bf16 autocasts the model; tf32 lets a GPU multiply float32 matrices in TF32 (on a CPU it is
             fp32). Weights and loss are float32 in all cases.
         checkpoint_every: steps between checkpoints; the last step always writes one.
@@ -41,6 +58,11 @@ class TrainConfig:
     lr: float = 1e-3
     sparse_lr: float = 0.1
     warmup: float = 0.1
+    schedule: Schedule = "cosine"
+    decay: float = 0.2
+    final_rate: float = 0.0
+    average: AverageKind = "none"
+    average_share: float = 0.1
     seed: int = 0
     precision: Precision = "bf16"
     grad_clip: float | None = None
@@ -61,10 +83,18 @@ class TrainConfig:
             raise ValueError(f"max_rows is {self.max_rows}; use None to train on every row")
         if not 0 <= self.warmup <= 1:
             raise ValueError(f"warmup is {self.warmup}; it is a fraction of the steps, between 0 and 1")
-        if self.precision not in get_args(Precision):
-            raise ValueError(f"precision is {self.precision!r}; choose one of {get_args(Precision)}")
-        if self.step not in get_args(StepMode):
-            raise ValueError(f"step is {self.step!r}; choose one of {get_args(StepMode)}")
+        if not 0 <= self.final_rate <= 1:
+            raise ValueError(
+                f"final_rate is {self.final_rate}; it is a fraction of the peak, between 0 and 1"
+            )
+        for name in ("decay", "average_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it is a fraction of the steps, above 0 and at most 1"
+                )
+        for name, known in NAMED.items():
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(known)}")
         if self.accumulate > self.batch_size:
             raise ValueError(
                 f"accumulate is {self.accumulate}, more parts than the {self.batch_size} rows of a batch"
@@ -76,3 +106,13 @@ class TrainConfig:
         """The fields that decide the final weights; of the device only its type."""
         kept = {name: value for name, value in asdict(self).items() if name not in _WITHOUT_EFFECT}
         return {**kept, "device": torch.device(self.device).type}
+
+
+def as_recorded(identity: Any, now: Mapping[str, Any]) -> Any:
+    """A written identity with what those from before schedules did not say, of the fields that `now` has.
+
+    What is no identity, in a file that LoKA did not write, is as it is, and differs from every one.
+    """
+    if not isinstance(identity, dict):
+        return identity
+    return {**{name: value for name, value in _BEFORE.items() if name in now}, **identity}

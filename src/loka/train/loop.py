@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from loka.core.alone import alone_in
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
@@ -36,6 +37,7 @@ from loka.train.metrics import Quality, normalized_entropy
 from loka.train.ranks import together, warn_if_apart
 from loka.train.run import Companion, Run
 from loka.train.running import Reading
+from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.state import identity_of, layout, plan_text
 
@@ -71,7 +73,9 @@ class TrainLog:
 class TrainResult:
     """Steps, rows and `reading` cover the whole run; the speed is that of this process alone.
 
-    `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks.
+    `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks,
+    `average` the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the
+    rate of the last step as a share of the peak.
     """
 
     steps: int
@@ -84,6 +88,8 @@ class TrainResult:
     plan: Plan | None = None
     step_reason: str | None = None
     unsaved: tuple[str, ...] = field(default=())
+    average: AveragedModel | None = None
+    final_rate: float = 1.0
 
     @property
     def train_ne(self) -> float:
@@ -254,6 +260,8 @@ def train(
         plan=run.plan,
         step_reason=reason,
         unsaved=tuple(unsaved),
+        average=run.average,
+        final_rate=rate_factor(length.steps - 1, length.steps, config),
     )
 
 
@@ -359,7 +367,7 @@ class _Log:
             rows=rows,
             recent_ne=normalized_entropy(losses / recent, clicks / recent),
             rows_per_second=recent / (now - self.time),
-            rate=float(next(iter(run.optimizers.values())).param_groups[0]["lr"]),
+            rate=run.rate,
             reading=run.running.read(),
         )
         self.step, self.rows, self.sums, self.time = run.step, rows, sums, now

@@ -11,8 +11,7 @@ in FBGEMM's table-batched embeddings, which TorchRec uses.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,19 +101,3 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
     if not optimizers:
         raise ValueError("the model has no weight that requires a gradient; there is nothing to train")
     return optimizers
-
-
-def set_rates(optimizers: Mapping[str, torch.optim.Optimizer], config: TrainConfig, factor: float) -> None:
-    """`factor` times the rates of `config`; a rate that is a tensor is written to, not replaced."""
-    for name, rate in (("dense", config.lr), ("sparse", config.sparse_lr)):
-        for group in optimizers[name].param_groups if name in optimizers else ():
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate * factor)
-            else:
-                group["lr"] = rate * factor
-
-
-def warmup_factor(step: int, total: int, fraction: float) -> float:
-    """Factor for update `step` (0-based) of `total`: linear over the first `fraction`, then 1."""
-    length = math.ceil(total * fraction)
-    return min(1.0, (step + 1) / length) if length else 1.0

@@ -21,10 +21,12 @@ from loka.data.batch import Batch
 from loka.dispatch import convert, revert
 from loka.nn.carried import carried, carry_over
 from loka.train import state as run_state
+from loka.train.average import Weights, averaged_weights, due
 from loka.train.config import TrainConfig
 from loka.train.interrupt import Interrupt
-from loka.train.optim import build_optimizers, set_rates, warmup_factor
+from loka.train.optim import build_optimizers
 from loka.train.running import RunningQuality
+from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
 from loka.train.step import Sight, Step
 
@@ -70,6 +72,9 @@ class Run:
         self.plan: Plan | None = None
         self.segments = segments
         self.optimizers = build_optimizers(model, config)
+        self.average = averaged_weights(model, config, steps)
+        self._weights = Weights(model)
+        self._schedulers = schedulers(self.optimizers, config, steps)
         self.running = RunningQuality(self.device, window=config.window, segments=segments)
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
@@ -91,8 +96,9 @@ class Run:
         """One step on `batch`, which lies on the device."""
         if self._step is None:
             self._step = Step(self.model, self.optimizers, self.config)
-        set_rates(self.optimizers, self.config, warmup_factor(self.step, self.steps, self.config.warmup))
         predicted = self._step(batch, sight=sight)
+        for scheduler in self._schedulers.values():
+            scheduler.step()
         self.running.add(
             predicted.losses,
             predicted.logits,
@@ -100,6 +106,14 @@ class Run:
             self.segments.of(batch) if self.segments else None,
         )
         self.step += 1
+        if self.average is not None and due(self.step, self.steps, self.config):
+            self.average.update_parameters(self._weights)
+
+    @property
+    def rate(self) -> float:
+        """Of the last step: the dense learning rate, or that of the tables where there is nothing else."""
+        scheduler = next(iter(self._schedulers.values()))
+        return float(scheduler.base_lrs[0]) * rate_factor(max(self.step - 1, 0), self.steps, self.config)
 
     def adopt(self, plan: Plan | None) -> None:
         """From the next step on the model runs by `plan`, or in high precision where it is None.
@@ -123,15 +137,16 @@ class Run:
 
     def capture(self) -> dict[str, Any]:
         """All that it takes to go on from here."""
-        return run_state.capture(self.model, self.optimizers, self.running, self.plan)
+        return run_state.capture(self.model, self.optimizers, self.running, self.average, self.plan)
 
     def restore(self, state: Mapping[str, Any], *, step: int, path: Path) -> None:
         """Goes on where `state` was captured, by the plan that ran then."""
         saved = run_state.plan_in(state)
         if run_state.identity_of(saved) != run_state.identity_of(self.plan):
             self.adopt(saved)
-        run_state.restore(state, self.model, self.optimizers, self.running, path=path)
+        run_state.restore(state, self.model, self.optimizers, self.running, self.average, path=path)
         self.step = step
+        self._schedulers = schedulers(self.optimizers, self.config, self.steps, done=step)
 
     def close(self) -> None:
         """The model runs as it would without a run; the next step makes what it needs anew."""

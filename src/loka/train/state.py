@@ -1,8 +1,8 @@
 """Everything a run needs to continue bit for bit, as plain tensors, numbers and text.
 
-Model, optimizers, sums of the metrics, random generators, every buffer, what FP8 sites carry from step to
-step (scales with their histories, nn/carried.py), and the plan that runs: none but the first is in a
-`state_dict`.
+Model, optimizers, sums of the metrics, the mean of the weights, random generators, every buffer, what FP8
+sites carry from step to step (scales with their histories, nn/carried.py), and the plan that runs: none but
+the first is in a `state_dict`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.fusion import as_it_runs
@@ -27,6 +28,7 @@ def capture(
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     running: RunningQuality,
+    average: AveragedModel | None = None,
     plan: Plan | None = None,
 ) -> dict[str, Any]:
     """The state as it is now. Tensors are shared, not copied: save it before the next step."""
@@ -37,6 +39,7 @@ def capture(
         "buffers": dict(model.named_buffers(remove_duplicate=False)),
         "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
         "running": running.state_dict(),
+        "average": average.state_dict() if average is not None else None,
         "random": {"cpu": torch.get_rng_state(), **_cuda_random(model)},
     }
 
@@ -62,6 +65,7 @@ def restore(
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
     running: RunningQuality,
+    average: AveragedModel | None = None,
     *,
     path: Path,
 ) -> None:
@@ -75,6 +79,8 @@ def restore(
         for name, optimizer in optimizers.items():
             _restore_optimizer(optimizer, state["optimizers"][name])
         running.load_state_dict(state["running"])
+        if average is not None:
+            average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], _device(model))
@@ -92,7 +98,7 @@ def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> 
         raise _refused(path, error) from error
 
 
-_UNFIT = (RuntimeError, AttributeError, KeyError, ValueError)
+_UNFIT = (RuntimeError, AttributeError, KeyError, ValueError, TypeError)
 
 
 def _refused(path: Path, error: Exception) -> CheckpointRefused:

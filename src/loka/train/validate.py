@@ -5,13 +5,14 @@ held-out rows. Three intervals come of it: of a pair, over rows (train/paired.py
 rows; and over both (train/validate_spread.py), which the verdict goes by (train/validate_judge.py).
 
 The number of pairs has to be settled before one looks: each further look at growing data is another
-chance, of 2.5 % at most, to pass with an effect that sits on the limit.
+chance, of 2.5 % at most, to pass with an effect that sits on the limit. `sequential` looks after every pair,
+at levels that hold over all looks together (train/sequential.py), and stops where every arm is decided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,23 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from loka.core.exceptions import LokaError
+from loka.core.exceptions import FileRefused, LokaError
 from loka.data.batch import Source
+from loka.train.annealed import annealed
 from loka.train.config import TrainConfig
+from loka.train.labels import require_both
 from loka.train.loop import Track, untracked
-from loka.train.metrics import checked, log_losses
+from loka.train.metrics import Floats, checked, log_losses
 from loka.train.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
+from loka.train.sequential import look_tail
 from loka.train.validate_arms import ArmSpec
 from loka.train.validate_judge import ERROR, Judgement
 from loka.train.validate_record import ArmVerdict, Validation
-from loka.train.validate_runs import Bench, Progress, Run, held_out, run
+from loka.train.validate_runs import Bench, Progress, Run, digest_of, held_out, run, world_of
 from loka.train.validate_segments import Divided, Division, clusters_of, divide
 from loka.train.validate_spread import MIN_PAIRS, spreads
+
+BY_MEAN = "all rows, by the mean of the weights"
 
 
 def validate(
@@ -47,9 +53,11 @@ def validate(
     cluster: int | None = None,
     limit: float = NE_LIMIT_PERCENT,
     segment_limit: float | None = None,
+    sequential: bool = False,
     identity: Mapping[str, Any] | None = None,
     context: Mapping[str, Any] | None = None,
     track: Track = untracked,
+    on_start: Callable[[str], None] | None = None,
     on_log: Progress | None = None,
     on_pair: Callable[[Validation], None] | None = None,
 ) -> Validation:
@@ -66,13 +74,17 @@ def validate(
         divisions: of the held-out rows into segments, each judged by itself.
         cluster: the sparse feature, such as the user, whose rows come together; None: rows are independent.
         limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
+        sequential: `pairs` are the most, and it stops after any from MIN_PAIRS on that decides every arm.
         identity: JSON values that tell this model from another that `build` might make.
         context: JSON values for readers of the record.
+        on_start: receives the digest of model, rows and configuration before anything is trained.
         on_log: receives each run's name and log lines; `on_pair` the verdict so far.
 
     Raises:
         ValueError: no pairs, no arms, or a limit that is not positive.
-        LokaError: two arms have one name, `out` holds another validation, or the control ends in NaN.
+        LokaError: two arms have one name, `out` holds another validation or one that was looked at by other
+            rules, or the control ends in NaN.
+        DataRefused: all held-out labels are equal.
     """
     segment_limit = limit if segment_limit is None else segment_limit
     names = [arm.name for arm in arms]
@@ -85,6 +97,11 @@ def validate(
         )
     if not (limit > 0 and segment_limit > 0):
         raise ValueError(f"limits of {limit} and {segment_limit} %: nothing can lie inside them")
+    if sequential and pairs < MIN_PAIRS:
+        raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
+    planned = pairs if sequential else None
+    _same_looks(Path(out), planned)
+    require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
     bench = Bench(
         build=build,
         train=rows,
@@ -100,8 +117,10 @@ def validate(
     clusters = None
     if cluster is not None:
         clusters = clusters_of(held_out_rows, cluster, batch_size=config.batch_size)
-    judged_by = _By(control, segments, clusters, limit, segment_limit)
+    judged_by = _By(control, segments, clusters, limit, segment_limit, planned)
     seeds = tuple(range(config.seed, config.seed + pairs))
+    if on_start:
+        on_start(world_of(bench))
     runs: list[Run] = []
     done: Validation | None = None
     for place, seed in enumerate(seeds):
@@ -115,7 +134,12 @@ def validate(
                 )
             runs.append(finished)
         known = {arm.name: arm.pairs for arm in done.arms} if done else {}
-        judged = [_judge(bench, judged_by, name, runs, known.get(name, {})) for name in names]
+        judged = [
+            replace(
+                _judge(bench, judged_by, arm.name, runs, known.get(arm.name, {})), key=digest_of(arm.identity)
+            )
+            for arm in arms
+        ]
         done = Validation(
             model=model,
             control=control,
@@ -125,10 +149,17 @@ def validate(
             arms=tuple(judged),
             runs=tuple(runs),
             context=dict(context or {}),
+            planned=planned,
+            world=world_of(bench),
+            annealed=annealed(
+                runs[0].final_rate, [held_out(bench.out, control, s) for s in seeds[: place + 1][:MIN_PAIRS]]
+            ),
         )
         done.save(bench.out / "validation.json")
         if on_pair:
             on_pair(done)
+        if sequential and place + 1 >= MIN_PAIRS and all(arm.verdict != "undecided" for arm in done.arms):
+            break
     assert done is not None
     return done
 
@@ -143,6 +174,29 @@ class _By:
     clusters: npt.NDArray[np.int64] | None
     limit: float
     segment_limit: float
+    planned: int | None
+
+    def tail(self, tail: float, pairs: int) -> float:
+        return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _same_looks(out: Path, planned: int | None) -> None:
+    """Raises LokaError where pairs of `out` were looked at by other rules: their looks would not count."""
+    try:
+        before = Validation.load(out / "validation.json")
+    except FileRefused:
+        return
+    if len(before.seeds) < MIN_PAIRS or before.planned == planned:
+        return
+
+    def said(pairs: int | None) -> str:
+        return "one look" if pairs is None else f"a look after every pair, {pairs} at most"
+
+    raise LokaError(
+        f"{out} holds {len(before.seeds)} pairs that were judged by {said(before.planned)}",
+        why=[f"now it is {said(planned)}: a level holds only over looks that were planned together"],
+        way_out="go on as it was begun, or choose another folder",
+    )
 
 
 def _judge(
@@ -153,22 +207,25 @@ def _judge(
     seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
     pairs = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
-    losses = []
+    losses, by_mean = [], []
     for seed in seeds:
         before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
         if seed not in pairs:
             pairs[seed] = paired_difference(before.logits, after.logits, labels)
-        a, clicked = checked(before.logits, labels)
-        b, _ = checked(after.logits, labels)
-        losses.append((log_losses(a, clicked), log_losses(b, clicked)))
+        losses.append((_losses(before.logits, labels), _losses(after.logits, labels)))
+        if before.mean_logits is not None and after.mean_logits is not None:
+            by_mean.append((_losses(before.mean_logits, labels), _losses(after.mean_logits, labels)))
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
     if not seeds:
         return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
     several = sum(len(part.names) for part in by.segments)
 
-    def judge(part: Divided, limit: float, tail: float) -> list[Judgement]:
+    def judge(
+        part: Divided, limit: float, tail: float, losses: list[tuple[Floats, Floats]] = losses
+    ) -> list[Judgement]:
         found = spreads(losses, part.group, len(part.names), clusters=by.clusters)
+        tail = by.tail(tail, len(losses))
         clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
         return [
             Judgement(name=name, spread=spread, clicks=int(count), limit=limit, tail=tail)
@@ -176,10 +233,16 @@ def _judge(
         ]
 
     everything = Divided(("all rows",), np.zeros(len(labels), np.int64))
+    of_mean = replace(everything, names=(BY_MEAN,))
     return ArmVerdict(
         name=arm,
         pairs=pairs,
         average=judge(everything, by.limit, ERROR)[0],
         segments=tuple(j for part in by.segments for j in judge(part, by.segment_limit, ERROR / several)),
         broke=broke,
+        readings=tuple(judge(of_mean, by.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
     )
+
+
+def _losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> Floats:
+    return log_losses(*checked(logits, labels))

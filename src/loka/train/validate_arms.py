@@ -28,6 +28,8 @@ from loka.kernels.registry import all_candidates
 from loka.nn.linears import find_linears, signature
 
 NAIVE = "naive"
+NUDGED = "nudged"
+_NUDGE = 1e-4  # of each weight, in standard deviations: bf16 resolves 4e-3
 _FIRST = ("torch", "torchao", "fbgemm", "deep_gemm")  # exact accumulation; others follow by name
 
 
@@ -76,8 +78,24 @@ def by_recipe(name: str, *, rows: int) -> ArmSpec:
     return ArmSpec(name=name, apply=apply, identity=identity)
 
 
+def nudged() -> ArmSpec:
+    """The control once more, its initial weights times 1 + 1e-4 z: an A/A arm, whose true difference is 0.
+
+    What it scatters is what training makes of no change at all.
+    """
+
+    @torch.no_grad()
+    def apply(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype)
+            weight.mul_(1 + _NUDGE * noise)
+
+    return ArmSpec(name=NUDGED, apply=apply, identity={"nudge": _NUDGE})
+
+
 def arm_named(text: str, *, rows: int) -> ArmSpec:
-    """A plan file, or the name of a recipe, or "naive"; `rows` as in `by_recipe`.
+    """A plan file, the name of a recipe, "naive", or "nudged"; `rows` as in `by_recipe`.
 
     Raises:
         LokaError: neither; the known names are listed.
@@ -86,7 +104,7 @@ def arm_named(text: str, *, rows: int) -> ArmSpec:
     path = Path(text)
     if path.suffix == ".json" or path.exists():
         return by_plan(Plan.load(path), name=path.stem)
-    return by_recipe(text, rows=rows)
+    return nudged() if text == NUDGED else by_recipe(text, rows=rows)
 
 
 def _recipes(name: str) -> dict[Gemm, str]:
@@ -99,7 +117,7 @@ def _recipes(name: str) -> dict[Gemm, str]:
         }
     whole = [recipe for recipe in RECIPES.values() if all(recipe.casts(gemm) for gemm in Gemm)]
     if name not in {recipe.name for recipe in whole}:
-        known = ", ".join([NAIVE, *(recipe.name for recipe in whole)])
+        known = ", ".join([NAIVE, NUDGED, *(recipe.name for recipe in whole)])
         raise LokaError(f"no arm is called {name!r}", way_out=f"a plan file (.json), or one of {known}")
     return dict.fromkeys(Gemm, name)
 

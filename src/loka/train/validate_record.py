@@ -11,6 +11,7 @@ from typing import Any
 from loka.core.error import Estimate, estimate_mean
 from loka.core.files import read_record, write_record
 from loka.core.report import estimate_to_json, required_estimate
+from loka.train.annealed import Annealed
 from loka.train.paired import PairedDifference, Verdict
 from loka.train.validate_judge import Judgement, joined
 from loka.train.validate_runs import Run
@@ -22,7 +23,9 @@ _KIND, _VERSION = "loka-validation", 1
 class ArmVerdict:
     """One arm against the control. `pairs` by seed: each with its per-example interval.
 
-    `average` is None, and `broke` says why, where a run of it ended in NaN or no pair is done.
+    `average` is None, and `broke` says why, where a run of it ended in NaN or no pair is done. `readings`
+    judge all rows in other ways, for reading: no verdict goes by them. `key` is a digest of what the arm
+    does.
     """
 
     name: str
@@ -30,6 +33,8 @@ class ArmVerdict:
     average: Judgement | None
     segments: tuple[Judgement, ...] = ()
     broke: str = ""
+    readings: tuple[Judgement, ...] = ()
+    key: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -52,7 +57,12 @@ class BandPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Paired runs of a control and one or more arms; `context` says what was run on what."""
+    """Paired runs of a control and one or more arms; `context` says what was run on what.
+
+    `planned` is the number of pairs of a validation that may stop after any pair (train/sequential.py), None
+    where one look was meant; `annealed` says whether the control was; `world` is a digest of model, rows and
+    configuration without the seeds.
+    """
 
     model: str
     control: str
@@ -62,6 +72,9 @@ class Validation:
     arms: tuple[ArmVerdict, ...]
     runs: tuple[Run, ...]
     context: Mapping[str, Any] = field(default_factory=dict)
+    planned: int | None = None
+    annealed: Annealed | None = None
+    world: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -116,6 +129,9 @@ class Validation:
             "arms": [_arm_to_json(arm) for arm in self.arms],
             "runs": [run.to_json() for run in self.runs],
             "context": dict(self.context),
+            "planned": self.planned,
+            "annealed": self.annealed.to_json() if self.annealed else None,
+            "world": self.world,
         }
 
     @classmethod
@@ -127,6 +143,9 @@ class Validation:
             seeds=tuple(content["seeds"]),
             arms=tuple(_arm_from_json(entry) for entry in content["arms"]),
             runs=tuple(Run.from_json(entry) for entry in content["runs"]),
+            planned=content.get("planned"),
+            annealed=Annealed.from_json(content["annealed"]) if content.get("annealed") else None,
+            world=content.get("world", ""),
         )
 
 
@@ -148,6 +167,8 @@ def _arm_to_json(arm: ArmVerdict) -> dict[str, Any]:
         "average": arm.average.to_json() if arm.average else None,
         "segments": [segment.to_json() for segment in arm.segments],
         "broke": arm.broke,
+        "readings": [reading.to_json() for reading in arm.readings],
+        "key": arm.key,
     }
 
 
@@ -163,4 +184,6 @@ def _arm_from_json(content: Mapping[str, Any]) -> ArmVerdict:
         average=Judgement.from_json(average) if average else None,
         segments=tuple(Judgement.from_json(entry) for entry in content["segments"]),
         broke=content["broke"],
+        readings=tuple(Judgement.from_json(entry) for entry in content.get("readings", ())),
+        key=content.get("key", ""),
     )

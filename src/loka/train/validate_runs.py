@@ -1,7 +1,8 @@
 """The runs of a validation, kept on disk: train one, judge it on held-out rows, never train it twice.
 
     out/runs/<arm>-<seed>/run.json                record: who it is, its quality, its curve
-    out/runs/<arm>-<seed>/held_out.safetensors    logits [N] float32 and labels [N], checksum in the record
+    out/runs/<arm>-<seed>/held_out.safetensors    logits [N] float32 and labels [N], checksum in the record;
+                                                  also logits by the mean of the weights, where one was kept
     out/runs/<arm>-<seed>/checkpoints/            while it trains; removed when it is done
 
 A killed run goes on from its newest checkpoint, and a finished one is read back. A file that is damaged
@@ -11,6 +12,7 @@ means that the run is done again; a run of something else is refused.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import re
 import shutil
@@ -25,11 +27,19 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
-from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
+from loka.core.files import (
+    canonical,
+    read_record,
+    read_tensors,
+    sha256_of_file,
+    write_record,
+    write_tensors,
+)
 from loka.core.report import number_to_json
 from loka.data.batch import Source
 from loka.nn import check_finite, fp8_runs
-from loka.train.config import TrainConfig
+from loka.train.average import as_averaged
+from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
 from loka.train.metrics import Quality, quality
@@ -56,7 +66,9 @@ class Run:
     """One arm trained with one seed. `fp8` counts FP8 GEMMs by site (`nn.fp8_runs`).
 
     `rows_per_second` is that of the process that ended it, 0 where that had nothing left to train.
-    `broke` says where a NaN or infinity ended it; it has no quality then.
+    `mean_quality` is that of the mean of its weights, where the config kept one; `final_rate` the learning
+    rate of the last step as a share of the peak. `broke` says where a NaN or infinity ended it; it has no
+    quality then.
     """
 
     arm: str
@@ -66,14 +78,17 @@ class Run:
     rows_per_second: float = 0.0
     curve: tuple[CurvePoint, ...] = ()
     fp8: Mapping[str, int] | None = None
+    mean_quality: Quality | None = None
+    final_rate: float = 1.0
     broke: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        judged = {k: number_to_json(v) for k, v in asdict(self.quality).items()} if self.quality else None
         return {
             "arm": self.arm,
             "seed": self.seed,
-            "quality": judged,
+            "quality": _quality_to_json(self.quality),
+            "mean_quality": _quality_to_json(self.mean_quality),
+            "final_rate": self.final_rate,
             "train_ne": number_to_json(self.train_ne),
             "rows_per_second": self.rows_per_second,
             "curve": [[p.rows, number_to_json(p.ne), number_to_json(p.recent_ne)] for p in self.curve],
@@ -83,14 +98,16 @@ class Run:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Run:
-        judged = content["quality"]
-        if judged is not None:
-            measures = {name: float(value) for name, value in judged.items() if name != "rows"}
-            judged = Quality(rows=judged["rows"], **measures)
         points = tuple(CurvePoint(int(r), float(a), float(b)) for r, a, b in content["curve"])
         kept = ("arm", "seed", "rows_per_second", "fp8", "broke")
-        numbers = {"quality": judged, "train_ne": float(content["train_ne"]), "curve": points}
-        return cls(**{name: content[name] for name in kept}, **numbers)
+        return cls(
+            **{name: content[name] for name in kept},
+            quality=_quality_from_json(content["quality"]),
+            mean_quality=_quality_from_json(content.get("mean_quality")),
+            final_rate=float(content.get("final_rate", 1.0)),  # before schedules it was constant
+            train_ne=float(content["train_ne"]),
+            curve=points,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +126,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Logits and labels of the held-out rows, both [N], in order."""
+    """Logits and labels of the held-out rows, all [N], in order; `mean_logits` are those of the mean of the
+    weights, None where none was kept."""
 
     logits: npt.NDArray[np.float32]
     labels: npt.NDArray[np.float32]
+    mean_logits: npt.NDArray[np.float32] | None = None
 
 
 def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
@@ -136,8 +155,8 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
     digest = None
     if held_out is not None:
         tensors = folder / "held_out.safetensors"
-        logits, labels = torch.from_numpy(held_out.logits), torch.from_numpy(held_out.labels)
-        write_tensors(tensors, {"logits": logits, "labels": labels})
+        parts = {name: torch.from_numpy(part) for name, part in vars(held_out).items() if part is not None}
+        write_tensors(tensors, parts)
         digest = sha256_of_file(tensors)
     content = {"run": finished.to_json(), "identity": identity, "held_out": digest}
     write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
@@ -151,7 +170,7 @@ def held_out(out: Path, arm: str, seed: int) -> HeldOut:
     folder = folder_of(out, arm, seed)
     content = _record(folder)
     tensors = read_tensors(folder / "held_out.safetensors", sha256=content["held_out"], way_out=_WAY_OUT)
-    return HeldOut(tensors["logits"].numpy(), tensors["labels"].numpy())
+    return HeldOut(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
@@ -166,9 +185,20 @@ def _config(bench: Bench, seed: int) -> TrainConfig:
     return replace(bench.config, seed=seed, log_every=every, checkpoint_every=between)
 
 
-def _identity(bench: Bench, arm: ArmSpec, config: TrainConfig) -> dict[str, Any]:
+def world_of(bench: Bench) -> str:
+    """A digest of what pairs share: model, rows and configuration, without the seed."""
+    shared = _identity(bench, None, bench.config)
+    del shared["arm"], shared["config"]["seed"]
+    return digest_of(shared)
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical(dict(identity))).hexdigest()[:16]
+
+
+def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[str, Any]:
     return {
-        "arm": {"name": arm.name, **arm.identity},
+        "arm": {"name": arm.name, **arm.identity} if arm else None,
         "config": config.identity(),
         "train": [bench.train.identity, bench.train.rows],
         "test": [bench.test.identity, bench.test.rows],
@@ -185,11 +215,13 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
                 return None
     except FileRefused:
         return None
-    differs = [part for part in identity if identity[part] != content["identity"].get(part)]
+    there = dict(content["identity"])
+    there["config"] = as_recorded(there.get("config"), identity["config"])
+    differs = [part for part in identity if identity[part] != there.get(part)]
     if differs:
         raise LokaError(
             f"{folder} holds a run of something else",
-            why=[f"{part}: {content['identity'].get(part)} there, {identity[part]} now" for part in differs],
+            why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
             way_out="choose another output folder, or remove that one",
         )
     return Run.from_json(content["run"])
@@ -229,14 +261,22 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
         )
     finally:
         curve.write()
-    logits, labels = evaluate(
-        model,
-        bench.test,
-        batch_size=config.batch_size,
-        device=config.device,
-        precision=config.precision,
-        track=bench.track,
-    )
+
+    def judge() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        return evaluate(
+            model,
+            bench.test,
+            batch_size=config.batch_size,
+            device=config.device,
+            precision=config.precision,
+            track=bench.track,
+        )
+
+    logits, labels = judge()
+    mean_logits = None
+    if trained.average is not None:
+        with as_averaged(model, trained.average, rows=bench.train, config=config):
+            mean_logits, _ = judge()
     finished = Run(
         arm=arm.name,
         seed=config.seed,
@@ -245,8 +285,21 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
         rows_per_second=trained.rows_per_second,
         curve=curve.points(),
         fp8=fp8_runs(model),
+        mean_quality=None if mean_logits is None else quality(mean_logits, labels),
+        final_rate=trained.final_rate,
     )
-    return finished, HeldOut(logits, labels)
+    return finished, HeldOut(logits, labels, mean_logits)
+
+
+def _quality_to_json(judged: Quality | None) -> dict[str, Any] | None:
+    return {k: number_to_json(v) for k, v in asdict(judged).items()} if judged else None
+
+
+def _quality_from_json(content: Mapping[str, Any] | None) -> Quality | None:
+    if content is None:
+        return None
+    measures = {name: float(value) for name, value in content.items() if name != "rows"}
+    return Quality(rows=content["rows"], **measures)
 
 
 def _lines(content: Mapping[str, Any]) -> dict[int, list[Any]]:

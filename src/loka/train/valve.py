@@ -28,10 +28,11 @@ from loka.core.producer import NO_PARAMETERS
 from loka.core.recipe import Format
 from loka.core.report import HP
 from loka.kernels.current import scale_produced
-from loka.nn import chain_snapshot, count_rounding, unwrap
+from loka.nn import chain_snapshot, count_rounding
 from loka.nn.chain import running_chains
 from loka.nn.chain_state import RunningChain
 from loka.nn.cross import running_crosses
+from loka.nn.unwrap import named_modules
 from loka.train.ranks import together
 from loka.train.run import Companion, Run
 from loka.train.step import Sight
@@ -166,7 +167,7 @@ class Valve(Companion):
         chains = running_chains(model)
         heads = {name: running.chain.paths[0] for name, running in chains.items()}
         heads |= {name: running.stack.layers[0].path for name, running in running_crosses(model).items()}
-        modules = dict(unwrap(model).named_modules())
+        modules = dict(named_modules(model))
         for name, path in heads.items():
             chain = chains.get(name)
             slot = chain.inputs[0] if chain is not None and chain.chain.prologue.identity else None

@@ -1,0 +1,114 @@
+"""A site's GEMM with gradients: eagerly without the dispatcher, elsewhere by the ops of site_ops.
+
+Eager calls on plain tensors run the body of the op: a registered op costs the host more than the launches
+inside it (docs/log.md, 2026-11-22). Where something traces or watches ops they go through the op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loka.core.report import HP
+from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _direct(*tensors: torch.Tensor) -> bool:
+    """Whether nothing watches or traces ops: plain tensors, no dispatch mode, no compiler."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in _PLAIN for tensor in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+class SiteGemms(torch.autograd.Function):
+    """y [T, out] = x [T, in] @ weight [out, in]^T, each of the three GEMMs by its candidate.
+
+    What a backward GEMM in FP8 needs of x and weight is saved quantized where `output` is in
+    FP8 too; otherwise x and weight are saved as they are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        health: torch.Tensor,
+        site: str,
+        candidates: Candidates,
+        keep: tuple[bool, bool],
+    ) -> torch.Tensor:
+        """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
+        output, grad_input, grad_weight = candidates
+        share_x = keep[0] and output != HP and grad_weight != HP
+        share_weight = keep[1] and output != HP and grad_input != HP
+        if _direct(x, weight):
+            y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(
+                x, weight, health, candidates, (share_x, share_weight)
+            )
+        else:
+            y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
+                x, weight, health, site, *candidates, share_x, share_weight
+            )
+        # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
+        saved_x = kept_x if share_x else x if keep[0] else x_scale
+        saved_weight = kept_weight if share_weight else weight if keep[1] else weight_scale
+        ctx.save_for_backward(saved_x, x_scale, saved_weight, weight_scale)
+        ctx.health = health
+        ctx.site = site
+        ctx.candidates = candidates
+        ctx.features = x.shape[1]
+        ctx.weight_dtype = weight.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        _, grad_input, grad_weight = ctx.candidates
+        want_x, want_weight = ctx.needs_input_grad[:2]
+        if _direct(grad_output):
+            names, want = (grad_input, grad_weight), (want_x, want_weight)
+            x, x_scale, weight, scale = saved
+            dx, dw = backward_parts(
+                grad_output,
+                x,
+                x_scale,
+                weight,
+                scale,
+                ctx.health,
+                names,
+                want,
+                ctx.features,
+                ctx.weight_dtype,
+            )
+        else:
+            dx, dw = site_backward(
+                grad_output,
+                *saved,
+                ctx.health,
+                ctx.site,
+                grad_input,
+                grad_weight,
+                want_x,
+                want_weight,
+                ctx.features,
+                ctx.weight_dtype,
+            )
+        return dx if want_x else None, dw if want_weight else None, None, None, None, None
+
+
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, health: torch.Tensor, site: str, candidates: Candidates
+) -> torch.Tensor:
+    """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted."""
+    grad = torch.is_grad_enabled()
+    keep = (grad and weight.requires_grad, grad and x.requires_grad)
+    if keep[0] or keep[1]:
+        return SiteGemms.apply(x, weight, health, site, candidates, keep)
+    if _direct(x, weight):
+        return forward_parts(x, weight, health, candidates, (False, False))[0]
+    return site_forward(x, weight, health, site, *candidates, False, False)[0]

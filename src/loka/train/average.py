@@ -1,0 +1,141 @@
+"""A mean of a run's weights as a second model to judge, beside the weights of its last step.
+
+    tail   the mean of the weights over the last `average_share` of the steps   (Izmailov et al., 1803.05407)
+    ema    a += (w - a) / n,  n updates in `average_share` of the steps         (Polyak and Juditsky 1992)
+
+torch's AveragedModel keeps it. About a hundred updates fall into that share, so a run pays for a thousand
+passes over its weights at most, each of which waits for the device, and for one more copy of them. The mean
+holds weights alone: it is judged inside the model itself, which may run in FP8 and may have been converted on
+the way.
+
+BatchNorm's running statistics are those of other weights. Where the model has such layers they are estimated
+anew from training rows (`update_bn`) and put back afterwards; layers without running statistics, such as
+BlockNorm, LayerNorm and RMSNorm, need nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from loka.core.exceptions import LokaError
+from loka.data.batch import Batch, Source
+from loka.nn.carried import carried, restore_carried
+from loka.train.config import Precision, TrainConfig
+from loka.train.forward import arguments, predict
+
+_UPDATES = 100
+"""In the share of a run that the mean covers: more would not move it, and each reads all weights once."""
+
+
+class Weights(nn.Module):
+    """The parameters of a model, the very objects, without its modules, hooks and buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(model.parameters())
+
+
+def averaged_weights(model: nn.Module, config: TrainConfig, steps: int) -> AveragedModel | None:
+    """What `config.average` asks for, still empty; None where it asks for none.
+
+    Raises:
+        LokaError: weights of less than 32 bits, in which a step of a hundredth is lost to rounding.
+    """
+    if config.average == "none":
+        return None
+    short = [name for name, weight in model.named_parameters() if weight.dtype.itemsize < 4]
+    if short:
+        raise LokaError(
+            f"a mean of weights in less than 32 bits is rounded away: {', '.join(short[:3])}",
+            way_out="float32 weights (bf16 autocasts them as they are used), or average='none'",
+        )
+    if config.average == "tail":
+        return AveragedModel(Weights(model))
+    span, every = _span(config, steps)
+    decay = 1 - 1 / max(span // every, 1)
+    return AveragedModel(Weights(model), multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+def due(done: int, steps: int, config: TrainConfig) -> bool:
+    """Whether the weights after `done` updates of `steps` go into the mean; those of the last one do."""
+    span, every = _span(config, steps)
+    inside = config.average == "ema" or done > steps - span
+    return config.average != "none" and inside and (steps - done) % every == 0
+
+
+@contextlib.contextmanager
+def as_averaged(
+    model: nn.Module, average: AveragedModel, *, rows: Source | None = None, config: TrainConfig
+) -> Iterator[nn.Module]:
+    """Within it `model` has the mean of its weights; weights, buffers and FP8's scales are put back after.
+
+    Args:
+        rows: to train on, of which the statistics of BatchNorm are estimated anew, from `_UPDATES` batches.
+
+    Raises:
+        LokaError: nothing was averaged yet, or the model has BatchNorm and there are no rows.
+    """
+    if not int(average.n_averaged):
+        raise LokaError("nothing was averaged yet", way_out="train to the end of the run first")
+    normed = any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules())
+    if normed and rows is None:
+        raise LokaError(
+            "BatchNorm's statistics are those of the weights of the last steps, not of their mean",
+            way_out="give as_averaged rows to train on; they are estimated anew from these",
+        )
+    scales = copy.deepcopy(carried(model))
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if normed else []
+    _exchange(model, average)
+    try:
+        if normed and rows is not None:
+            _estimate(model, rows, config)
+        yield model
+    finally:
+        _exchange(model, average)
+        restore_carried(model, scales)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _span(config: TrainConfig, steps: int) -> tuple[int, int]:
+    """Steps that the mean covers, and steps between two of its updates."""
+    span = max(math.ceil(steps * config.average_share), 1)
+    return span, max(span // _UPDATES, 1)
+
+
+@torch.no_grad()
+def _exchange(model: nn.Module, average: AveragedModel) -> None:
+    """In place, a tensor at a time: a whole copy of large tables need not fit beside them."""
+    for weight, mean in zip(model.parameters(), average.module.parameters(), strict=True):
+        kept = weight.detach().clone()
+        weight.copy_(mean)
+        mean.copy_(kept)
+
+
+def _estimate(model: nn.Module, rows: Source, config: TrainConfig) -> None:
+    training = [(module, module.training) for module in model.modules()]
+    batches = itertools.islice(rows.batches(config.batch_size), _UPDATES)
+    update_bn((batch.to(config.device) for batch in batches), _ByBatch(model, config.precision))
+    for module, mode in training:
+        module.training = mode
+
+
+class _ByBatch(nn.Module):
+    """Takes a whole batch, as `update_bn` calls a model with one argument."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.model, self.precision = model, precision
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return predict(self.model, arguments(batch), self.precision)

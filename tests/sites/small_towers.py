@@ -1,0 +1,36 @@
+"""Small towers for the tests of findings, plain, converted and by hand, all from the same weights."""
+
+from __future__ import annotations
+
+import torch
+from forced import plan_of
+from oracle import by_hand
+from torch import nn
+
+import loka
+
+ROWS = 128
+
+
+def tower(norm: bool = False, dropout: float | None = None) -> nn.Sequential:
+    """64 -> 64 -> 64 -> 64 -> 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(3):
+            layers.append(nn.Linear(64, 64))
+            layers += [nn.LayerNorm(64)] if norm else []
+            layers += [nn.Dropout(dropout)] if dropout is not None else []
+            layers.append(nn.ReLU())
+        return nn.Sequential(*layers, nn.Linear(64, 1))
+
+
+def batch(rows: int = ROWS, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def pair(**options: object) -> tuple[nn.Sequential, nn.Sequential]:
+    """The converted tower, and one of the same weights by hand."""
+    plain = tower(**options)  # type: ignore[arg-type]
+    found = loka.convert(tower(**options), plan_of(plain, batch().requires_grad_()))  # type: ignore[arg-type]
+    return found, by_hand(tower(**options))  # type: ignore[arg-type,return-value]

@@ -1,0 +1,71 @@
+"""Parameters that are multiplied by somewhere else than in the forward of the module that owns them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import loka
+from loka.probe import Settings
+
+FP8 = "emulated:rowwise_e4m3"
+
+
+def forced_plan(stats: loka.Stats) -> loka.Plan:
+    settings = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(stats, device="cpu", candidates=[FP8], errors_only=True, settings=settings)
+    return loka.plan(report, loka.Budget(), force={"*": FP8})
+
+
+class OwnAttention(nn.MultiheadAttention):
+    """Calls torch's function by itself, as models that change what goes around it do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = x.transpose(0, 1)
+        out, _ = F.multi_head_attention_forward(
+            x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, None, None,
+            False, 0.0, self.out_proj.weight, self.out_proj.bias, training=self.training, need_weights=False,
+        )  # fmt: skip
+        return out.transpose(0, 1)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(64, 32)
+        self.attention = OwnAttention(32, 4)
+        self.lazy = nn.LazyLinear(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lazy(self.attention(x)) @ self.items.weight.T  # whose owner is never called
+
+
+def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
+    """Fails where parameters are noted in their owner's call alone, at the first sampled step alone, or where
+    a function of torch that multiplies inside is run with the mode off."""
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(8, 6, 32)
+    model(x)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        for _ in range(3):
+            model(x).square().mean().backward()
+    stats = probe.stats()
+    assert {path: layer.calls for path, layer in stats.layers.items()} == {
+        "attention.in_proj_weight": 3,
+        "attention.out_proj": 3,
+        "lazy": 3,
+        "items": 3,
+    }
+    reference = model(x)
+    loka.convert(model, forced_plan(stats))
+    compiled = torch.compile(model, backend="aot_eager")
+    for call in (model, compiled):
+        before = {site: counts["runs"] for site, counts in loka.health_of(model).items()}
+        out = call(x)
+        out.square().mean().backward()
+        ran = {site: c["runs"] - before[site] for site, c in loka.health_of(model).items()}
+        assert set(ran.values()) == {1}, ran
+        assert (out - reference).norm() < 0.1 * reference.norm()
+    loka.revert(model)
+    assert torch.equal(model(x), reference)

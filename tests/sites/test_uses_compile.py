@@ -1,0 +1,149 @@
+"""torch.compile of converted models, whole, nested and by block: the eager results, and no site lost.
+
+Where Dynamo traces past a mode, or recomputes a checkpoint without it, results drift towards high precision
+and the count of sites shows which one is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from forced import Planned, planned, ran
+from foreign.registry import FOREIGN
+from foreign.spec import call, train_step
+from oracle import CLOSE, assert_close, assert_same_gradients, gradients
+from sweeps import sweep
+from torch import nn
+
+import loka
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+ROWS = 32
+# One of each way of writing a GEMM and of each kind of checkpoint; the others write theirs alike.
+WHOLE = (
+    "dataclass_tower", "chunks", "splits", "functions", "autoencoder_tied", "next_item_tied", "used_twice",
+    "experts_bmm", "experts_einsum", "experts_baddbmm", "encoder_batch_first", "encoder_padded",
+    "cross_attention", "shared_attention", "lora_parameters", "weight_norm", "deepctr_autoint",
+    "deepctr_xdeepfm", "checkpoint_modules", "checkpoint_modules_reentrant", "checkpoint_function",
+    "checkpoint_function_reentrant", "torchrec_dlrm_dcn", "hf_gpt2_classifier", "hf_llama_checkpointed",
+)  # fmt: skip
+ALWAYS = (
+    "functions", "experts_einsum", "encoder_batch_first", "deepctr_autoint", "torchrec_dlrm_dcn",
+    "hf_gpt2_classifier", "checkpoint_function", "checkpoint_function_reentrant",
+)  # fmt: skip
+INDUCTOR = ("slices", "functions", "shared_attention", "checkpoint_function", "used_twice")
+# Inductor fuses norms and softmax, whose last bits then differ: more values fall to the other side.
+FUSED = 5 * CLOSE
+
+
+def _eager(known: Planned) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = known.converted()
+    loss = train_step(known.foreign, model, ROWS)
+    assert ran(model) == known.fp8
+    return loss, gradients(model)
+
+
+def _compare(
+    known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE
+) -> None:
+    foreign = known.foreign
+    loss, expected = _eager(known)
+    found = foreign.loss(call(compiled, foreign.inputs(ROWS)))
+    found.backward()
+    assert_close(found, loss, bound=bound, what="loss")
+    assert_same_gradients(model, expected, bound=bound)
+    assert ran(model) == known.fp8
+
+
+@pytest.mark.parametrize("name", sweep(WHOLE, ALWAYS))
+def test_fullgraph(name: str) -> None:
+    """One graph where the original has one, with every site in it, forward and backward."""
+    known = planned(name)
+    assert known.foreign.fullgraph
+    model = known.converted()
+    _compare(known, model, torch.compile(model, fullgraph=True, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("name", sweep(INDUCTOR, ("slices", "shared_attention")))
+def test_fullgraph_by_inductor(name: str) -> None:
+    known = planned(name)
+    model = known.converted()
+    _compare(known, model, torch.compile(model, fullgraph=True), bound=FUSED)
+
+
+def test_every_model_that_has_one_graph_is_listed_or_of_a_listed_kind() -> None:
+    """Also those with breaks run: two are compiled here, whose original is no full graph."""
+    assert all(FOREIGN[name].fullgraph for name in (*WHOLE, *INDUCTOR))
+    for name in ("lstm_tower", "checkpoint_sequential"):
+        known = planned(name)
+        assert not known.foreign.fullgraph
+        model = known.converted()
+        _compare(known, model, torch.compile(model, backend="aot_eager"))
+
+
+BLOCKS = ("checkpoint_modules", "encoder_batch_first", "torchrec_dlrm_dcn")
+
+
+@pytest.mark.parametrize("name", sweep(BLOCKS, BLOCKS[:1]))
+def test_by_block(name: str) -> None:
+    """`module.compile()` of each child by itself."""
+    known = planned(name)
+    model = known.converted()
+    for child in model.children():
+        child.compile(backend="aot_eager")
+    _compare(known, model, model)
+
+
+@pytest.mark.parametrize("name", sweep(("fuxictr_dcnv2_parallel", "deepctr_xdeepfm"), ("deepctr_xdeepfm",)))
+@pytest.mark.parametrize("outer", [False, True], ids=["in eager", "in compiled"])
+def test_nested(name: str, outer: bool) -> None:
+    """Inner modules are replaced by compiled ones, after convert; names of sites stay what they were."""
+    known = planned(name)
+    model = known.converted()
+    for child_name, child in list(model.named_children()):
+        if any(True for _ in child.parameters()) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            setattr(model, child_name, torch.compile(child, backend="aot_eager"))
+    expected = _eager(known)
+    whole = torch.compile(model, backend="aot_eager") if outer else model
+    loss = known.foreign.loss(call(whole, known.foreign.inputs(ROWS)))
+    loss.backward()
+    assert_close(loss, expected[0])
+    found = {name.replace("_orig_mod.", ""): gradient for name, gradient in gradients(model).items()}
+    assert found.keys() == expected[1].keys()
+    for parameter, gradient in expected[1].items():
+        assert_close(found[parameter], gradient, what=parameter)
+    assert ran(model) == known.fp8
+
+
+@pytest.mark.parametrize("name", sweep(("slices", "experts_einsum"), ("slices",)))
+def test_other_batches_make_no_wrong_graph(name: str) -> None:
+    """Three sizes, of which the last two share one graph with a symbolic batch."""
+    known = planned(name)
+    model, eager = known.converted(), known.converted()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for rows in (32, 48, 21):
+        model.zero_grad()
+        eager.zero_grad()
+        loss = known.foreign.loss(call(compiled, known.foreign.inputs(rows)))
+        loss.backward()
+        assert_close(loss, train_step(known.foreign, eager, rows))
+        assert_same_gradients(model, gradients(eager))
+    assert ran(model) == known.fp8
+
+
+def test_converted_after_it_was_compiled() -> None:
+    """The graph of before convert is not used any more, nor that of before revert."""
+    known = planned("experts_einsum")
+    foreign, model = known.foreign, known.foreign.build()
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = foreign.loss(call(compiled, foreign.inputs(ROWS))).detach()
+    loka.convert(model, known.plan)
+    _compare(known, model, compiled)
+    loka.revert(model)
+    torch.testing.assert_close(foreign.loss(call(compiled, foreign.inputs(ROWS))).detach(), plain)
