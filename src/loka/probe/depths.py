@@ -23,6 +23,7 @@ from loka.core.depth_tables import Operand, depth_tables
 from loka.core.recipe import RECIPES, SHARED, Cast, Gemm, Granularity, Recipe
 from loka.core.stats import Distribution, LinearStats
 from loka.probe.depth_scales import Sides, sample_scales, sides_of
+from loka.probe.row_picks import row_picks
 
 PREFIX = "depth_"
 _SQUARE = (Granularity.TENSOR, Granularity.BLOCK_128X128)  # a transpose has the same groups
@@ -190,3 +191,14 @@ def operand_errors(
 def depth_bytes(depths: Mapping[str, torch.Tensor]) -> int:
     """The memory that tables take; it does not grow with what they have seen."""
     return sum(table.numel() * table.element_size() for table in depths.values())
+
+
+def depths_of_rows(
+    operands: Mapping[str, torch.Tensor], count: int, generator: torch.Generator
+) -> dict[str, Depths]:
+    """The histograms of operands by name, of `count` rows of each."""
+    requests = []
+    for operand, rows in operands.items():
+        picked = row_picks(rows.shape[0], count, generator, rows.device)
+        requests.append(Request(hp=rows, wanted=layouts(operand), picked=picked))
+    return dict(zip(operands, collect_all(requests), strict=True))

@@ -20,21 +20,20 @@ import torch
 from torch import nn
 
 from loka.core.coverage import Coverage
-from loka.core.exceptions import LokaError, NotConverted
+from loka.core.exceptions import LokaError
 from loka.core.problem import dtype_name
 from loka.core.signature import ModelSignature
 from loka.core.stats import Stats
-from loka.nn.chain import runs_fused
 from loka.nn.dataflow import Dataflow, Found, detach, unseen
 from loka.nn.linears import Filter, find_linears, signature
-from loka.nn.site import site_forwards
 from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
 from loka.probe.cadence import cadence_of, clock_of
-from loka.probe.depths import Request, collect_all, layouts, merge
+from loka.probe.depths import depths_of_rows, merge
 from loka.probe.learnt import Learnt, Site, add_samples, add_tails, bytes_of, from_record, refuse, with_sites
 from loka.probe.logits import Logits
+from loka.probe.refusals import refuse_converted, refuse_settings, refuse_without_sites
 from loka.probe.row_picks import row_picks
 from loka.probe.sample_coherence import Picked, pick
 from loka.probe.sample_rows import batch_of
@@ -105,19 +104,9 @@ class Probe:
         logits: Logits | None = None,
         base_rate: float | None = None,
     ) -> None:
-        for name, value, least in (
-            ("rows", rows, 1),
-            ("depth_rows", depth_rows, 1),
-            ("rank", rank, 1),
-            ("save_every", save_every, 1),
-            ("effect_samples", effect_samples, 0),
-            ("effect_step", effect_step, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
-        if base_rate is not None and not 0 < base_rate < 1:
-            raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
-        _refuse_converted(model)
+        counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
+        refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate)
+        refuse_converted(model)
         self._model = model
         self._rows = rows
         self._full_covariance, self._rank = full_covariance, rank
@@ -143,12 +132,7 @@ class Probe:
         )
         self._over_tokens: list[tuple[Learnt, torch.Tensor]] = []
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
-        if not self._linears and not any(p.dim() > 1 for p in unwrap(model).parameters()):
-            raise LokaError(
-                f"{self._signature.name} has no GEMM with a parameter to probe",
-                why=[f"{path}: {reason}" for path, reason in self._skipped.items()],
-                way_out="LoKA decides GEMMs that multiply by a parameter, such as those of nn.Linear",
-            )
+        refuse_without_sites(model, self._linears, self._skipped)
         if resume is not None:
             self._restore(resume)
         self._cadence = cadence_of(every, overhead=overhead, start=self._steps)
@@ -157,7 +141,7 @@ class Probe:
         self._saver: Saver | None = None
 
     def __enter__(self) -> Probe:
-        _refuse_converted(self._model)
+        refuse_converted(self._model)
         if unwrap(self._model)._compiled_call_impl is not None:
             raise LokaError(
                 "model.compile() compiled this module in place, so single steps cannot be watched",
@@ -271,7 +255,7 @@ class Probe:
             sampled, self._announced = self._announced, False
         if not sampled:
             return
-        _refuse_converted(self._model)  # since the last sampled step
+        refuse_converted(self._model)  # since the last sampled step
         self._sampled += 1
         eager.acquire()
         self._eager = True
@@ -394,11 +378,7 @@ class Probe:
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 
     def _add_depths(self, learnt: Learnt, operands: dict[str, torch.Tensor]) -> None:
-        requests = []
-        for operand, rows in operands.items():
-            picked = row_picks(rows.shape[0], self._depth_rows, self._depth_generator, rows.device)
-            requests.append(Request(hp=rows, wanted=layouts(operand), picked=picked))
-        for operand, tables in zip(operands, collect_all(requests), strict=True):
+        for operand, tables in depths_of_rows(operands, self._depth_rows, self._depth_generator).items():
             learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
 
     def _restore(self, stats: Stats) -> None:
@@ -414,12 +394,3 @@ class Probe:
             if path in self._linears or path in traced:
                 self._learnt[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
                 self._sensitivity.restore(path, layer)
-
-
-def _refuse_converted(model: nn.Module) -> None:
-    """A converted model's GEMMs are not the calls that Probe watches: it would learn nothing, in silence."""
-    if runs_fused(model) or site_forwards(model):
-        raise NotConverted(
-            "a Probe watches models in high precision, and this one runs by a plan",
-            way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",
-        )

@@ -1,0 +1,46 @@
+"""What a Probe refuses before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from loka.core.exceptions import LokaError, NotConverted
+from loka.nn.chain import runs_fused
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import class_name, unwrap
+
+
+def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate: float | None) -> None:
+    """Raises ValueError for what is below its least value. `positive`: numbers of at least 1, by name."""
+    for name, value, least in (
+        *((name, value, 1) for name, value in positive.items()),
+        ("effect_samples", effect_samples, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if base_rate is not None and not 0 < base_rate < 1:
+        raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+
+
+def refuse_converted(model: nn.Module) -> None:
+    """A converted model's GEMMs are not the calls that Probe watches: it would learn nothing, in silence."""
+    if runs_fused(model) or site_forwards(model):
+        raise NotConverted(
+            "a Probe watches models in high precision, and this one runs by a plan",
+            way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",
+        )
+
+
+def refuse_without_sites(
+    model: nn.Module, linears: Mapping[str, nn.Linear], skipped: Mapping[str, str]
+) -> None:
+    """Raises LokaError where a model has no parameter that a GEMM could multiply by."""
+    if linears or any(parameter.dim() > 1 for parameter in unwrap(model).parameters()):
+        return
+    raise LokaError(
+        f"{class_name(model)} has no GEMM with a parameter to probe",
+        why=[f"{path}: {reason}" for path, reason in skipped.items()],
+        way_out="LoKA decides GEMMs that multiply by a parameter, such as those of nn.Linear",
+    )
