@@ -69,3 +69,26 @@ def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
         assert (out - reference).norm() < 0.1 * reference.norm()
     loka.revert(model)
     assert torch.equal(model(x), reference)
+
+
+def test_a_site_is_forced_and_kept_by_its_very_name() -> None:
+    """Fails where brackets in names are read as patterns alone: `w[:16]` would match nothing."""
+
+    class Slices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32, 32) * 0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, self.w), self.w[:16])
+
+    model = Slices()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(64, 32)).square().mean().backward()
+    settings = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(probe.stats(), device="cpu", candidates=[FP8], settings=settings)
+    plan = loka.plan(report, loka.Budget(keep=("w[:16]",)), force={"w/output": "hp", "w[[]:16]/output": FP8})
+    runs = {site: decision.candidate for site, decision in plan.decisions.items()}
+    assert runs["w[:16]/output"] == FP8
+    assert runs["w/output"] == "hp"
+    assert runs["w[:16]/grad_input"] == runs["w[:16]/grad_weight"] == "hp"

@@ -27,7 +27,7 @@ class Budget:
         max_mere: limit on the paper's metric, for parity (it used 0.2). None by default.
         min_speedup: least speed-up over bf16 worth having, on the lower end of its interval.
             It binds only where times were measured.
-        keep: patterns (fnmatch) of sites "path/gemm" or of module paths to keep in hp.
+        keep: patterns (fnmatch) or names of sites "path/gemm", or of module paths, to keep in hp.
         keep_prediction: keep linear layers with at most 8 outputs in hp: quantizing the
             logit layer's gradients biases training (71 % of e5m2's damage).
         chains: "measured" forms the chains that were timed and are faster as a whole; "always"

@@ -82,7 +82,12 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:
-    return fnmatchcase(site.name, pattern) or fnmatchcase(site.path, pattern)
+    return _fits(site.name, pattern) or _fits(site.path, pattern)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Also the very name: brackets of `w[:64]` stand for a set of characters in a pattern."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
@@ -90,7 +95,7 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
     for where, several in patterns.items():
         for pattern in several:
             # All sites of the model: one budget serves a report of a part of them too.
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(_fits(name, pattern) for name in names):
                 raise UnknownName(
                     f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}"
                 )
