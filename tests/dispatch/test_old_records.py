@@ -40,6 +40,7 @@ class Gated(nn.Module):
 
 @pytest.fixture(scope="module")
 def stats() -> loka.Stats:
+    torch.manual_seed(0)  # errors near the default limit decide what is planned
     model = Gated()
     with loka.Probe(model, every=1) as probe:
         model(torch.randn(64, 32, requires_grad=True)).square().mean().backward()

@@ -7,15 +7,24 @@ from forced import planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import train_step
 from oracle import SiteBySite, assert_close, assert_same_gradients, gradients
+from sweeps import sweep
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 COMPUTED = ("weight_norm",)  # its weights are parameters of nobody, so the oracle knows none
 # Parameters that are multiplied by each other, by a rule no site; their product is the layer's weight.
+ALWAYS = (  # one of each way of writing a GEMM
+    "relu_tower", "slices", "columns", "chunks", "functions", "used_twice", "autoencoder_tied", "experts_bmm",
+    "experts_einsum", "experts_dispatch", "encoder_padded", "cross_attention", "shared_attention",
+    "lstm_tower", "lora_parameters", "lora_merged", "deepctr_autoint", "deepctr_xdeepfm",
+    "deepctr_dcn_matrix", "deepctr_dcn_mix", "fuxictr_dcnv2_stacked", "checkpoint_function",
+    "checkpoint_modules_reentrant", "torchrec_dlrm_dcn", "torchrec_dlrm_train", "hf_gpt2_lm", "hf_bert",
+    "hf_llama",
+)  # fmt: skip
 NO_SITES = {"lora_merged": ("0.weight", "0.A", "0.B", "2.weight", "2.A", "2.B")}
 
 
-@pytest.mark.parametrize("name", [name for name in FOREIGN if name not in COMPUTED])
+@pytest.mark.parametrize("name", sweep([name for name in FOREIGN if name not in COMPUTED], ALWAYS))
 def test_a_training_step_is_the_oracles(name: str) -> None:
     """It fails where a site multiplies by another view, drops or doubles a bias, or is not run at all."""
     known = planned(name)

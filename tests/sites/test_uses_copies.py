@@ -17,6 +17,7 @@ from forced import Planned, plan_of, planned, ran, runs
 from foreign.spec import call, train_step
 from oracle import assert_close, assert_same_gradients, by_hand, gradients, multiply
 from small_towers import batch, pair, tower
+from sweeps import sweep
 from torch import nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
@@ -110,7 +111,10 @@ def test_functional_call(name: str) -> None:
     assert ran(model) == known.fp8
 
 
-@EACH
+FEW = ("slices", "experts_einsum", "encoder_batch_first", "torchrec_dlrm_dcn")
+
+
+@pytest.mark.parametrize("name", sweep(NAMES, FEW))
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "data", "data in place", "AveragedModel"])
 def test_other_weights(name: str, how: str) -> None:
     known = planned(name)
