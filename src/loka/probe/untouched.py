@@ -34,18 +34,25 @@ def buffers_kept(model: nn.Module, *, of_all: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in eval mode; afterwards each module is in the mode it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
 def as_evaluated(model: nn.Module) -> Iterator[None]:
     """Inside, `model` runs in eval mode with gradients; afterwards its mode and buffers and the random state
     are what they were."""
-    training = [module for module in model.modules() if module.training]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices), buffers_kept(model, of_all=True), torch.enable_grad():
-        model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+    kept = buffers_kept(model, of_all=True)
+    with torch.random.fork_rng(devices), kept, torch.enable_grad(), evaluating(model):
+        yield
 
 
 def batch_norms(model: nn.Module) -> str:

@@ -33,6 +33,7 @@ from loka.nn.chain import runs_fused
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards
 from loka.nn.turned import turned_linears
+from loka.probe.untouched import evaluating
 
 ADDITIVE = (0.6, 1.6)
 """Joint effect over predicted sum: beyond it the sum is not to be trusted (docs/budget.md)."""
@@ -129,7 +130,7 @@ def joint_effect(
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
     run = forward or _by_batch
     divergences, logits = [], []
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         for batch in batches:
             plain = _logits(run(model, batch))
             with emulated(model, candidates, plan.model.layers):
@@ -173,17 +174,6 @@ def emulated(
         yield
     finally:
         detach(model)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _by_batch(model: nn.Module, batch: Any) -> torch.Tensor:
