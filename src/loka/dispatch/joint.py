@@ -3,7 +3,7 @@
     time(choice) = sum of the sites' times - what shared passes save
 
 A site's time holds the quantization of both its operands. Where two GEMMs of a layer run in
-FP8, the tensor between them is read once for both copies (nn/ops.py), which saves what
+FP8, the tensor between them is read once for both copies (nn/site_ops.py), which saves what
 `Report.sharing` says. So a grad_weight that loses by itself may win beside an FP8 grad_input.
 
 A choice is allowed if every FP8 GEMM in it earns its place: taking it back to hp, with the rest

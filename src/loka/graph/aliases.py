@@ -24,9 +24,9 @@ def is_transposed(tensor: torch.Tensor, known: torch.Tensor) -> bool:
 
 def _compare(context: Any) -> None:
     tensor, known = (context.get_local(name).as_fake() for name in ("tensor", "known"))
-    turned = known.mT
+    wanted = known.mT
     same_memory = tensor.untyped_storage()._cdata == known.untyped_storage()._cdata
-    _answers.append(same_memory and _geometry(tensor) == _geometry(turned))
+    _answers.append(same_memory and _geometry(tensor) == _geometry(wanted))
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:

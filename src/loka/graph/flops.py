@@ -150,5 +150,5 @@ def _reason(kind: str, op: str, parameter: bool) -> str:
     return "a product of two activations, or of weights that are computed"
 
 
-def site_flops(rows: int, in_features: int, out_features: int, count: int = 1) -> float:
-    return 2.0 * rows * in_features * out_features * count
+def site_flops(rows: int, in_features: int, out_features: int) -> float:
+    return 2.0 * rows * in_features * out_features

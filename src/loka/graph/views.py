@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _T = torch.Tensor
-_TURNS = {
+_TRANSPOSES = {
     _T.t,
     torch.t,
     _T.transpose,
@@ -23,7 +23,7 @@ _TURNS = {
     _T.permute,
     torch.permute,
 }
-_TURNS |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim}  # type: ignore[attr-defined]
+_TRANSPOSES |= {_T.T.__get__, _T.mT.__get__, _T.swapdims, torch.swapdims, _T.movedim, torch.movedim}  # type: ignore[attr-defined]
 _COPIES = {_T.contiguous, _T.clone, torch.clone, _T.to, _T.type, _T.float, _T.half, _T.bfloat16, _T.double}
 _COPIES |= {_T.type_as, _T.requires_grad_, _T.data.__get__, _T.detach, torch.detach, _T.cuda, _T.cpu}  # type: ignore[attr-defined]
 _SHAPES = {
@@ -39,9 +39,9 @@ _SHAPES |= {_T.unsqueeze, torch.unsqueeze, _T.narrow, torch.narrow, _T.select, t
 _PARTS = {_T.chunk, torch.chunk, _T.split, torch.split, _T.unbind, torch.unbind, _T.tensor_split}
 _PARTS |= {torch.tensor_split, _T.split_with_sizes, torch.split_with_sizes}
 _ITEMS = {_T.__getitem__, operator.getitem}  # the second is what torch.export traces
-VIEWS = frozenset(_TURNS | _COPIES | _SHAPES | _PARTS | _ITEMS | {_T.__iter__})
+VIEWS = frozenset(_TRANSPOSES | _COPIES | _SHAPES | _PARTS | _ITEMS | {_T.__iter__})
 
-_TURNED = "~"  # marks a transpose in a key
+_MARK = "~"  # marks a transpose in a key
 TRANSPOSED = "~.t()~"  # of .t(), .T and .mT
 
 
@@ -62,7 +62,7 @@ def view_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     if any("?" in part for part in told):
         return None
     text = f".{_NAMES[func]}({', '.join(told)})"
-    return _TURNED + text + _TURNED if func in _TURNS else text
+    return _MARK + text + _MARK if func in _TRANSPOSES else text
 
 
 _NAMES = {func: getattr(func, "__name__", "view") for func in VIEWS}
@@ -71,7 +71,7 @@ _NAMES[_T.T.__get__] = _NAMES[_T.mT.__get__] = "t"  # type: ignore[attr-defined]
 
 def name_of(key: str) -> str:
     """The key without its transposes."""
-    return "".join(key.split(_TURNED)[::2])
+    return "".join(key.split(_MARK)[::2])
 
 
 def _index(index: Any) -> str | None:

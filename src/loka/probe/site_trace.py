@@ -87,7 +87,7 @@ class SiteTrace(ParameterMode):
         linears: the linear layers that are sites, by path.
         filter: (module, name) -> whether to look at a site; the module is the one that calls.
         observe: is given each site's call and what the call returned.
-        account: counts the FLOPs of this pass; None for passes that are not accounted.
+        account: whether the FLOPs of this pass are counted.
     """
 
     watches = True
@@ -247,13 +247,10 @@ class SiteTrace(ParameterMode):
         self._stack.append(module)
         # FSDP has put gathered parameters in by now, into lists and layers that are never called too.
         for holder in (module, *map(unwrap, module.children())):
-            for name in (*holder._parameters, *(getattr(holder, "parametrizations", None) or ())):
-                self._note_held(holder, name)
+            for name, parameter in holder._parameters.items():
+                self._note_held(holder, name, parameter)
 
-    def _note_held(self, holder: nn.Module, name: str) -> None:
-        parameter = holder._parameters.get(name)
-        if parameter is None and name in (getattr(holder, "parametrizations", None) or ()):
-            return  # computed anew at every access; the linear layer's call names it
+    def _note_held(self, holder: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or parameter.dim() < 2 or self.key_of(parameter) is not None:
             return
         path = self._paths[holder]
