@@ -6,14 +6,12 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-from loka.core import fusion
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/cases.py
 
@@ -48,17 +46,6 @@ gc.freeze()  # torch and triton stay to the end: no collection of garbage needs 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or their libraries would report leaks at exit
-
-
-@pytest.fixture(scope="module")
-def forced_fusion() -> Iterator[None]:
-    """For files whose tests are all about chains, stacks of cross layers or turned layers.
-
-    The scope is the module's, so that the module's other fixtures plan under it too. A thread or a process
-    that a test starts enters the switch by itself.
-    """
-    with fusion.forced_fusion():
-        yield
 
 
 @pytest.fixture

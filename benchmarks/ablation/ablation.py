@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ahead import rehearse_chains, rehearse_sites, rehearse_tokens
+from ahead import rehearse_sites
 from torch import nn
 
 from loka import mods
@@ -45,7 +45,6 @@ from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import read_record, write_record
-from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.core.recipe import RECIPES
 from loka.core.report import estimate_from_json, estimate_to_json
@@ -70,7 +69,7 @@ from loka.train.validate_spread import MIN_PAIRS, spreads
 _KIND, _VERSION = "loka-bench-ablation", 1
 SETTINGS = {"none": (), **{type(mod).__name__: (mod,) for mod in MODS}, "all three": MODS}
 PRECISIONS = ("bf16", NAIVE, "plan")
-PARTS = ("bf16", NAIVE, "chains", "tokens", "sites")
+PARTS = ("bf16", NAIVE, "sites")
 PROBE_SEED = 10_000  # added to --seed: far from any pair's
 SAMPLED = 25  # steps of the probed run
 
@@ -124,7 +123,7 @@ def plan_for(bench: Bench, name: str, given: argparse.Namespace) -> tuple[Plan, 
             stats,
             device=given.device,
             candidates=given.candidate,
-            settings=replace(COARSE if given.coarse else Settings(), chain_recipes=budget.chain_recipes),
+            settings=COARSE if given.coarse else Settings(),
             out=folder / "report.json",
             cache=bench.out / "times",
             time_limit=given.measure_seconds,
@@ -266,14 +265,8 @@ def compile_only(bench: Bench, name: str, part: str, given: argparse.Namespace) 
         itself = Arm(name=arm.name, build=partial(built, bench, arm))
         time_steps(itself, {}, first_batch(bench), device=device, rounds=1)
         return
-    stats, recipes = probed(bench, name, given.probe_steps), Budget(ne=given.ne).chain_recipes
-    if part == "chains":
-        rehearse_chains(stats, device=device, recipes=recipes)
-    elif part == "tokens":
-        rehearse_tokens(stats, device=device)
-    else:
-        limit = given.measure_seconds
-        rehearse_sites(stats, device=device, candidates=given.candidate, recipes=recipes, limit=limit)
+    stats = probed(bench, name, given.probe_steps)
+    rehearse_sites(stats, device=device, candidates=given.candidate, limit=given.measure_seconds)
 
 
 def table(content: Mapping[str, Any]) -> str:
@@ -331,7 +324,6 @@ def _told(entry: dict[str, Any] | None) -> str:
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 
-@forced_fusion()
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", default="dcnv2", help="as `loka validate` takes it, such as wukong:2gf")

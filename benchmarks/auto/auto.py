@@ -16,8 +16,6 @@ trained and thrown away first, so that neither arm pays for compiling what both 
 Where FP8 ends above x, the last tenth of its curve says how many more rows it would take; that is an
 estimate and is marked as one. A measurement costs the same however long the run is: `break_even` is the
 number of rows from which on --auto is ahead, at the throughputs found. The output is written as it goes.
-
-It runs what a user's `--auto` runs, so that no chain is formed (core/fusion.py).
 """
 
 from __future__ import annotations
@@ -262,8 +260,7 @@ def planned(plan: Plan | None, report: Path) -> dict[str, Any]:
     """What was decided, and what was not measured."""
     if plan is None:
         return {"plan": None}
-    chains = {name: f"{chain.recipe}, {chain.speedup}x" for name, chain in plan.chains.items()}
-    return {"plan": plan.summary(), "chains": chains, "notes": Report.load(report).notes}
+    return {"plan": plan.summary(), "notes": Report.load(report).notes}
 
 
 def main() -> None:
@@ -346,7 +343,6 @@ def main() -> None:
     record.add(
         timeline=auto.timeline.to_json(),
         phase=auto.phase,
-        valve=auto.valve.closed,
         **planned(auto.plan, folder / "report.json"),
     )
     print(auto.timeline)

@@ -169,7 +169,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace, fits: Mapping[str, 
             predicted=made.ne,
         )
 
-    free = Budget(min_sqnr_db=None, min_speedup=1.0, chains="never")
+    free = Budget(min_sqnr_db=None, min_speedup=1.0)
     everything = arm("everything within speed", free)
     thresholds = [
         arm(f"sqnr >= {limit:.2f} dB", replace(free, min_sqnr_db=limit))

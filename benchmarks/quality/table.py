@@ -74,11 +74,9 @@ def recipes_of(arm: str, experiment: Experiment) -> Mapping[str, str]:
 
 
 def sites_in_fp8(arm: str, experiment: Experiment) -> int:
-    """By plan, chains included; of another arm those that ran, which is as many with every seed."""
+    """By plan; of another arm those that ran, which is as many with every seed."""
     if arm == "plan" and experiment.plan is not None:
-        decided = experiment.plan.decisions.values()
-        inside = experiment.plan.inside
-        return sum(d.candidate != HP or d.path in inside for d in decided)
+        return sum(d.candidate != HP for d in experiment.plan.decisions.values())
     ran = [sum(n > 0 for n in (run.fp8 or {}).values()) for run in experiment.found.runs if run.arm == arm]
     return max(ran, default=0)
 
@@ -134,19 +132,6 @@ HEADER = (
 )
 
 
-def wholes(experiment: Experiment) -> str:
-    """What a plan runs as a whole, and how many sites stay in the model's precision."""
-    plan = experiment.plan
-    if plan is None:
-        return ""
-    kept = sum(decision.candidate == HP for decision in plan.decisions.values())
-    formed = [whole.name for whole, _ in plan.wholes]
-    as_one = f"{len(formed)} as a whole ({', '.join(formed)})" if formed else "none as a whole"
-    return (
-        f"{experiment.found.model}: {kept} of {len(plan.decisions)} sites kept; chains and stacks: {as_one}"
-    )
-
-
 def main(paths: Sequence[str]) -> None:
     print(f"| {' | '.join(HEADER)} |")
     print(f"|{'---|' * len(HEADER)}")
@@ -154,9 +139,6 @@ def main(paths: Sequence[str]) -> None:
     for experiment in experiments:
         for arm in experiment.found.arms:
             print(row(arm, experiment))
-    for experiment in experiments:
-        if line := wholes(experiment):
-            print(line)
 
 
 if __name__ == "__main__":

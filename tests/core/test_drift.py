@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from loka.core.budget import Budget
-from loka.core.chain import Chain, Link
 from loka.core.device import fingerprint
 from loka.core.drift import Drift, drift, effects_of, valve
 from loka.core.effect import Effect
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
-from loka.core.fusion import forced_fusion
-from loka.core.plan import ChainDecision, Decision, Plan
+from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.signature import LinearShape, ModelSignature
@@ -215,22 +213,6 @@ def test_an_effect_of_earlier_steps_is_no_news() -> None:
     stale = window()
     stale = replace(stale, layers={**stale.layers, "a": replace(stale.layers["a"], no_effect="no logits")})
     assert drift(BOTH, stale, before=window()).unknown == ("a",)
-
-
-@forced_fusion()
-def test_a_chain_of_which_a_part_is_unknown_costs_what_was_planned() -> None:
-    links = tuple(Link(path=path, in_features=8, out_features=8, bias=False) for path in ("a", "b"))
-    decided = ChainDecision(
-        chain=Chain(links=links), recipe="e4m3_row", candidates={}, reason="", ne=Estimate(3e-5, 3e-5, 3e-5)
-    )
-    plan = replace(plan_of({}), chains={"a": decided})
-    stands = plan.output_recipes["a"]
-    whole = window()
-    layers = {path: replace(layer, effects={stands: effect(1e-5)}) for path, layer in whole.layers.items()}
-    whole = replace(whole, layers=layers)
-    assert drift(plan, whole).total.value == pytest.approx(2e-5)
-    part = without(whole, "a", effects_alone=True)
-    assert drift(plan, part).total.value == pytest.approx(3e-5)
 
 
 def test_windows_without_samples_are_refused() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from reports import H200, measured
 
 import loka
-from loka.core.chain import Chain, Epilogue, Link, Norm
 from loka.core.error import Estimate
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -58,30 +57,3 @@ THREE = {
     "dear": {ROW: costing(50, effect(1.5e-4))},
     "slow": {ROW: costing(90, effect(1e-5))},
 }
-
-
-def chained(a: float, b: float, us: float, *, parts_us: float = 80.0) -> Report:
-    """Layers a and b in a chain that takes 300 us in hp, 100 us of them each `output` GEMM; and c, alone."""
-    layers = {
-        path: {Gemm.OUTPUT: {TENSOR: costing(parts_us, effect(ne))}}
-        for path, ne in (("a", a), ("b", b), ("c", 1e-5))
-    }
-    norm = Epilogue(norm=Norm.BLOCK, block=256)
-    links = tuple(
-        Link(
-            path=path,
-            in_features=1024,
-            out_features=1024,
-            bias=False,
-            epilogue=norm,
-            members=(f"{path}_norm",),
-        )
-        for path in ("a", "b")
-    )
-    times = {
-        "hp": Measurement(microseconds=Estimate(300, 299, 301)),
-        "fused:e4m3_row": Measurement(
-            microseconds=Estimate(us, us - 1, us + 1), speedup=Estimate(300 / us, 299 / us, 301 / us)
-        ),
-    }
-    return model_report(layers, chains=(Chain(links=links),), chain_times={"a": times})

@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from ne_reports import ROW, THREE, chained, costing, effect, model_report, outputs
+from ne_reports import ROW, THREE, costing, effect, model_report, outputs
 from reports import measured
 
 import loka
 from loka.core.exceptions import LokaError
-from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 from loka.dispatch.frontier import base_time, frontier, saved_time
 
@@ -38,15 +37,6 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines if line.endswith("knee")] == [f"{found.knee.budget:.2e}"]
     assert "hp takes 300 us" in lines[-1]
-
-
-@forced_fusion()
-def test_chains_count_as_a_whole() -> None:
-    found = frontier(chained(1e-5, 2e-5, 200.0))
-    last = found.points[-1]
-    assert list(last.plan.chains) == ["a"]
-    assert last.time == pytest.approx(300 - 100 - 20)
-    assert last.fp8 == 3
 
 
 def test_times_agree_with_the_summary() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loka.dispatch.knapsack import Way, hull, pareto, spend, steps, together
+from loka.dispatch.knapsack import Way, hull, pareto, spend, steps
 
 
 def way(item: str, name: str, time: float, effect: float) -> Way:
@@ -125,27 +125,3 @@ def test_an_unknown_effect_is_never_bought_and_a_forced_one_never_refused() -> N
     assert spend({"a": [way("a", "forced", 10, 1e-3)]}, 1e-5)["a"].name == "forced"
     with pytest.raises(ValueError, match="no way to run a"):
         spend({"a": []}, 1.0)
-
-
-@given(instances())
-def test_a_group_has_the_front_of_its_members(instance: tuple[dict[str, list[Way]], float]) -> None:
-    """As one item or as many: what the group costs at each effect is what brute force finds."""
-    items, limit = instance
-    merged = together("group", list(items.values()), offset=7.0)
-    fitting = [w for w in merged if w.effect <= limit * (1 + 1e-12)]
-    assert fitting[-1].time == pytest.approx(brute(items, fitting[-1].effect * (1 + 1e-12)) + 7.0)
-    assert fitting[-1].time <= brute(items, limit) + 7.0 + 1e-9
-    leaves = fitting[-1].leaves()
-    assert [leaf.item for leaf in leaves] == list(items)
-    assert sum(leaf.effect for leaf in leaves) == pytest.approx(fitting[-1].effect)
-
-
-def test_a_long_group_stays_small_and_keeps_its_ends() -> None:
-    members = [
-        [way(f"l{i}", "hp", 100 + i * 0.37, 0), way(f"l{i}", "x", 50 + i * 0.11, (i + 1) ** 1.5 * 1e-7)]
-        for i in range(40)
-    ]
-    merged = together("group", members)
-    assert len(merged) <= 256
-    assert {leaf.name for leaf in merged[0].leaves()} == {"hp"}
-    assert {leaf.name for leaf in merged[-1].leaves()} == {"x"}

@@ -8,13 +8,12 @@ import math
 from pathlib import Path
 
 import pytest
-from ne_reports import ROW, TENSOR, THREE, chained, chosen, costing, effect, model_report, outputs
+from ne_reports import ROW, TENSOR, THREE, chosen, costing, effect, model_report, outputs
 from reports import measured
 
 import loka
 from loka.core.budget import Budget, spends, total_effect
 from loka.core.error import Estimate
-from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 
 
@@ -157,63 +156,6 @@ def test_without_times_multiplications_are_saved() -> None:
     assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
 
 
-@forced_fusion()
-def test_a_chain_is_bought_as_a_whole() -> None:
-    """For 3e-5 it saves 100 us, c 20 us for 1e-5; in parts a saves 20 us for 1e-5."""
-    report = chained(1e-5, 2e-5, 200.0)
-    rich = loka.plan(report, Budget(ne=1e-4))
-    assert list(rich.chains) == ["a"]
-    assert rich.chains["a"].ne == total_effect([effect(1e-5), effect(2e-5)])
-    assert rich.ne.value == pytest.approx(4e-5), "the sites inside do not count again"
-    assert "NE +3e-05" in str(rich)
-    enough = loka.plan(report, Budget(ne=3e-5))
-    assert list(enough.chains) == ["a"]
-    assert enough.decisions["c/output"].candidate == "hp"
-    assert enough.ne.value == pytest.approx(3e-5)
-    short = loka.plan(report, Budget(ne=2.9e-5))
-    assert not short.chains
-    assert any("at a stays in parts: " in n and "e4m3_row: its NE is better spent" in n for n in short.notes)
-    assert {site: d.candidate for site, d in short.decisions.items()} == {
-        "a/output": TENSOR,
-        "b/output": "hp",
-        "c/output": TENSOR,
-    }
-
-
-@forced_fusion()
-def test_of_equal_recipes_the_first_is_bought() -> None:
-    """Not timed, and with the same effect on NE: forward is the same."""
-    report = dataclasses.replace(chained(1e-5, 2e-5, 200.0), chain_times={})
-    for recipes in (("e4m3_row_z8", "e4m3_row"), ("e4m3_row", "e4m3_row_z8")):
-        plan = loka.plan(report, Budget(ne=1e-4, chains="always", chain_recipes=recipes))
-        assert plan.chains["a"].recipe == recipes[0]
-
-
-@forced_fusion()
-def test_a_chain_slower_than_its_parts_is_not_bought() -> None:
-    """Parts save 60 us each and leave 180 of 300, the whole 280: the effect is the same."""
-    plan = loka.plan(chained(1e-5, 1e-5, 280.0, parts_us=40.0), Budget(ne=1.0))
-    assert not plan.chains
-    assert plan.decisions["a/output"].candidate == TENSOR
-
-
-@forced_fusion()
-def test_a_chain_with_an_unknown_link_is_not_bought() -> None:
-    report = chained(1e-5, 2e-5, 200.0)
-    site = report.sites["b/output"]
-    unknown = {**site.measurements, TENSOR: costing(80, None)}
-    sites = {**report.sites, "b/output": dataclasses.replace(site, measurements=unknown)}
-    plan = loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1.0))
-    assert not plan.chains
-    assert any("b/output: its effect on NE is not known" in note for note in plan.notes)
-
-
-def test_chains_with_their_effect_survive_the_file(tmp_path: Path) -> None:
-    plan = loka.plan(chained(1e-5, 2e-5, 200.0), Budget(ne=1e-4))
-    plan.save(tmp_path / "plan.json")
-    assert loka.Plan.load(tmp_path / "plan.json") == plan
-
-
 def test_the_papers_rule_has_a_name() -> None:
     paper = Budget.paper()
     assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)
@@ -248,15 +190,6 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estim
     assert plan.ne_unknown == ("wild/output",)
     assert plan.ne == effect(1e-5)
     assert "and 1 without an estimate" in plan.summary()
-
-
-@forced_fusion()
-def test_a_chain_whose_effect_is_not_finite_is_not_known() -> None:
-    plan = loka.plan(chained(1e-5, 2e-5, 200.0), Budget(ne=1e-4))
-    wild = dataclasses.replace(plan.chains["a"], ne=Estimate(1e-5, 0.0, math.inf))
-    plan = dataclasses.replace(plan, chains={"a": wild})
-    assert plan.ne_unknown == ("a",)
-    assert plan.ne == effect(1e-5), "that of c"
 
 
 def test_a_sum_of_which_nothing_is_known_is_not_passed_over() -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import loka
-from loka.core.fusion import forced_fusion
-from loka.core.report import Measurement
 from loka.probe import Settings
 from loka.probe.agenda import Job, agenda
 
@@ -23,7 +21,7 @@ measuring = sys.modules["loka.probe.measure"]
 
 
 class Branches(nn.Module):
-    """A chain of small layers, one of large ones, and beside them a layer that is larger than both."""
+    """Small layers, large ones, and beside them a layer that is larger than all of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,43 +48,31 @@ def timed(stats: loka.Stats, **options) -> loka.Report:
     return loka.measure(stats, device="cpu", candidates=[ROWWISE], settings=settings, **options)
 
 
-def test_chains_first_then_layers_each_from_the_largest_on(stats: loka.Stats) -> None:
-    wholes = [chain for chain in stats.chains if not chain.lone]
-    assert [chain.name for chain in wholes] == ["small.0", "large.0"]
+LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
 
-    def done(*paths: str, whole: str = "") -> list[tuple[str, str]]:
-        jobs = [(kind, path) for kind in ("errors", "times") for path in paths]
-        return [*jobs, ("whole", whole)] if whole else jobs
 
-    assert agenda(stats, wholes, timed=True) == [
-        *done("large.0", "large.2", whole="large.0"),
-        *done("small.0", "small.2", whole="small.0"),
-        *done("alone"),
-        *done("logit"),
+def test_from_the_largest_on_each_with_errors_and_times(stats: loka.Stats) -> None:
+    assert agenda(stats, timed=True) == [
+        Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times")
     ]
-    untimed = [job.name for job in agenda(stats, wholes, timed=False)]
-    assert untimed == ["large.0", "large.2", "small.0", "small.2", "alone", "logit"]
+    assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
 
 
-@forced_fusion()
-def test_a_limited_time_goes_to_the_largest_chain(
+def test_a_limited_time_goes_to_the_largest_layer(
     stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A minute for each whole: the first is done when time is up, and the rest waits for the next call."""
-    install(monkeypatch, FakeTimer())
-    now, out = [1000.0], tmp_path / "report.json"
+    """Ten seconds a race: the first layer is done when time is up, and the rest waits for the next call."""
+    timer, now, out = install(monkeypatch, FakeTimer()), [1000.0], tmp_path / "report.json"
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def time_chain(chain, layers, kernels, **options) -> dict[str, Measurement]:
-        now[0] += 60.0
-        return {}
+    def ten_seconds(names: list[str]) -> None:
+        now[0] += 10.0
 
-    monkeypatch.setattr(measuring, "time_chain", time_chain)
-    part = timed(stats, out=out, time_limit=30.0)
-    assert list(part.chain_times) == ["large.0"]
-    assert {site.path for site in part.sites.values()} == {"large.0", "large.2"}
+    timer.before = ten_seconds
+    part = timed(stats, out=out, time_limit=55.0)
+    assert {site.path for site in part.sites.values()} == {"alone"}
     assert not any(site.unfinished for site in part.sites.values())
-    assert "time limit of 30 s" in part.notes[0]
+    assert "time limit of 55 s" in part.notes[0]
     assert not part.complete
     whole = timed(stats, out=out)
     assert whole.complete
@@ -96,18 +82,12 @@ def test_a_limited_time_goes_to_the_largest_chain(
     ]
 
 
-@forced_fusion()
 def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
-    monkeypatch.setattr(
-        measuring, "time_chain", lambda chain, layers, kernels, **options: dict.fromkeys(kernels)
-    )
     ordered = timed(stats)
 
-    def as_called(stats: loka.Stats, wholes, turned, *, timed: bool) -> list[Job]:
-        layers = [Job(kind, path) for kind in ("errors", "times") for path in stats.layers]
-        together = [("whole", whole.name) for whole in wholes]
-        return [*layers, *(Job(*job) for job in together)]
+    def as_called(stats: loka.Stats, *, timed: bool) -> list[Job]:
+        return [Job(kind, path) for kind in ("errors", "times") for path in stats.layers]
 
     monkeypatch.setattr(measuring, "agenda", as_called)
     other = timed(stats)

@@ -53,7 +53,7 @@ def test_errors_only_is_complete_says_so_and_can_be_planned_over(
     )
     assert "nothing was timed" in str(report)
     assert loka.Report.load(tmp_path / "report.json") == report
-    plan = loka.plan(report, loka.Budget(chains="always", keep=("2",)))
+    plan = loka.plan(report, loka.Budget(keep=("2",)))
     taken = {site: d for site, d in plan.decisions.items() if d.candidate != "hp"}
     assert set(taken) == {"0/output", "0/grad_input", "0/grad_weight"}, "min_speedup binds where times are"
     assert all("not timed" in decision.reason for decision in taken.values())
@@ -96,23 +96,6 @@ def test_errors_only_keeps_the_times_that_are_there(
     assert not drawn.complete, "times were asked for first, and are missing still"
     assert set(drawn.sites) == set(timed.sites)
     assert measured(stats, tmp_path / "begun.json") == timed
-
-
-def test_which_chains_to_time_is_no_matter_of_errors(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    install(monkeypatch, FakeTimer())
-    named = Settings(max_draws=4, chain_recipes=("e4m3_row",))
-    options = {"device": "cpu", "candidates": [ROWWISE, TENSORWISE], "out": tmp_path / "report.json"}
-    drawn = measured(stats, tmp_path / "report.json", errors_only=True)
-    timed = loka.measure(stats, settings=named, **options)
-    assert timed.timed
-    assert timed.settings["chain_recipes"] == ["e4m3_row"]
-    for name, site in timed.sites.items():
-        for candidate, measurement in drawn.sites[name].measurements.items():
-            assert site.measurements[candidate].errors is not None
-            assert site.measurements[candidate].errors == measurement.errors, "not drawn again"
-    assert measured(stats, tmp_path / "report.json", errors_only=True).timed, "times are kept"
 
 
 def test_without_a_gpu_nothing_changes(stats: loka.Stats, tmp_path: Path) -> None:

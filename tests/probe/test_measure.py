@@ -12,7 +12,6 @@ from torch import nn
 
 import loka
 from loka.core.exceptions import FileRefused, UnknownName
-from loka.core.fusion import forced_fusion
 from loka.core.recipe import Gemm
 from loka.core.reference import scaled_mm
 from loka.probe import Settings
@@ -402,40 +401,6 @@ def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPa
     for name in times:
         assert whole.sites[name] == part.sites[name]
     assert races_of_sites(timer) == 6 + 2, "twins share within one run: two of layer 2 race by themselves"
-
-
-def test_time_is_up_while_timing_a_chain(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Errors of all its layers, times of what fitted, notes of the rest; later it goes on from there."""
-    clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
-
-    def one_minute(names: list[str]) -> None:
-        if len(timer.races) == 1:
-            clock.now += 60.0
-
-    timer.before = one_minute
-    with forced_fusion():
-        part = timed(twins, out=out, time_limit=30.0)
-        assert not part.complete
-        assert len(part.sites) == 9
-        assert all(m.errors for site in part.sites.values() for m in site.measurements.values())
-        times = [name for name, site in part.sites.items() if site.measurements["hp"].microseconds]
-        assert times == ["0/output", "0/grad_input", "2/output", "2/grad_input"], "the twin costs nothing"
-        assert "time limit of 30 s" in part.notes[0]
-        lacking = "0/grad_weight, 2/grad_weight, 4/output, 4/grad_input, 4/grad_weight"
-        assert part.notes[1] == f"not timed: {lacking}"
-        assert part.notes[2] == "shared quantization not timed: 0, 2, 4"
-        assert "note: not timed: 0/grad_weight" in str(part)
-        assert loka.Report.load(out) == part
-        monkeypatch.setattr(sys.modules["loka.probe.measure"], "draw_errors", None)  # not drawn again
-        whole = timed(twins, out=out)
-        assert whole.complete
-        assert whole.notes == ()
-        assert list(whole.sites) == list(part.sites)
-        for name in times:
-            assert whole.sites[name] == part.sites[name]
-        assert races_of_sites(timer) == 6
 
 
 def test_a_race_cut_short_is_run_again(

@@ -149,7 +149,6 @@ def test_counts(merged: Stats, alone: Stats) -> None:
             for name in same:
                 if name in distribution.numbers:
                     assert found.operands[operand].numbers[name] == distribution.numbers[name]
-    assert merged.chains == alone.chains
 
 
 # Both sum n = 1152 rows in float32. A sum of n products is off by at most n eps times the sum of their

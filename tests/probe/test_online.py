@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.reference import dequantize, quantize
-from loka.nn.dataflow import Dataflow, find_chains
 from loka.probe import Probe
 from loka.probe.depths import operand_errors
 from loka.probe.operands import draw_operands, layer_samplers
@@ -176,7 +173,6 @@ def test_what_a_sampled_step_raises_comes_through(wrap: bool) -> None:
     stats = probe.stats()
     assert stats.sampled_steps == 2
     assert all(layer.effects["rowwise_e4m3"].count == 3 for layer in stats.layers.values())
-    assert stats.chains
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in (called, *model.modules()))
 
 
@@ -308,71 +304,6 @@ def test_batches_without_a_finite_row_give_no_sites() -> None:
     report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:rowwise_e4m3"])
     assert not report.sites
     assert "no finite row" in report.skipped["0/output"]
-
-
-def test_chains_are_found_and_travel(tmp_path: Path) -> None:
-    folder = tmp_path / "stats"
-    model = odd_mlp()
-    stats = probed(model, 4, save_to=folder)
-    assert [chain.paths for chain in stats.chains] == [("0", "1", "2", "3", "4")]
-    assert stats.chains == find_chains(model, torch.randn(3, 13)).chains
-    loaded = loka.Stats.load(folder)
-    assert loaded.chains == stats.chains
-    assert loaded.digest() == stats.digest()
-    with loka.Probe(model, resume=loaded) as probe:
-        pass
-    assert probe.stats().chains == stats.chains
-    assert loka.measure(stats, device="cpu", candidates=[]).chains == stats.chains
-
-
-def test_chains_change_nothing_that_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    models = [odd_mlp()]
-    models.append(copy.deepcopy(models[0]))
-    watched = probed(models[0], 4)
-    monkeypatch.setattr(Dataflow, "start", lambda self: None)
-    plain = probed(models[1], 4)
-    assert watched.chains
-    assert not plain.chains
-    assert replace(watched, chains=()).digest() == plain.digest()
-
-
-def test_chains_of_the_first_sampled_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    start = Dataflow.start
-    monkeypatch.setattr(Dataflow, "start", lambda self: (started.append(1), start(self))[1])
-    model = odd_mlp()
-    with loka.Probe(model, every=1) as probe:
-        with pytest.raises(RuntimeError):
-            model(torch.randn(4, 12))
-        assert not probe.stats().chains
-        train_steps(model, 3)
-    assert probe.stats().chains
-    assert len(started) == 2  # the failed step, and the one after it
-    assert torch.overrides._get_current_function_mode_stack() == []
-
-
-def test_a_layer_left_out_by_the_filter_is_in_no_chain() -> None:
-    stats = probed(odd_mlp(), 2, filter=lambda module, path: path != "3")
-    assert [chain.paths for chain in stats.chains] == [("0", "1", "2")]
-
-
-def test_two_probes_and_a_compiled_model_have_chains() -> None:
-    torch._dynamo.reset()
-    model = odd_mlp()
-    compiled = torch.compile(model, backend="eager")
-    with loka.Probe(compiled) as first, loka.Probe(compiled) as second:
-        train_steps(model, 2, call=compiled)
-    assert first.stats().chains == second.stats().chains
-    assert [chain.name for chain in first.stats().chains] == ["0"]
-
-
-def test_folders_from_before_there_were_chains(tmp_path: Path) -> None:
-    stats = replace(probed(odd_mlp(), 2), chains=())
-    stats.save(tmp_path)
-    assert "chains" not in json.loads((tmp_path / "stats.json").read_text())["content"]
-    assert loka.Stats.load(tmp_path).chains == ()
-    assert loka.Stats.load(tmp_path).digest() == stats.digest()
 
 
 def test_as_many_steps_as_the_overhead_allows() -> None:

@@ -14,7 +14,7 @@ from loka.core.timing import Race, first_line, race
 from loka.kernels import registry
 from loka.kernels.emulated import EMULATED
 from loka.kernels.kernel import Kernel
-from loka.probe import chain_times, sharing, times
+from loka.probe import sharing, times
 
 
 class FakeTimer:
@@ -69,18 +69,12 @@ class FakeTimer:
         return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer, *, wholes: bool = False) -> FakeTimer:
+def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
     """Makes `measure` take the CPU for a device that can be timed, with `timer`."""
     monkeypatch.setattr(times, "time_interleaved", timer)
     monkeypatch.setattr(sharing, "time_interleaved", timer)
     measure = sys.modules["loka.probe.measure"]
     monkeypatch.setattr(measure, "timeable", lambda device: True)
-    if wholes:
-        monkeypatch.setattr(chain_times, "time_interleaved", timer)
-        return timer
-    # They compile; their own tests have them.
-    for whole in ("time_chain", "time_stack", "time_turned"):
-        monkeypatch.setattr(measure, whole, lambda *args, **options: {})
     return timer
 
 

@@ -16,7 +16,6 @@ import torch
 from fp8_run import CONFIG, digest, make_plan, tower
 from small_run import RandomRows
 
-from loka.core.fusion import forced_fusion
 from loka.core.plan import Plan
 from loka.dispatch import convert
 from loka.train import load_newest, train
@@ -25,7 +24,6 @@ from loka.train.state import plan_in
 Say = Callable[[str], None]
 
 
-@forced_fusion()
 def serve(client: Connection, steps: int) -> None:
     torch.set_num_threads(1)
     plan = make_plan()

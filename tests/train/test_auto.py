@@ -1,7 +1,4 @@
-"""One run from a cold start to FP8: its phases, and being killed in each of them.
-
-All by sites, though the budget asks for chains; tests/train/test_auto_ranks.py runs with chains.
-"""
+"""One run from a cold start to FP8: its phases, and being killed in each of them."""
 
 from __future__ import annotations
 
@@ -20,19 +17,16 @@ import loka
 from loka.core.budget import Budget
 from loka.core.effect import Effect
 from loka.core.exceptions import CheckpointRefused, UnknownName, WrongResults
-from loka.core.fusion import NOT_PLANNED
 from loka.core.plan import Plan
 from loka.core.report import HP, Report
 from loka.core.stats import Stats
 from loka.data import SyntheticClicks
-from loka.nn import chain_snapshot, sites_of
-from loka.nn.chain import running_chains, runs_fused
+from loka.nn import fp8_runs, sites_of
 from loka.probe.settings import Settings
 from loka.train import TrainConfig, load_newest, train
 from loka.train import auto as module
 from loka.train.auto import NE_ALLOWED, Auto, AutoConfig, relative_width
 from loka.train.timeline import load_timeline
-from loka.train.valve import ValveConfig
 from loka.zoo import build
 
 STEPS = 30
@@ -54,9 +48,7 @@ def run(
 def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
     model, auto, result, said = run(folder=tmp_path)
     assert auto.phase == "fp8"
-    assert not running_chains(model)
     assert list(sites_of(model)) == ["mlp.0", "mlp.4", "mlp.6", "side"]
-    assert NOT_PLANNED in auto.plan.notes
     assert result.plan.to_json() == auto.plan.to_json() == Plan.load(tmp_path / "plan.json").to_json()
     assert result.steps == STEPS
     assert any("no speed is claimed" in line for line in said)  # of a CPU
@@ -75,7 +67,6 @@ def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
     assert (stats.steps, stats.sampled_steps) == (PROBED, 4)
     report = Report.load(tmp_path / "report.json")
     assert report.complete
-    assert report.settings["chain_recipes"] == list(AUTO.budget.chain_recipes), "no others are worth timing"
     assert "4 of 12 steps sampled" in str(auto.timeline)
     states = load_newest(tmp_path / "checkpoints").state["optimizers"]["dense"]["state"]
     assert {float(state["step"]) for state in states.values()} == {STEPS}, "the same Adam all the way"
@@ -112,7 +103,7 @@ def whole() -> Any:
 
 @pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
 def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: int | str) -> None:
-    """The same weights, scales, metrics and plan as without."""
+    """The same weights, counts, metrics and plan as without."""
 
     def killed(step: int) -> None:
         if step == stop:
@@ -131,7 +122,7 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: 
     assert result.plan.to_json() == expected.plan.to_json()
     assert result.reading == expected.reading
     assert digest(model.state_dict()) == digest(straight.state_dict())
-    assert chain_snapshot(model) == chain_snapshot(straight)
+    assert fp8_runs(model) == fp8_runs(straight)
     events = load_timeline(tmp_path / "timeline.json")
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
 
@@ -195,7 +186,6 @@ def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path: Path) -> None:
     train(plain, ROWS, config=CONFIG)
     model, auto, result, _ = run(replace(AUTO, budget=Budget(keep=("*",))), folder=tmp_path)
     assert auto.phase == "bf16"
-    assert not runs_fused(model)
     assert not sites_of(model)
     assert all(decision.candidate == HP for decision in auto.plan.decisions.values())
     assert result.plan is None
@@ -211,7 +201,7 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch: pytest.Mon
     assert auto.phase == "bf16"
     assert "stays in bf16: a kernel of this plan returns wrong numbers here" in said[-1]
     assert result.steps == STEPS
-    assert not runs_fused(model)
+    assert not sites_of(model)
 
 
 def test_a_mistake_is_an_error(tmp_path: Path) -> None:
@@ -235,9 +225,8 @@ def test_on_a_gpu_in_graphs(tmp_path: Path) -> None:
             every=5,
             least_steps=5,
             most_steps=20,
-            budget=Budget(chains="always", min_sqnr_db=None, min_speedup=0),
+            budget=Budget(min_sqnr_db=None, min_speedup=0),
             settings=Settings(min_draws=2, max_draws=2, max_rounds=5, search_rounds=3, sharing_rounds=3),
-            valve=ValveConfig(every=20, watch=2),
         ),
         folder=tmp_path,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from small_run import IDS, RandomRows, small_model
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused, LokaError
-from loka.core.fusion import forced_fusion
-from loka.nn import chain_snapshot, fp8_runs, sites_of
-from loka.nn.chain import running_chains
+from loka.nn import fp8_runs, sites_of
 from loka.train import TrainConfig, evaluate, train
 from loka.train.auto import Auto
 from loka.train.average import as_averaged, averaged_weights, due
@@ -126,44 +123,19 @@ def test_it_is_judged_inside_the_model_which_is_put_back() -> None:
     assert digest(model.state_dict()) == before
 
 
-@pytest.mark.parametrize("chains", [False, True])
-def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_scales(chains: bool) -> None:
-    """Sites hold nothing of a weight. Chains hold FP8 copies: those of the mean are made, and those of the
-    model again."""
+def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_counts() -> None:
     config = replace(FP8_CONFIG, average="tail", average_share=0.5)
     rows, model = RandomRows(16 * 20), tower()
-    with forced_fusion() if chains else nullcontext():
-        average = train(model, rows, config=config, plan=make_plan()).average
-    assert bool(running_chains(model)) is chains
+    average = train(model, rows, config=config, plan=make_plan()).average
     assert sites_of(model)
-    scales, plain = chain_snapshot(model), evaluate(model, HELD_OUT, batch_size=16)[0]
-    scales_after = chain_snapshot(model)
+    plain = evaluate(model, HELD_OUT, batch_size=16)[0]
     runs = fp8_runs(model)
     with as_averaged(model, average, config=config):
         mean, _ = evaluate(model, HELD_OUT, batch_size=16)
         assert sum(fp8_runs(model).values()) > sum(runs.values())
     assert np.abs(mean - plain).max() > 1e-4
     assert fp8_runs(model) == runs
-    assert chain_snapshot(model) == scales_after
-    assert scales.keys() == scales_after.keys()
     assert np.array_equal(evaluate(model, HELD_OUT, batch_size=16)[0], plain)
-
-
-@forced_fusion()
-def test_a_mean_that_is_larger_than_the_last_weights_does_not_saturate() -> None:
-    """A chain's scales of weights are those of the steps before; the mean brings its own."""
-    config = replace(FP8_CONFIG, average="tail")
-    model = tower()
-    average = train(model, RandomRows(16 * 8), config=config, plan=make_plan()).average
-    weight = model.mlp[0].weight.detach()
-    mean = dict(zip(dict(model.named_parameters()), average.module.parameters(), strict=True))["mlp.0.weight"]
-    with torch.no_grad():
-        mean.mul_(8)
-    with as_averaged(model, average, config=config):
-        evaluate(model, HELD_OUT, batch_size=16)
-        reach = 448 * chain_snapshot(model)["mlp.0/weight"]["scale"]
-        assert reach >= 0.99 * float(model.mlp[0].weight.detach().abs().max())
-    assert 448 * chain_snapshot(model)["mlp.0/weight"]["scale"] < 4 * float(weight.abs().max())
 
 
 def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path) -> None:

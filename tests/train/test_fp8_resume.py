@@ -1,4 +1,4 @@
-"""A run by a plan resumes bit for bit, scales included, from its checkpoint alone."""
+"""A run by a plan resumes bit for bit, counts included, from its checkpoint alone."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from forked import SERVER
 from fp8_run import CONFIG, digest, make_plan, tower
 from fp8_server import serve
 from small_run import RandomRows
 
-from loka.core.exceptions import CheckpointRefused
+from loka.core.exceptions import CheckpointRefused, FileRefused
+from loka.core.files import sha256_of_file, write_record
 from loka.core.plan import Plan
-from loka.nn import chain_snapshot
+from loka.nn import fp8_runs
 from loka.train import CheckpointNotSaved, evaluate, load_newest, train
 from loka.train.state import plan_in
-
-pytestmark = pytest.mark.usefixtures("forced_fusion")
 
 KILLS = 20
 STEPS = 90
@@ -34,8 +35,11 @@ STEPS = 90
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     plan = make_plan()
-    assert len(plan.chains) == 2
-    assert plan.candidates("side")["output"] != "hp"
+    assert {path for path in ("mlp.0", "mlp.4", "side") if plan.candidates(path)["output"] != "hp"} == {
+        "mlp.0",
+        "mlp.4",
+        "side",
+    }
     return plan
 
 
@@ -67,7 +71,7 @@ def rest(server: Connection) -> list[str]:
 
 def test_twenty_kills_change_no_bit(tmp_path: Path, server: Connection) -> None:
     """SIGKILL some steps and a part of a step or of a save after the start, twenty times over. Weights,
-    optimizers, scales with histories, counters, metrics, random state and plan end as without."""
+    optimizers, counters, metrics, random state and plan end as without."""
     moments, reached, resumed = random.Random(0), 0, 0
     for _ in range(KILLS):
         pid = start(server, tmp_path / "killed")
@@ -101,23 +105,20 @@ def stop_at(wanted: int):
     return on_step
 
 
-def test_resuming_puts_the_scales_back(tmp_path: Path, plan: Plan) -> None:
-    """All slots, with what they saw: a scale that started anew would follow 16 equal maxima."""
+def test_resuming_puts_the_counts_back(tmp_path: Path, plan: Plan) -> None:
     straight, halves = tower(), tower()
     train(straight, ROWS, config=CONFIG, plan=plan)
     with pytest.raises(KeyboardInterrupt):
         train(halves, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path, on_step=stop_at(5))
-    saved = load_newest(tmp_path).state["fp8"]["scales"][0]
-    assert any(len(set(row)) > 1 for row in saved["history"].tolist())
     resumed = tower(seed=1)
     result = train(resumed, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
     assert result.resumed_from == 5
-    assert chain_snapshot(resumed) == chain_snapshot(straight)
+    assert fp8_runs(resumed) == fp8_runs(straight)
+    assert fp8_runs(resumed)["side/output"] == 8
     assert digest(resumed.state_dict()) == digest(straight.state_dict())
 
 
 def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path: Path, plan: Plan) -> None:
-    """Serving takes scales from data where nothing was trained: a resumed run was."""
     first, again = tower(), tower(seed=1)
     for model in (first, again):
         train(model, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
@@ -180,4 +181,50 @@ def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path: Path, plan: Pla
     assert "step-00000008: the checksum of state.pt differs" in message
     assert message.endswith("used step-00000006 instead")
     assert digest(model.state_dict()) == digest(straight.state_dict())
-    assert chain_snapshot(model) == chain_snapshot(straight)
+    assert fp8_runs(model) == fp8_runs(straight)
+
+
+def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
+    """Makes the newest checkpoint one of a version that could run several layers as one, under a valve."""
+    path = load_newest(folder).path
+    state = torch.load(path / "state.pt", weights_only=True)
+    before = {**plan.to_json(), "chains": {}, "crosses": {}}
+    before["budget"] = {**before["budget"], "chains": "measured", "chain_recipes": ["e4m3_row"]}
+    state["plan"] = state["given_plan"] = json.dumps({**before, **of_plan})
+    state["fp8"]["scales"], state["beside"] = [], {"valve": "{}"}
+    torch.save(state, path / "state.pt")
+
+    record = json.loads((path / "manifest.json").read_text())
+    identity = record["content"]["identity"]
+    identity["plan"] = {**identity["plan"], "wholes": dict(of_plan.get("chains", {})), "turned": []}
+    identity["beside"] = {"valve": {"every": 300, "watch": 4}}
+    file = path / "state.pt"
+    content = {**record["content"], "sha256": sha256_of_file(file), "bytes": file.stat().st_size}
+    write_record(path / "manifest.json", kind=record["kind"], version=record["version"], content=content)
+
+
+def halfway(folder: Path, plan: Plan) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=folder, on_step=stop_at(5))
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, plan: Plan) -> None:
+    straight, resumed = tower(), tower(seed=1)
+    train(straight, ROWS, config=CONFIG, plan=plan)
+    halfway(tmp_path, plan)
+    aged(tmp_path, plan)
+    given = plan_in(load_newest(tmp_path).state, "given_plan")
+    assert given == plan
+    assert train(resumed, ROWS, config=CONFIG, plan=given, checkpoints=tmp_path).resumed_from == 5
+    assert digest(resumed.state_dict()) == digest(straight.state_dict())
+
+
+def test_a_checkpoint_of_an_earlier_version_that_ran_layers_together_is_refused(
+    tmp_path: Path, plan: Plan
+) -> None:
+    halfway(tmp_path, plan)
+    aged(tmp_path, plan, chains={"mlp.0": {"recipe": "e4m3_row"}})
+    with pytest.raises(FileRefused, match=r"(?s)earlier version.*chains: mlp\.0.*plan again from its report"):
+        plan_in(load_newest(tmp_path).state, "given_plan")
+    with pytest.raises(CheckpointRefused, match=r"plan\.wholes"):
+        train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)

@@ -10,17 +10,13 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from loka.nn import fp8_runs
 from loka.nn.block_norm import BlockNorm
-from loka.nn.chain import form_chains, running_chains
-from loka.nn.dataflow import find_chains
 from loka.train import GraphedStep, RowwiseAdagrad, graphed
 
 module = importlib.import_module("loka.train.graphed")
@@ -184,25 +180,6 @@ def test_a_step_may_be_eager_on_request(fake: Callable[..., Fake]) -> None:
         assert_same_training(model, twin)
     assert step.eager_steps == {"warm-up": 1, "asked for": 2}
     assert (recorder.captures, step.replays) == (1, 3)
-
-
-def test_gemms_of_chains_are_counted_with_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay calls nothing, and here computes nothing either: what is counted is what was captured."""
-    model = small()
-    form_chains(model, [(chain, "e4m3_row", {}) for chain in find_chains(model, torch.ones(8, 6)).chains])
-    monkeypatch.setattr(
-        module, "record", lambda function, *rest: (SimpleNamespace(replay=lambda: None), function())
-    )
-    monkeypatch.setattr(module, "_has_graphs", lambda device: True)
-    optimizer = sgd(model)
-    data = batches(8, 8, 8)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=1)
-    for batch in data:
-        step(*batch)
-    assert step.replays == 2
-    assert {site: runs for site, runs in fp8_runs(model).items() if site.endswith("/output")} == {
-        f"{path}/output": 3 for chain in running_chains(model).values() for path in chain.chain.linears
-    }
 
 
 def test_replays_share_their_result_unless_asked_to_copy(fake: Callable[..., Fake]) -> None:

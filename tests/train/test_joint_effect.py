@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -11,18 +10,15 @@ from torch import nn
 
 import loka
 from loka.core.budget import Budget
-from loka.core.chain import Chain, Link
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
-from loka.core.fusion import forced_fusion
-from loka.core.plan import ChainDecision, Decision, Plan
+from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.kernels.run import run_gemm
 from loka.nn import sites_of
 from loka.nn.linears import signature
-from loka.nn.turned import turn_linear
 from loka.train.joint import Forward, JointEffect, joint_effect
 
 ROW, TENSOR = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
@@ -147,22 +143,10 @@ def test_the_gate() -> None:
     assert "ABOVE the budget" in str(made(1e-5, 1e-5, budget=1.05e-5))
 
 
-@forced_fusion()
-def test_sites_in_chains_run_by_the_recipe_that_stands_for_the_chain() -> None:
+def test_sites_run_by_the_recipes_of_the_plan() -> None:
     model = build()
-    plan = plan_of(model, {"0": "emulated:blockwise_e4m3", "2": ROW}, ne=1e-6)
-    link = Link(path="0", in_features=32, out_features=48, bias=True)
-    decided = ChainDecision(
-        chain=Chain(links=(link,)), recipe="e4m3_row", candidates={}, reason="", ne=Estimate(3e-6, 3e-6, 3e-6)
-    )
-    chained = dataclasses.replace(plan, chains={"0": decided})
-    assert chained.output_recipes == {"0": "tensorwise_e4m3", "2": "rowwise_e4m3"}
-    found = joint_effect(model, chained, [rows(64)], forward=forward)
-    assert found.predicted.value == pytest.approx(4e-6)
-    alone = joint_effect(model, plan_of(model, {"0": TENSOR, "2": ROW}), [rows(64)], forward=forward)
-    assert found.measured == alone.measured
-    pinned = plan_of(model, {"0": "cublaslt:rowwise_e4m3@3"})
-    assert pinned.output_recipes == {"0": "rowwise_e4m3"}
+    plan = plan_of(model, {"0": TENSOR, "2": ROW, "4": "cublaslt:rowwise_e4m3@3"})
+    assert plan.output_recipes == {"0": "tensorwise_e4m3", "2": "rowwise_e4m3", "4": "rowwise_e4m3"}
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
@@ -227,10 +211,3 @@ def test_a_batch_without_rows_is_refused() -> None:
     model = build()
     with pytest.raises(DataRefused, match="no rows"):
         joint_effect(model, plan_of(model, {"0": ROW}), [rows(8), rows(0)], forward=forward)
-
-
-def test_a_model_with_turned_layers_runs_a_plan_already() -> None:
-    model = build()
-    turn_linear(model[0], path="0")
-    with pytest.raises(NotConverted, match="revert"):
-        joint_effect(model, plan_of(model, {"0": ROW}), [rows(8)], forward=forward)

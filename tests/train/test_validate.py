@@ -14,8 +14,6 @@ from small_run import RandomRows, SmallModel
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.files import write_record
 from loka.nn import sites_of
-from loka.nn.chain import form_chains
-from loka.nn.dataflow import find_chains
 from loka.train import TrainConfig, paired_difference
 from loka.train.segments import Segments
 from loka.train.validate import validate
@@ -142,29 +140,6 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):
         once, twice = held_out(tmp_path / "whole", arm, 3), held_out(tmp_path / "killed", arm, 3)
         assert np.array_equal(once.logits, twice.logits)
     assert [r.curve for r in resumed.runs] == [r.curve for r in whole.runs]
-
-
-def test_fp8_gemms_of_a_chain_are_counted_over_all_of_a_run(tmp_path):
-    def chain_up(model):
-        batch = next(TRAIN.batches(8))
-        found = find_chains(model, batch.dense, batch.sparse).chains
-        form_chains(model, [(chain, "e4m3_row", {}) for chain in found if chain.linears == ("mlp.0",)])
-
-    def kill(name, line):
-        if name.startswith("chained") and line.step == 7:
-            raise KeyboardInterrupt
-
-    chained = ArmSpec(name="chained", apply=chain_up, identity={})
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, [chained], pairs=1, on_log=kill)
-    plain, low = run(tmp_path, [chained], pairs=1).runs
-    steps, batches = -(-TRAIN.rows // 64), -(-TEST.rows // 64)
-    assert low.fp8 == {
-        "mlp.0/output": steps + batches,
-        "mlp.0/grad_input": steps,
-        "mlp.0/grad_weight": steps,
-    }
-    assert plain.fp8 == {}
 
 
 def test_a_damaged_run_is_done_again(tmp_path):

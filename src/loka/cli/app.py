@@ -166,9 +166,6 @@ def plan(
     ne: Annotated[
         float | None, typer.Option(min=0, help="Increase of NE allowed in all, absolute, such as 2e-4.")
     ] = None,
-    chains: Annotated[
-        str | None, typer.Option(help="measured, always or never; no effect, as no plan has chains for now.")
-    ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
     min_speedup: Annotated[
@@ -188,7 +185,6 @@ def plan(
     allowed = named_budget(
         budget,
         ne=ne,
-        chains=chains,
         min_sqnr_db=min_sqnr_db,
         max_mere=max_mere,
         min_speedup=min_speedup,

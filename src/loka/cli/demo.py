@@ -229,17 +229,12 @@ def _proof(decided: Plan, arm: Arm) -> str:
     """Which kernels ran, as they were counted; a planned site that never ran is named."""
     by_candidate: Counter[str] = Counter()
     idle = []
-    planned = {d.site: d.candidate for d in decided.decisions.values() if d.path not in decided.inside}
-    for chain in decided.chains.values():
-        planned.update(chain.candidates)
-    for cross in decided.crosses.values():
-        planned.update(cross.candidates)
-    for name, candidate in planned.items():
-        if candidate == HP:
+    for decision in decided.decisions.values():
+        if decision.candidate == HP:
             continue
-        by_candidate[candidate] += arm.runs.get(name, 0)
-        if not arm.runs.get(name):
-            idle.append(name)
+        by_candidate[decision.candidate] += arm.runs.get(decision.site, 0)
+        if not arm.runs.get(decision.site):
+            idle.append(decision.site)
     counted = ", ".join(f"{count} x {name}" for name, count in sorted(by_candidate.items())) or "none"
     lines = [f"FP8 GEMMs that ran (training and evaluation): {counted}"]
     if idle:

@@ -59,7 +59,6 @@ from loka.train.length import Length
 from loka.train.schedule import describe
 from loka.train.state import plan_in
 from loka.train.tensorboard import TensorBoard
-from loka.train.valve import Valve
 
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 _SEGMENTS = 16
@@ -103,14 +102,8 @@ def train(
         int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are judged apart.")
     ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
-    valve: Annotated[
-        bool, typer.Option("--valve/--no-valve", help="Return to high precision what FP8 no longer holds.")
-    ] = True,
     ne: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: increase of NE allowed, absolute; 2e-4.")
-    ] = None,
-    chains: Annotated[
-        str | None, typer.Option(help="Of --auto: measured, always or never; no effect for now.")
     ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
     min_speedup: Annotated[
@@ -158,7 +151,7 @@ def train(
         step=step,
         window=window,
     )
-    limits = {"ne": ne, "chains": chains, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
+    limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
     given = {name: value for name, value in limits.items() if value is not None}
     bars = ProgressBars("train")
     opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
@@ -190,7 +183,6 @@ def train(
     chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
     if chosen is not None:
         say(chosen.summary())
-        companion = Valve(say=say) if valve else None
     built = _build(model, opened.train, seed=seed, with_mods=with_mods)
     say(describe(config, Length.of(opened.train, config).steps))
     shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())

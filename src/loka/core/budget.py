@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from loka.core.chain_recipe import ADMITTED, SAFE, chain_recipe_named
 from loka.core.error import Estimate
+
+BEFORE = frozenset({"chains", "chain_recipes"})  # fields of earlier versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,6 @@ class Budget:
         keep: patterns (fnmatch) or names of sites "path/gemm", or of module paths, to keep in hp.
         keep_prediction: keep linear layers with at most 8 outputs in hp: quantizing the
             logit layer's gradients biases training (71 % of e5m2's damage).
-        chains: "measured" forms the chains that were timed and are faster as a whole; "always"
-            those within the error limits, timed or not; "never" none. So too stacks of cross layers.
-            No effect today: plans name none of these (core/fusion.py says why); "always" leaves a note.
-        chain_recipes: how chains may quantize (core/chain_recipe.py); of equals the first is taken. By
-            default those that do not bias training; faster ones are admitted by name.
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
@@ -44,19 +40,11 @@ class Budget:
     min_speedup: float = 1.05
     keep: tuple[str, ...] = ()
     keep_prediction: bool = True
-    chains: Literal["measured", "always", "never"] = "measured"
-    chain_recipes: tuple[str, ...] = ADMITTED
     on_miss: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
         if self.on_miss not in ("keep", "raise"):
             raise ValueError(f"on_miss is {self.on_miss!r}; it must be 'keep' or 'raise'")
-        if self.chains not in ("measured", "always", "never"):
-            raise ValueError(f"chains is {self.chains!r}; it must be 'measured', 'always' or 'never'")
-        if isinstance(self.chain_recipes, str):
-            raise ValueError(f"chain_recipes is the text {self.chain_recipes!r}; it must be a tuple of names")
-        for recipe in self.chain_recipes:
-            chain_recipe_named(recipe)
         for name in ("min_sqnr_db", "max_mere"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
@@ -69,8 +57,7 @@ class Budget:
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
 
     def to_json(self) -> dict[str, Any]:
-        lists = {"keep": list(self.keep), "chain_recipes": list(self.chain_recipes)}
-        content = {**asdict(self), **lists}
+        content = {**asdict(self), "keep": list(self.keep)}
         if self.ne is None:  # a plan without such a limit is written as before there was one
             del content["ne"]
         return content
@@ -78,13 +65,15 @@ class Budget:
     @classmethod
     def paper(cls, **others: Any) -> Budget:
         """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""
-        rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05, "chains": "never"}
+        rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05}
         return cls(**{**rule, **others})
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Budget:
-        recipes = tuple(content.get("chain_recipes", (SAFE,)))
-        return cls(**{**content, "keep": tuple(content["keep"]), "chain_recipes": recipes})
+        """What an earlier version allowed of layers that run together is passed over: a plan that has such
+        layers is refused by itself (`Plan.from_json`)."""
+        known = {name: value for name, value in content.items() if name not in BEFORE}
+        return cls(**{**known, "keep": tuple(content["keep"])})
 
 
 _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between

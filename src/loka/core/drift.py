@@ -5,10 +5,10 @@
     growth      = predicted NE effect after / before               at the recipe that the plan runs
 
 The valve closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
-more than an octave, which is the margin of delayed scales, or its effect on NE more than doubled, beyond
-the intervals of both, to more than a site's fair half of the budget. A falling amax does no harm: scales
-follow. One unsafe window closes a layer; three safe ones in a row open it again. A window that does not
-tell the effect of an FP8 layer, or did not see it, is no sign that all is well: such layers are `unknown`.
+more than an octave, or its effect on NE more than doubled, beyond the intervals of both, to more than a
+site's fair half of the budget. A falling amax does no harm: scales follow. One unsafe window closes a layer;
+three safe ones in a row open it again. A window that does not tell the effect of an FP8 layer, or did not
+see it, is no sign that all is well: such layers are `unknown`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from loka.core.budget import spends, total_effect
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
-from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan, known_effect
 from loka.core.recipe import SHARED
 from loka.core.report import HP
@@ -164,13 +163,13 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
                 why=[f"no step of {stats.steps} was sampled"],
                 way_out="probe more steps, or sample more often: --every 1",
             )
-    plan = as_it_runs(plan)
     recipes = plan.output_recipes
     negligible = (plan.budget.ne or limits.ne) / (2 * max(len(recipes), 1))
     layers = {}
     for path in plan.model.layers:
         layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
-    now = _costs(plan, {path: layers[path].after or layers[path].before for path in recipes})
+    costs = [layers[path].after or layers[path].before for path in recipes]
+    now = [cost for cost in costs if cost is not None]
     return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.budget.ne)
 
 
@@ -220,7 +219,7 @@ def _layer(
         new = _effect(after, path, recipe)
         old = _effect(before, path, recipe) if before is not None else None
         planned = plan.decisions.get(f"{path}/output")
-        if old is None and planned is not None and path not in plan.inside:
+        if old is None and planned is not None:
             old = known_effect(planned.ne)
     unsafe = []
     low = _low_operands(path, plan)
@@ -259,22 +258,6 @@ def _because(reason: str | None) -> str:
     return f": {reason}" if reason else ""
 
 
-def _costs(plan: Plan, known: Mapping[str, Estimate | None]) -> list[Estimate]:
-    """By layers; where those of a chain or stack are not all known, what the plan says of the whole of it if
-    that is more than the known ones cost."""
-    left = dict(known)
-    found = []
-    for whole, effect in plan.wholes:
-        planned = known_effect(effect)
-        members = [left.pop(path, None) for path in whole.linears]
-        several = [effect for effect in members if effect is not None]
-        if planned is not None and len(several) < len(members):
-            found.append(max(planned, total_effect(several), key=spends))
-        else:
-            found += several
-    return found + [effect for effect in left.values() if effect is not None]
-
-
 def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
     effect = stats.layers[path].effects.get(recipe) if path in stats.layers else None
     return known_effect(effect.ne()) if effect is not None else None
@@ -282,8 +265,6 @@ def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
 
 def _low_operands(path: str, plan: Plan) -> list[str]:
     """The operands of the layer that some GEMM takes in FP8."""
-    if path in plan.inside:
-        return list(OPERANDS)
     candidates = plan.candidates(path)
     return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED[name])]
 

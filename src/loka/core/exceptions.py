@@ -42,7 +42,7 @@ class UnknownName(LokaError, KeyError):
 
 
 class FileRefused(LokaError):
-    """A file LoKA wrote is truncated, edited, of another kind or of a newer version."""
+    """A file LoKA wrote is truncated, edited, of another kind or version, or asks for what is gone."""
 
 
 class NotWritten(LokaError, OSError):
@@ -71,10 +71,6 @@ class DataRefused(LokaError):
 
 class CheckpointRefused(LokaError):
     """No checkpoint in a folder could be used, or it belongs to another run."""
-
-
-class FusionLeftOut(UserWarning):
-    """`convert` ran parts of a plan by their sites which the plan has as a whole; they are named."""
 
 
 class MissingLibrary(LokaError, ImportError):

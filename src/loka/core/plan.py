@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.budget import Budget, spends, total_effect
-from loka.core.chain import Chain
-from loka.core.chain_recipe import chain_recipe_named
 from loka.core.coverage import Coverage
-from loka.core.cross_record import CrossStack, Whole, check_distinct
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
+from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, write_record
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
@@ -25,7 +23,6 @@ from loka.core.report import (
     estimate_to_json,
     problem_from_json,
     problem_to_json,
-    required_estimate,
     site_name,
 )
 from loka.core.signature import ModelSignature
@@ -33,6 +30,7 @@ from loka.core.table import format_table
 
 _KIND, _VERSION = "loka-plan", 2
 _WAY_OUT = "plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE"
+_TOGETHER = {"chains": "chains", "crosses": "stacks of cross layers", "turned": "turned layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,55 +64,14 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainDecision:
-    """A chain that runs as a whole, by the fused path.
-
-    `recipe` is how its tensors are quantized, such as "e4m3_row". `candidates` names the GEMM
-    that runs inside at each of its sites: "hp" or "kernel:recipe". Times are of the whole chain,
-    None where none were measured; so is `ne`, the sum over its `output` GEMMs.
-    """
-
-    chain: Chain
-    recipe: str
-    candidates: Mapping[str, str]
-    reason: str
-    microseconds: Estimate | None = None
-    hp_microseconds: Estimate | None = None
-    speedup: Estimate | None = None
-    ne: Estimate | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossDecision:
-    """A stack of cross layers that runs as a whole. Fields as in ChainDecision."""
-
-    stack: CrossStack
-    recipe: str
-    candidates: Mapping[str, str]
-    reason: str
-    microseconds: Estimate | None = None
-    hp_microseconds: Estimate | None = None
-    speedup: Estimate | None = None
-    ne: Estimate | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions for all sites of a model, measured on `machine`.
-
-    `chains` and `crosses`, by name, are those that run as a whole; the sites inside keep their decisions,
-    which say what would run without the chain. `turned` are the layers over tokens that stay in hp and read
-    a transposed view as it lies (nn/turned.py), by path, with the measured speed-up.
-    """
+    """Decisions for all sites of a model, measured on `machine`."""
 
     model: ModelSignature
     machine: Fingerprint
     budget: Budget
     timed: bool
     decisions: Mapping[str, Decision]
-    chains: Mapping[str, ChainDecision] = field(default_factory=dict)
-    crosses: Mapping[str, CrossDecision] = field(default_factory=dict)
-    turned: Mapping[str, Estimate] = field(default_factory=dict)
     coverage: Coverage | None = None
     notes: tuple[str, ...] = ()
 
@@ -123,7 +80,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """Raises FileRefused for a missing, truncated or edited file."""
+        """Raises FileRefused for a missing, truncated or edited file, and for what `from_json` refuses."""
         return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=cls.from_json)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,7 +89,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Plan:
-        """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
+        """Raises FileRefused for a plan of an earlier version by which layers run together, and LookupError,
+        TypeError or ValueError for what `to_json` did not make."""
         return _from_json(content)
 
     def candidates(self, path: str) -> dict[str, str]:
@@ -141,56 +99,31 @@ class Plan:
         return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
 
     @property
-    def wholes(self) -> list[tuple[Whole, Estimate | None]]:
-        """What runs as a whole, chains and stacks of cross layers, with its predicted increase of NE."""
-        found: list[tuple[Whole, Estimate | None]] = [(d.chain, d.ne) for d in self.chains.values()]
-        return found + [(d.stack, d.ne) for d in self.crosses.values()]
-
-    @property
-    def inside(self) -> frozenset[str]:
-        """The layers that run within a chain or a stack of cross layers."""
-        return frozenset(path for whole, _ in self.wholes for path in whole.linears)
-
-    @property
     def output_recipes(self) -> dict[str, str]:
-        """By layer, the recipe of its `output` GEMM where that is FP8; inside a chain, the one whose errors
-        stand for the chain's own."""
-        found = {
+        """By layer, the recipe of its `output` GEMM where that is FP8."""
+        return {
             d.path: d.candidate.partition("@")[0].rpartition(":")[2]
             for d in self.decisions.values()
-            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and d.path not in self.inside
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP
         }
-        for chain in self.chains.values():
-            stands = chain_recipe_named(chain.recipe).errors[Gemm.OUTPUT]
-            found.update(dict.fromkeys(chain.chain.linears, stands))
-        for cross in self.crosses.values():
-            stands = chain_recipe_named(cross.recipe).errors[Gemm.OUTPUT]
-            found.update(dict.fromkeys(cross.stack.linears, stands))
-        return found
 
     @property
     def ne(self) -> Estimate | None:
         """The predicted increase of the model's NE: the sum over what runs in FP8. None where nothing
         of it was estimated; `ne_unknown` names what the sum lacks."""
-        effects = [effect for _, effect in self.wholes]
-        effects += [d.ne for d in self.decisions.values() if d.path not in self.inside]
-        known = [effect for effect in map(known_effect, effects) if effect is not None]
+        effects = map(known_effect, (d.ne for d in self.decisions.values()))
+        known = [effect for effect in effects if effect is not None]
         return total_effect(known) if known else None
 
     @property
     def ne_unknown(self) -> tuple[str, ...]:
-        """FP8 `output` sites, chains and stacks without an estimate of their effect on NE, or with one that
-        says nothing, such as nan or an interval without an upper end."""
-        missing = [whole.name for whole, effect in self.wholes if known_effect(effect) is None]
-        missing += [
+        """FP8 `output` sites without an estimate of their effect on NE, or with one that says nothing, such
+        as nan or an interval without an upper end."""
+        return tuple(
             d.site
             for d in self.decisions.values()
-            if d.problem.gemm is Gemm.OUTPUT
-            and d.candidate != HP
-            and known_effect(d.ne) is None
-            and d.path not in self.inside
-        ]
-        return tuple(missing)
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.ne) is None
+        )
 
     def __str__(self) -> str:
         header = ["site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why"]
@@ -200,12 +133,6 @@ class Plan:
             for row, decision in zip(rows, self.decisions.values(), strict=True):
                 row.insert(4, _show(decision.ne, "{:.1e}"))
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
-        lines += [_whole_line(decided, self.decisions) for decided in self.chains.values()]
-        lines += [_whole_line(decided, self.decisions) for decided in self.crosses.values()]
-        lines += [
-            f"tokens {path}: reads its transposed input as it lies, {speedup.value:.2f}x"
-            for path, speedup in self.turned.items()
-        ]
         lines.append(self.summary())
         lines += self.coverage_lines()
         lines += [f"note: {note}" for note in self.notes]
@@ -213,23 +140,18 @@ class Plan:
 
     def summary(self) -> str:
         """One line: how many sites in FP8, by candidate, and the GEMM time if measured."""
-        inside = self.inside
-        outside = [decision for decision in self.decisions.values() if decision.path not in inside]
-        counts = Counter(decision.candidate for decision in outside)
-        counts += Counter({"as part of a whole": len(self.decisions) - len(outside)})
+        counts = Counter(decision.candidate for decision in self.decisions.values())
         low = len(self.decisions) - counts[HP]
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
-        known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in outside]
-        known += [(d.hp_microseconds, d.microseconds, 0.0) for d in self.chains.values()]
-        known += [(d.hp_microseconds, d.microseconds, 0.0) for d in self.crosses.values()]
+        known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
         before = [hp.value for hp, us, _ in known if hp and us]
         after = [us.value - saved for hp, us, saved in known if hp and us]
         left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
         return (
-            f"{text}. Linear-layer GEMM time, quantization and chains included: {sum(before):.0f} us in hp, "
+            f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
             f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
         )
 
@@ -244,7 +166,6 @@ class Plan:
         """What the plan costs in NE, if anything of it is known or asked for."""
         missing = len(self.ne_unknown)
         told = self.budget.ne is not None or any(d.ne is not None for d in self.decisions.values())
-        told = told or any(effect is not None for _, effect in self.wholes)
         if self.ne is None and not (missing and told):
             return ""
         limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
@@ -261,22 +182,6 @@ def known_effect(effect: Estimate | None) -> Estimate | None:
 
 def _show(estimate: Estimate | None, pattern: str) -> str:
     return pattern.format(estimate.value) if estimate else "-"
-
-
-def _whole_line(decided: ChainDecision | CrossDecision, decisions: Mapping[str, Decision]) -> str:
-    whole: Whole
-    if isinstance(decided, ChainDecision):
-        whole, count, kind = decided.chain, len(decided.chain.links), "chain"
-    else:
-        whole, count, kind = decided.stack, len(decided.stack.layers), "cross layers"
-    first = decisions.get(site_name(whole.linears[0], Gemm.OUTPUT))
-    rows = f"{first.problem.m} rows, " if first else ""
-    layers = f"{count} layer{'s' if count > 1 else ''}"
-    return (
-        f"{kind} {whole.name}: {layers}, {rows}{decided.recipe}, {_show(decided.microseconds, '{:.1f}')} us, "
-        f"hp {_show(decided.hp_microseconds, '{:.1f}')} us, {_show(decided.speedup, '{:.2f}x')}"
-        f"{f', NE +{decided.ne}' if decided.ne else ''}: {decided.reason}"
-    )
 
 
 def _row(decision: Decision) -> tuple[str, ...]:
@@ -318,21 +223,19 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "budget": plan.budget.to_json(),
         "timed": plan.timed,
         "decisions": decisions,
-        "chains": {
-            name: {"chain": decided.chain.to_json(), **_whole_to_json(decided)}
-            for name, decided in plan.chains.items()
-        },
-        "crosses": {
-            name: {"stack": decided.stack.to_json(), **_whole_to_json(decided)}
-            for name, decided in plan.crosses.items()
-        },
         **({"coverage": plan.coverage.to_json()} if plan.coverage else {}),
-        **({"turned": {p: estimate_to_json(s) for p, s in plan.turned.items()}} if plan.turned else {}),
         "notes": list(plan.notes),
     }
 
 
 def _from_json(content: Mapping[str, Any]) -> Plan:
+    together = {kind: content[kind] for kind in _TOGETHER if content.get(kind)}
+    if together:
+        raise FileRefused(
+            "this plan was planned by an earlier version, which ran several layers as one",
+            why=[f"{_TOGETHER[kind]}: {', '.join(map(str, found))}" for kind, found in together.items()],
+            way_out="plan again from its report: `loka plan REPORT --out PLAN`",
+        )
     estimates = ("sqnr_db", "mere", "ne", "microseconds", "hp_microseconds", "speedup")
     model = ModelSignature.from_json(content["model"])
     decisions = {}
@@ -341,60 +244,12 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
             raise ValueError(f"decision {name} names no layer of the model, or no candidate")
         fields = {key: estimate_from_json(entry[key]) for key in estimates if key in entry}
         decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
-    chains = {
-        name: ChainDecision(**_whole_from_json(name, entry, "chain", Chain.from_json(entry["chain"], model)))
-        for name, entry in content.get("chains", {}).items()
-    }
-    crosses = {
-        name: CrossDecision(
-            **_whole_from_json(name, entry, "stack", CrossStack.from_json(entry["stack"], model))
-        )
-        for name, entry in content.get("crosses", {}).items()
-    }
-    check_distinct(
-        [decided.chain for decided in chains.values()], [decided.stack for decided in crosses.values()]
-    )
-    turned = {path: required_estimate(entry) for path, entry in content.get("turned", {}).items()}
-    if not set(turned) <= set(model.layers):
-        raise ValueError("turned layers that the model does not have")
     return Plan(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
         budget=Budget.from_json(content["budget"]),
         timed=content["timed"],
         decisions=decisions,
-        chains=chains,
-        crosses=crosses,
-        turned=turned,
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         notes=tuple(content["notes"]),
     )
-
-
-_CHAIN_TIMES = ("microseconds", "hp_microseconds", "speedup")
-
-
-def _whole_to_json(decided: ChainDecision | CrossDecision) -> dict[str, Any]:
-    return {
-        "recipe": decided.recipe,
-        "candidates": dict(decided.candidates),
-        "reason": decided.reason,
-        **{key: estimate_to_json(getattr(decided, key)) for key in _CHAIN_TIMES},
-        **({"ne": estimate_to_json(decided.ne)} if decided.ne else {}),
-    }
-
-
-def _whole_from_json(name: str, content: Mapping[str, Any], key: str, whole: Whole) -> dict[str, Any]:
-    """The fields of a decision about `whole`, which is its field `key`."""
-    if name != whole.name:
-        raise ValueError(f"{key} {name} begins at {whole.name}")
-    sites = {site_name(path, gemm) for path in whole.linears for gemm in Gemm}
-    for site, candidate in content["candidates"].items():
-        if site not in sites:
-            raise ValueError(f"{key} {name} has no site {site}")
-        if candidate != HP and ":" not in candidate:
-            raise ValueError(f"{key} {name}: {candidate!r} at {site} is no candidate")
-    if not all(isinstance(content[text], str) for text in ("recipe", "reason")):
-        raise ValueError(f"{key} {name} lacks its recipe or reason")
-    times = {time: estimate_from_json(content[time]) for time in _CHAIN_TIMES}
-    return {**content, **times, "ne": estimate_from_json(content.get("ne")), key: whole}

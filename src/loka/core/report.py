@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loka.core.chain import Chain, chains_from_json
 from loka.core.coverage import Coverage
-from loka.core.cross_record import CrossStack, Whole, crosses_from_json
 from loka.core.device import Fingerprint
 from loka.core.effect import OLD
 from loka.core.error import Estimate
@@ -79,12 +77,7 @@ class Report:
         sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
-        chains, crosses: the model's chains and stacks of cross layers, as the statistics have them.
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
-        chain_times: by the name of a chain or stack and the candidate that runs it as a whole, "hp" or
-            "fused:e4m3_row".
-        turned_times: of a linear layer over tokens in the form that reads a transposed view as it lies,
-            against the form that copies it (nn/turned.py), by path.
         no_effect: by layer, why its effect on the model's NE is not known, or is old.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
@@ -97,11 +90,7 @@ class Report:
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
-    chains: tuple[Chain, ...] = ()
-    crosses: tuple[CrossStack, ...] = ()
     coverage: Coverage | None = None
-    chain_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
-    turned_times: Mapping[str, Measurement] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
@@ -115,7 +104,10 @@ class Report:
 
     @classmethod
     def load(cls, path: Path | str) -> Report:
-        """Raises FileRefused for a missing, truncated or edited file."""
+        """Raises FileRefused for a missing, truncated or edited file.
+
+        What earlier versions timed of several layers as one (`chain_times`, `turned_times`) is dropped.
+        """
         return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
 
     def __str__(self) -> str:
@@ -249,20 +241,6 @@ def _measurement_from_json(content: Mapping[str, Any]) -> Measurement:
     )
 
 
-def _times_to_json(times: Mapping[str, Mapping[str, Measurement]]) -> dict[str, Any]:
-    return {
-        name: {candidate: _measurement_to_json(measured) for candidate, measured in each.items()}
-        for name, each in times.items()
-    }
-
-
-def _times_from_json(content: Mapping[str, Any]) -> dict[str, dict[str, Measurement]]:
-    return {
-        name: {candidate: _measurement_from_json(entry) for candidate, entry in each.items()}
-        for name, each in content.items()
-    }
-
-
 def _to_json(report: Report) -> dict[str, Any]:
     sites = {}
     for name, site in report.sites.items():
@@ -288,11 +266,7 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sites": sites,
         "skipped": dict(report.skipped),
         "sharing": sharing,
-        "chains": [chain.to_json() for chain in report.chains],
-        "crosses": [stack.to_json() for stack in report.crosses],
         **({"coverage": report.coverage.to_json()} if report.coverage else {}),
-        "chain_times": _times_to_json(report.chain_times),
-        "turned_times": {path: _measurement_to_json(m) for path, m in report.turned_times.items()},
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
         "complete": report.complete,
@@ -323,13 +297,6 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         }
         for path, tensors in content["sharing"].items()
     }
-    chains = chains_from_json(content.get("chains", ()), model)
-    crosses = crosses_from_json(content.get("crosses", ()), chains, model)
-    chain_times = _times_from_json(content.get("chain_times", {}))
-    wholes: list[Whole] = [*chains, *crosses]
-    unknown = sorted(set(chain_times) - {whole.name for whole in wholes})
-    if unknown:
-        raise ValueError(f"times of chains that are not there: {', '.join(unknown)}")
     return Report(
         model=model,
         machine=Fingerprint.from_json(content["machine"]),
@@ -338,13 +305,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         sites=sites,
         skipped=content["skipped"],
         sharing=sharing,
-        chains=chains,
-        crosses=crosses,
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
-        chain_times=chain_times,
-        turned_times={
-            path: _measurement_from_json(entry) for path, entry in content.get("turned_times", {}).items()
-        },
         no_effect=content.get("no_effect", {}),
         notes=tuple(content["notes"]),
         complete=content["complete"],

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from loka.core.chain import Chain, chains_from_json
 from loka.core.coverage import Coverage
-from loka.core.cross_record import CrossStack, crosses_from_json
 from loka.core.effect import Effect
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.core.problem import DTYPES
@@ -50,8 +48,7 @@ class LinearStats:
     without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
     `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
     GEMM alone costs the model, by recipe name (probe/sensitivity.py); `no_effect` says why that is
-    not known, or beside effects that the latest steps did not renew them. `turned` is D where every
-    input was a transposed view [.., D, K] of [.., K, D], else 0.
+    not known, or beside effects that the latest steps did not renew them.
     """
 
     rows: int
@@ -62,7 +59,6 @@ class LinearStats:
     needs_input_grad: bool
     needs_weight_grad: bool
     operands: Mapping[str, Distribution]
-    turned: int = 0
     effects: Mapping[str, Effect] = field(default_factory=dict)
     no_effect: str = ""
 
@@ -71,9 +67,8 @@ class LinearStats:
 class Stats:
     """Statistics of a model. `skipped` says why a layer has none.
 
-    `coverage` accounts for the matmul FLOPs of that step; None in statistics of before there was any.
-    `chains` and `crosses` (stacks of cross layers) are those of the first sampled step; a lone layer is a
-    chain of one, a lone cross layer a stack of one.
+    `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
+    any.
     """
 
     model: ModelSignature
@@ -81,8 +76,6 @@ class Stats:
     sampled_steps: int
     layers: Mapping[str, LinearStats]
     skipped: Mapping[str, str] = field(default_factory=dict)
-    chains: tuple[Chain, ...] = ()
-    crosses: tuple[CrossStack, ...] = ()
     coverage: Coverage | None = None
 
     def digest(self) -> str:
@@ -133,7 +126,10 @@ class Stats:
 
     @classmethod
     def load(cls, folder: Path | str) -> Stats:
-        """Raises FileRefused for a missing, truncated or edited folder."""
+        """Raises FileRefused for a missing, truncated or edited folder.
+
+        What earlier versions noted of layers that feed each other (`chains`, `crosses`, `turned`) is dropped.
+        """
         folder = Path(folder)
 
         def parse(content: dict[str, Any]) -> Stats:
@@ -175,8 +171,6 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             layers[path]["effects"] = {name: effect.to_json() for name, effect in layer.effects.items()}
         if layer.no_effect:
             layers[path]["no_effect"] = layer.no_effect
-        if layer.turned:
-            layers[path]["turned"] = layer.turned
     content = {
         "model": stats.model.to_json(),
         "steps": stats.steps,
@@ -184,12 +178,8 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         "layers": layers,
         "skipped": dict(stats.skipped),
     }
-    if stats.chains:  # else the digest is that of a folder from before there were chains
-        content["chains"] = [chain.to_json() for chain in stats.chains]
     if stats.coverage is not None:
         content["coverage"] = stats.coverage.to_json()
-    if stats.crosses:
-        content["crosses"] = [stack.to_json() for stack in stats.crosses]
     return content, tensors
 
 
@@ -210,16 +200,13 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
             for operand, entry in layer["operands"].items()
         }
         effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
-        layers[path] = LinearStats(**{**layer, "operands": operands, "effects": effects})
-    model = ModelSignature.from_json(content["model"])
-    chains = chains_from_json(content.get("chains", ()), model)
+        known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
+        layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
     return Stats(
-        model=model,
+        model=ModelSignature.from_json(content["model"]),
         steps=content["steps"],
         sampled_steps=content["sampled_steps"],
         layers=layers,
         skipped=content["skipped"],
-        chains=chains,
-        crosses=crosses_from_json(content.get("crosses", ()), chains, model),
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
     )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
-from loka.core.exceptions import FusionLeftOut, NotConverted, PlanMismatch, WrongResults
-from loka.core.fusion import as_it_runs, left_out
+from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
 from loka.core.plan import Decision, Plan
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -20,27 +17,18 @@ from loka.core.signature import LinearShape
 from loka.graph.attach import attach, detach
 from loka.kernels.registry import require_supported
 from loka.kernels.self_check import self_check
-from loka.nn.chain import dissolve_chains, form_chains, runs_fused
-from loka.nn.linears import find_linears, signature
+from loka.nn.linears import signature
 from loka.nn.site import site_forwards
-from loka.nn.turned import restore_turned, turn_linear, turned_linears
 from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
-
-_LEFT_OUT = (
-    "parts of this plan are left out, and their layers run by the decisions of their sites: what runs as "
-    "a whole can be silently wrong where a model is used in another way than when it was probed"
-)
 
 
 def convert(model: M, plan: Plan) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
 
     Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py).
-    Chains, stacks of cross layers and turned layers of a plan are formed inside `core.fusion.forced_fusion`
-    alone; elsewhere their layers run by the decisions of their sites, and a FusionLeftOut warning names
-    them. The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
+    The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
     checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it
     was.
 
@@ -50,32 +38,17 @@ def convert(model: M, plan: Plan) -> M:
         NoKernelFits: a candidate of the plan cannot run here.
         WrongResults: a candidate of the plan fails its self-check here.
     """
-    if site_forwards(model) or turned_linears(model) or runs_fused(model):
+    if site_forwards(model):
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
     _check_model(model, plan)
-    linears, _ = find_linears(model)
     _check_machine(model, plan)
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(model, plan)
-    if left := left_out(plan):
-        warnings.warn(FusionLeftOut("\n  ".join([_LEFT_OUT, *left])), stacklevel=2)
-        plan = as_it_runs(plan)
-    if plan.chains or plan.crosses:
-        form_chains(
-            model,
-            [(d.chain, d.recipe, d.candidates) for d in plan.chains.values()],
-            [(d.stack, d.recipe, d.candidates) for d in plan.crosses.values()],
-        )
-    wholes: list[Whole] = [
-        *(d.chain for d in plan.chains.values()),
-        *(d.stack for d in plan.crosses.values()),
-    ]
-    inside = {path for whole in wholes for path in whole.linears}
-    planned = dict.fromkeys(d.path for d in plan.decisions.values() if d.path not in inside)
+    planned = dict.fromkeys(d.path for d in plan.decisions.values())
     chosen = {path: plan.candidates(path) for path in planned}
     in_fp8 = {
         path: (names[Gemm.OUTPUT], names[Gemm.GRAD_INPUT], names[Gemm.GRAD_WEIGHT])
@@ -83,9 +56,6 @@ def convert(model: M, plan: Plan) -> M:
         if set(names.values()) != {HP}
     }
     attach(model, plan.model.layers, in_fp8)
-    for path in plan.turned:
-        if path not in inside and set(plan.candidates(path).values()) == {HP}:
-            turn_linear(linears[path], path=path)
     return model
 
 
@@ -94,13 +64,9 @@ def revert(model: M) -> M:
 
     Raises NotConverted if there is nothing to revert.
     """
-    turned = turned_linears(model)
-    if not site_forwards(model) and not turned and not runs_fused(model):
+    if not site_forwards(model):
         raise NotConverted("no site of this model runs by a plan", way_out="convert it first")
     detach(model)
-    for layer in turned.values():
-        restore_turned(layer)
-    dissolve_chains(model)
     return model
 
 

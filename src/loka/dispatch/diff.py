@@ -28,7 +28,7 @@ class PlanDiff:
 
 
 def diff(first: Plan, second: Plan) -> PlanDiff:
-    """Compares two plans site by site, with their models, machines, budgets and chains."""
+    """Compares two plans site by site, with their models, machines and budgets."""
     context = [f"model: {line}" for line in second.model.differences(first.model)]
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
     before, after = first.budget.to_json(), second.budget.to_json()
@@ -37,11 +37,6 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
         for name in dict.fromkeys([*before, *after])
         if before.get(name) != after.get(name)
     ]
-    wholes = _recipes(first), _recipes(second)
-    for name in dict.fromkeys([*wholes[0], *wholes[1]]):
-        left, right = (by_name.get(name, "in parts") for by_name in wholes)
-        if left != right:
-            context.append(f"chain {name}: {left} -> {right}")
     names = list(dict.fromkeys([*first.decisions, *second.decisions]))
     sites = []
     for name in names:
@@ -50,12 +45,6 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
             reason = after_it.reason if after_it else ""
             sites.append((name, _candidate(before_it), _candidate(after_it), reason))
     return PlanDiff(context=tuple(context), sites=tuple(sites), same=len(names) - len(sites))
-
-
-def _recipes(plan: Plan) -> dict[str, str]:
-    """Of what runs as a whole, by name."""
-    chains = {name: decided.recipe for name, decided in plan.chains.items()}
-    return {**chains, **{name: decided.recipe for name, decided in plan.crosses.items()}}
 
 
 def _candidate(decision: Decision | None) -> str:

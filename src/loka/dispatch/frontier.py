@@ -1,10 +1,9 @@
 """What each budget of NE buys: plans over a range of `Budget.ne`, so that a user picks the knee.
 
-    saved(plan) = sum over FP8 sites of (hp time - time) + what chains save as a whole
+    saved(plan) = sum over FP8 sites of (hp time - time)
 
-All points have one base, the hp time of all measured sites. What a chain saves beyond its GEMMs (norms,
-activations) counts too, so the last times may lie below what the GEMMs alone would take. Without times
-multiplications stand for them, halved in FP8 (dispatch/ne_budget.py).
+All points have one base, the hp time of all measured sites. Without times multiplications stand for them,
+halved in FP8 (dispatch/ne_budget.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from loka.core.budget import Budget, spends
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import write_record
-from loka.core.plan import ChainDecision, CrossDecision, Plan
+from loka.core.plan import Plan
 from loka.core.report import HP, Report, estimate_to_json
 from loka.core.table import format_table
 from loka.dispatch.ne_budget import WAY_OUT
@@ -107,8 +106,6 @@ class Frontier:
                 "spent": point.spent,
                 "time": point.time,
                 "fp8": {s: d.candidate for s, d in point.plan.decisions.items() if d.candidate != HP},
-                "chains": {name: decided.recipe for name, decided in point.plan.chains.items()},
-                "crosses": {name: decided.recipe for name, decided in point.plan.crosses.items()},
                 "knee": point is self.knee,
             }
             for point in self.points
@@ -153,7 +150,7 @@ def frontier(
                 ne=effect,
                 spent=spends(effect),
                 time=base_time(report) - saved_time(made),
-                fp8=sum(d.candidate != HP or d.path in made.inside for d in made.decisions.values()),
+                fp8=sum(d.candidate != HP for d in made.decisions.values()),
                 plan=made,
             )
         )
@@ -180,24 +177,13 @@ def base_time(report: Report) -> float:
 
 def saved_time(made: Plan) -> float:
     """What the plan saves of `base_time`, in the same unit."""
-    saved, by_sites = 0.0, set[str]()
-    wholes: list[tuple[ChainDecision | CrossDecision, tuple[str, ...]]] = []
-    wholes += [(decided, decided.chain.linears) for decided in made.chains.values()]
-    wholes += [(decided, decided.stack.linears) for decided in made.crosses.values()]
-    inside = {path for _, linears in wholes for path in linears}
-    for decided, linears in wholes:
-        if decided.microseconds and decided.hp_microseconds:
-            saved += decided.hp_microseconds.value - decided.microseconds.value
-        else:
-            by_sites.update(linears)
+    saved = 0.0
     for decision in made.decisions.values():
-        if decision.path in inside and decision.path not in by_sites:
+        if decision.candidate == HP:
             continue
         if not made.timed:
-            problem = decision.problem
-            low = decision.candidate != HP or decision.path in by_sites
-            saved += problem.m * problem.n * problem.k if low else 0.0
-        elif decision.candidate != HP and decision.microseconds and decision.hp_microseconds:
+            saved += decision.problem.m * decision.problem.n * decision.problem.k
+        elif decision.microseconds and decision.hp_microseconds:
             saved += decision.hp_microseconds.value - decision.microseconds.value + decision.saved_us
     return saved
 
@@ -215,9 +201,5 @@ def _range(report: Report, largest: float, count: int) -> list[float]:
     return [low * ratio**index for index in range(count - 1)] + [largest * (1 + 1e-9)]
 
 
-def _choices(made: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    wholes = {
-        **{n: d.recipe for n, d in made.chains.items()},
-        **{n: d.recipe for n, d in made.crosses.items()},
-    }
-    return {site: decision.candidate for site, decision in made.decisions.items()}, wholes
+def _choices(made: Plan) -> dict[str, str]:
+    return {site: decision.candidate for site, decision in made.decisions.items()}

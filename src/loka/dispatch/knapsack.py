@@ -19,23 +19,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-_MOST = 256  # ways of a group that are kept one by one; above, those on the convex hull
 _TRIED = 32  # steps beyond the limit that are tried in the place of others
 _ROUNDING = 1e-12  # a sum in another order must not be over the limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to run `item`: its time and what it spends. `parts` are those of a group's members."""
+    """One way to run `item`: its time and what it spends."""
 
     item: str
     name: str
     time: float
     effect: float
-    parts: tuple[Way, ...] = ()
-
-    def leaves(self) -> tuple[Way, ...]:
-        return tuple(leaf for part in self.parts for leaf in part.leaves()) if self.parts else (self,)
 
 
 @dataclass(frozen=True)
@@ -99,28 +94,6 @@ def steps(fronts: Mapping[str, Sequence[Way]]) -> list[_Step]:
         for before, after in itertools.pairwise(vertices):
             found.append(_Step(_slope(before, after), name, after))
     return sorted(found, key=lambda step: (-step.slope, step.item, step.way.effect))
-
-
-def together(name: str, members: Sequence[Sequence[Way]], *, offset: float = 0.0) -> list[Way]:
-    """The ways of several items as those of one, `name`; `offset` is added to each time."""
-    merged = [Way(item=name, name="", time=offset, effect=0.0)]
-    for ways in members:
-        merged = pareto(
-            [
-                Way(
-                    item=name,
-                    name=f"{left.name} {way.name}".strip(),
-                    time=left.time + way.time,
-                    effect=left.effect + way.effect,
-                    parts=(*left.parts, way),
-                )
-                for left in merged
-                for way in ways
-            ]
-        )
-        if len(merged) > _MOST:
-            merged = hull(merged)
-    return merged
 
 
 def _slope(before: Way, after: Way) -> float:

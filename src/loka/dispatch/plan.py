@@ -6,8 +6,8 @@ the layer, each faster than hp by `min_speedup` (dispatch/joint.py). Where nothi
 the candidate with the smallest error wins. Everything else stays in hp. What is equal within
 the noise goes to the first name, so that every rank and every run decides alike.
 
-A budget of NE is spent first (dispatch/ne_budget.py): it grants each layer and chain what its
-`output` GEMMs may cost, and the rest is decided as ever among the candidates that cost no more.
+A budget of NE is spent first (dispatch/ne_budget.py): it grants each layer what its `output`
+GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from loka.core.plan import Decision, Plan
 from loka.core.recipe import SHARED, Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
-from loka.dispatch.chains import decide_chains
 from loka.dispatch.decision import decision_of
 from loka.dispatch.joint import Choice, Layer, Option, Sharing, choose, combine, option_of, speedup_of, tied
 from loka.dispatch.ne_budget import WAY_OUT, cost_of, grant, is_forced
-from loka.dispatch.turned import decide_turned
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
 
@@ -53,18 +51,10 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
     opened = {path: _open_layer(sites, report, budget, force) for path, sites in layers.items()}
-    decisions = _decisions(report, opened, budget, None)
-    granted = None
-    if budget.ne is not None:
-        granted = grant(report, budget, opened, decisions, _objection)
-        decisions = _decisions(report, opened, budget, granted.layers)
-    chains, crosses, apart = decide_chains(
-        report, budget, decisions, _objection, granted=granted.wholes if granted else None
-    )
-    inside = {path for decided in chains.values() for path in decided.chain.linears}
-    inside |= {path for decided in crosses.values() for path in decided.stack.linears}
+    granted = grant(report, budget, opened) if budget.ne is not None else None
+    decisions = _decisions(report, opened, budget, granted.layers if granted else None)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
-    notes += [*apart, *(granted.notes if granted else ()), *report.notes]
+    notes += [*(granted.notes if granted else ()), *report.notes]
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -73,9 +63,6 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         budget=budget,
         timed=report.timed,
         decisions=decisions,
-        chains=chains,
-        crosses=crosses,
-        turned=decide_turned(report, budget, decisions, inside),
         coverage=report.coverage,
         notes=tuple(notes),
     )

@@ -8,7 +8,6 @@ from torch import nn
 
 from loka.core.exceptions import NotConverted
 from loka.mods.change import Change, Changes, Mod
-from loka.nn.chain import runs_fused
 from loka.nn.linears import Filter
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
@@ -28,7 +27,7 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: Filter | None = None
     Raises:
         NotConverted: the model already runs a plan; revert it first.
     """
-    if site_forwards(model) or runs_fused(model):
+    if site_forwards(model):
         raise NotConverted(
             "mods cannot change a converted model",
             way_out="loka.revert(model), then apply, probe and plan again",

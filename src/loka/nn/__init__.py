@@ -3,21 +3,16 @@
 from torch.nn import Hardswish as HardSwish  # x * relu6(x + 3) / 6: PyTorch's is the paper's
 
 from loka.nn.block_norm import BlockNorm
-from loka.nn.chain import chain_snapshot, count_rounding, forget_weights
-from loka.nn.health import check_finite, reset_health
+from loka.nn.health import check_finite, fp8_runs, reset_health
 from loka.nn.linears import find_linears, is_prediction, signature
-from loka.nn.runs import fp8_runs
 from loka.nn.site import health_of, sites_of
 from loka.nn.unwrap import unwrap
 
 __all__ = [
     "BlockNorm",
     "HardSwish",
-    "chain_snapshot",
     "check_finite",
-    "count_rounding",
     "find_linears",
-    "forget_weights",
     "fp8_runs",
     "health_of",
     "is_prediction",

@@ -1,14 +1,11 @@
-"""NaN and infinity at FP8 sites: always in the result, and named when asked."""
+"""NaN and infinity at FP8 sites: always in the result, and named when asked; and how often sites ran."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 from torch import nn
 
 from loka.core.exceptions import NonFinite
 from loka.core.recipe import Gemm
-from loka.nn.chain import chain_states
 from loka.nn.site import OPERAND_NAMES, health_of, sites_of
 
 
@@ -38,9 +35,12 @@ def check_finite(model: nn.Module) -> None:
         )
 
 
+def fp8_runs(model: nn.Module) -> dict[str, int]:
+    """How often the GEMM of each FP8 site ran, replays of CUDA graphs included. Reading it synchronizes."""
+    return {site: int(counts["runs"]) for site, counts in health_of(model).items()}
+
+
 def reset_health(model: nn.Module) -> None:
     """Forgets counts and flags of every FP8 site."""
     for site in sites_of(model).values():
         site.health.data.zero_()  # see nn/site_ops.py
-    for state in chain_states(model):
-        state.runs = Counter(dict.fromkeys(state.runs, 0))

@@ -8,7 +8,6 @@ from torch import nn
 
 from loka.core.signature import LinearShape, ModelSignature
 from loka.nn.site import DTYPES
-from loka.nn.turned import TurnedLinear
 from loka.nn.unwrap import class_name, named_modules, named_parameters
 
 Filter = Callable[[nn.Module, str], bool]
@@ -30,8 +29,7 @@ def find_linears(
     for path, module in named_modules(model):
         if not isinstance(module, nn.Linear) or isinstance(module, _USED_BY_THE_PARENT):
             continue
-        own = type(module).forward is nn.Linear.forward
-        if not own and type(module) is not TurnedLinear and not _chained(module):
+        if type(module).forward is not nn.Linear.forward:
             skipped[path] = f"{type(module).__name__} is a subclass of nn.Linear and computes otherwise"
         elif filter is not None and not filter(module, path):
             skipped[path] = "left out by the filter"
@@ -46,11 +44,6 @@ def find_linears(
 
 # Its forward is inherited and never called: nn.MultiheadAttention multiplies by its weight itself.
 _USED_BY_THE_PARENT = nn.modules.linear.NonDynamicallyQuantizableLinear
-
-
-def _chained(module: nn.Module) -> bool:
-    """A linear layer inside a chain (nn/chain.py): exactly an nn.Linear before."""
-    return getattr(module, "loka_was", None) is nn.Linear
 
 
 def signature(model: nn.Module, *, like: ModelSignature | None = None) -> ModelSignature:

@@ -27,10 +27,7 @@ def continue_from(path: Path, fresh: Report) -> Report:
         raise FileRefused(
             f"will not overwrite {path}", why=error.why, way_out="choose another file, or remove this one"
         ) from error
-    same: dict[str, object] = {ERRORS_ONLY: False}
-    if earlier.settings.get(ERRORS_ONLY) or fresh.settings.get(ERRORS_ONLY):
-        same["chain_recipes"] = None  # it says what to time
-    had, wanted = ({**report.settings, **same} for report in (earlier, fresh))
+    had, wanted = ({**report.settings, ERRORS_ONLY: False} for report in (earlier, fresh))
     if (earlier.stats_digest, earlier.machine, had) != (fresh.stats_digest, fresh.machine, wanted):
         return fresh
     if not earlier.settings.get(ERRORS_ONLY) or fresh.settings.get(ERRORS_ONLY):

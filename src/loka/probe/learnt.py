@@ -41,7 +41,7 @@ class Learnt:
 
     `depths` are the operands' depth histograms (probe/depths.py), by operand; `tails` and `cross` what
     draws keep beside the moments (probe/tails.py), and `samples` where these have several rows
-    (probe/sample_coherence.py). `turned`: as in `LinearStats`, None before the first call.
+    (probe/sample_coherence.py).
     """
 
     order: int
@@ -51,7 +51,6 @@ class Learnt:
     weight_dtype: str = ""
     needs_input_grad: bool = False
     needs_weight_grad: bool = False
-    turned: int | None = None
     input: gaussian.Gaussian | None = None
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None
@@ -160,7 +159,6 @@ def to_record(learnt: Learnt) -> LinearStats:
         weight_dtype=learnt.weight_dtype,
         needs_input_grad=learnt.needs_input_grad,
         needs_weight_grad=learnt.needs_weight_grad,
-        turned=learnt.turned or 0,
         operands={
             name: with_depths(distribution, learnt.depths.get(name, {})).to("cpu")
             for name, distribution in operands.items()
@@ -198,7 +196,6 @@ def from_record(layer: LinearStats, device: torch.device) -> Learnt:
         weight_dtype=layer.weight_dtype,
         needs_input_grad=layer.needs_input_grad,
         needs_weight_grad=layer.needs_weight_grad,
-        turned=layer.turned,
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
         grad_output=(

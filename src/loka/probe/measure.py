@@ -1,11 +1,9 @@
 """The offline half of Probe: error and time of every candidate at every site.
 
 Of each layer the errors (probe/errors.py); on a GPU then the times of its sites (probe/times.py) and what
-shared quantization saves (probe/sharing.py), of chains and stacks of cross layers as a whole
-(probe/chain_times.py, probe/cross_times.py), and of layers over tokens in both forms (probe/turned_times.py),
-the last three inside of core/fusion.py's switch alone.
-The largest first (probe/agenda.py), until everything is done or the time is up. The report is saved on the
-way, and measuring again goes on with what is missing. Who asks first where FP8 is safe measures errors only.
+shared quantization saves (probe/sharing.py). The largest first (probe/agenda.py), until everything is done
+or the time is up. The report is saved on the way, and measuring again goes on with what is missing. Who asks
+first where FP8 is safe measures errors only.
 """
 
 from __future__ import annotations
@@ -13,34 +11,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from loka.core.chain import Chain
-from loka.core.cross_record import Whole
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError
-from loka.core.fusion import fusion_forced
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.stats import LinearStats, Stats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.registry import all_candidates, candidate_named
-from loka.nn.chain_kernels import inner_kernels
 from loka.probe.agenda import agenda
 from loka.probe.cache import TimesCache, sources_digest
-from loka.probe.chain_times import chain_key, time_chain
 from loka.probe.compile_ahead import Track, compile_ahead, untracked
 from loka.probe.continued import ERRORS_ONLY, continue_from
-from loka.probe.cross_times import stack_key, time_stack
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
 from loka.probe.sites import gemms_of, problem_of
-from loka.probe.timed import NO_MEMORY, NOT_TIMED, Timer, time_layer
-from loka.probe.turned_times import TURNED, time_turned, turned_key
+from loka.probe.timed import NOT_TIMED, Timer, time_layer
 
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
@@ -98,8 +88,6 @@ def measure(
         settings={**settings.to_json(), "candidates": list(names), "sources": sources_digest(), **untimed},
         sites={},
         skipped=dict(stats.skipped),
-        chains=stats.chains,
-        crosses=stats.crosses,
         coverage=stats.coverage,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
@@ -119,9 +107,9 @@ def measure(
     try:
         if timed:
             _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, work.wholes(), work.turned(), timed=timed)
+        jobs = agenda(stats, timed=timed)
         for job in (track or untracked)(jobs, "measuring", len(jobs)):
-            _DO[job.kind](work, job.name)
+            _DO[job.kind](work, job.path)
     finally:
         work.save(now=True)
     return work.report
@@ -148,7 +136,6 @@ class _Work:
     time_limit: float | None
     out: Path | None
     report: Report
-    shared: dict[str, Mapping[str, Measurement]] = field(default_factory=dict)  # of wholes and turned layers
     _saved: float = field(default=-float("inf"))
     _seconds: float = 0.0
 
@@ -169,22 +156,6 @@ class _Work:
     def wants_times(self) -> bool:
         return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
 
-    def wholes(self) -> list[Whole]:
-        """The chains and stacks to time, all of whose layers were watched; unless forced, none."""
-        if not fusion_forced():
-            return []
-        worth: list[Whole] = [
-            *(chain for chain in self.report.chains if not chain.lone),
-            *self.report.crosses,
-        ]
-        return [whole for whole in worth if all(path in self.stats.layers for path in whole.linears)]
-
-    def turned(self) -> list[str]:
-        """The layers over tokens that have another form to time; none outside of `forced_fusion`."""
-        if not fusion_forced():
-            return []
-        return [path for path, layer in self.stats.layers.items() if layer.turned]
-
     def _noted(self) -> Report:
         """The report with `notes` and `complete` as they are at this moment, in the model's order."""
         report = self.report
@@ -202,13 +173,6 @@ class _Work:
                     missing.setdefault(reason, []).append(name)
             if self.wants_times and sites and path not in report.sharing:
                 missing.setdefault("shared quantization not timed", []).append(path)
-        if self.wants_times:
-            untimed = [w.name for w in self.wholes() if w.name not in report.chain_times]
-            if untimed:
-                missing["chains not timed"] = untimed
-            untimed = [path for path in self.turned() if path not in report.turned_times]
-            if untimed:
-                missing["layers over tokens not timed"] = untimed
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
@@ -308,56 +272,4 @@ def _time(work: _Work, path: str) -> None:
     work.save()
 
 
-def _time_whole(work: _Work, name: str) -> None:
-    """A chain or a stack of cross layers."""
-    if name in work.report.chain_times:
-        return
-    whole = next(whole for whole in work.wholes() if whole.name == name)
-    layers = {path: work.stats.layers[path] for path in whole.linears}
-    kernels = {
-        recipe.candidate: inner_kernels(whole, recipe, work.report.sites)
-        for recipe in work.timer.settings.timed_recipes()
-    }
-    if isinstance(whole, Chain):
-        key, time_it = chain_key(whole, layers, kernels), partial(time_chain, whole, layers, kernels)
-    else:
-        key, time_it = stack_key(whole, layers, kernels), partial(time_stack, whole, layers, kernels)
-    found = _shared(work, key, time_it, f"chain at {name}")
-    if found is not None:
-        work.report = replace(work.report, chain_times={**work.report.chain_times, name: found})
-        work.save()
-
-
-def _time_turned(work: _Work, path: str) -> None:
-    if path in work.report.turned_times:
-        return
-    layer, shape = work.stats.layers[path], work.report.model.layers[path]
-    times = _shared(work, turned_key(layer, shape), partial(time_turned, layer, shape), f"{path}, turned")
-    if times is not None:
-        found = times.get(TURNED, Measurement(unsupported="hp could not be timed"))
-        work.report = replace(work.report, turned_times={**work.report.turned_times, path: found})
-        work.save()
-
-
-def _shared(
-    work: _Work, key: str, time_it: Callable[..., Mapping[str, Measurement]], what: str
-) -> Mapping[str, Measurement] | None:
-    """What `key` took before; else timed now, unless it is late or there is no memory for it."""
-    timer = work.timer
-    if key not in work.shared:
-        if timer.late:
-            return None
-        try:
-            work.shared[key] = time_it(device=timer.device, settings=timer.settings, deadline=timer.deadline)
-        except torch.OutOfMemoryError:
-            timer.notes.append(f"{what}: {NO_MEMORY}")
-            return None
-    return work.shared[key]
-
-
-_DO: Mapping[str, Callable[[_Work, str], None]] = {
-    "errors": _draw,
-    "times": _time,
-    "turned": _time_turned,
-    "whole": _time_whole,
-}
+_DO: Mapping[str, Callable[[_Work, str], None]] = {"errors": _draw, "times": _time}

@@ -177,8 +177,6 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         sampled_steps=a.sampled_steps + b.sampled_steps,
         layers=layers,
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
-        chains=a.chains or b.chains,
-        crosses=a.crosses or b.crosses,
         coverage=a.coverage or b.coverage,
     )
 
@@ -197,7 +195,6 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         order=min(a.order, b.order),
         needs_input_grad=a.needs_input_grad or b.needs_input_grad,
         needs_weight_grad=a.needs_weight_grad or b.needs_weight_grad,
-        turned=a.turned if a.turned == b.turned else 0,
         operands=operands,
         effects=effects,
         no_effect="".join(old[:1]) if effects else a.no_effect or b.no_effect,

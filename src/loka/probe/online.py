@@ -3,9 +3,9 @@
 Between sampled steps nothing is attached to the layers: a step costs one hook on the root.
 A sampled step runs eagerly (torch.compile is told to stand aside for it), so compiled models
 can be probed. Random row samples come from the probe's own generator: training with a probe
-gives the same weights, bit for bit, as training without. The first sampled step also shows which
-layers feed each other (nn/dataflow.py), and what share of its matmul FLOPs are sites. After its forward
-pass one extra backward shows what quantizing each layer would cost the model (probe/sensitivity.py).
+gives the same weights, bit for bit, as training without. The first sampled step also shows what share of
+its matmul FLOPs are sites. After its forward pass one extra backward shows what quantizing each layer would
+cost the model (probe/sensitivity.py).
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from loka.core.exceptions import LokaError
 from loka.core.problem import dtype_name
 from loka.core.signature import ModelSignature
 from loka.core.stats import Stats
-from loka.nn.dataflow import Dataflow, Found, detach, unseen
 from loka.nn.linears import Filter, find_linears, signature
-from loka.nn.turned import lies_turned
 from loka.nn.unwrap import unwrap
 from loka.probe import gaussian, matrix_normal
 from loka.probe.cadence import cadence_of, clock_of
@@ -41,7 +39,7 @@ from loka.probe.saving import Copied, Saver, own_folder, to_host
 from loka.probe.sensitivity import Call, Sensitivity, step_seed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.stance import capturing, eager
-from loka.probe.views import leave_viewed
+from loka.probe.watching import detach, unseen
 
 
 class Probe:
@@ -125,12 +123,9 @@ class Probe:
         self._step_hooks: list[Any] = []
         self._eager = False
         self._filter = filter
-        self._dataflow: Dataflow | None = None
-        self._found: Found | None = None
         self._sensitivity = Sensitivity(
             samples=effect_samples, per_step=effect_step, logits=logits, base_rate=base_rate, seed=seed
         )
-        self._over_tokens: list[tuple[Learnt, torch.Tensor]] = []
         self._returned: Any = None  # by the model inside a wrapper, which may change the graph behind it
         refuse_without_sites(model, self._linears, self._skipped)
         if resume is not None:
@@ -216,7 +211,6 @@ class Probe:
             else "no step was sampled: the probed module itself was never called with gradients "
             "enabled (probe the wrapper that you call)"
         )
-        found = self._found or Found((), {})
         return Stats(
             model=ModelSignature(
                 name=self._signature.name, layers={**self._signature.layers, **self._names.layers}
@@ -225,8 +219,6 @@ class Probe:
             sampled_steps=self._sampled,
             layers={},
             skipped={**self._skipped, **dict.fromkeys(self._linears, no_step)},
-            chains=found.chains,
-            crosses=found.crosses,
             coverage=self._coverage,
         )
 
@@ -259,9 +251,6 @@ class Probe:
         self._sampled += 1
         eager.acquire()
         self._eager = True
-        if self._found is None:
-            self._dataflow = Dataflow(self._model, filter=self._filter)
-            self._dataflow.start()
         for generator in (self._generator, self._depth_generator):
             generator.manual_seed(step_seed(self._seed, self._sampled))
         self._sensitivity.begin((args, kwargs), step=self._sampled)
@@ -280,32 +269,25 @@ class Probe:
         self._trace.start()
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._dataflow is not None and output is not None:  # None: the step failed
-            self._found = self._dataflow.finish(output)
-        sampled, returned, over_tokens = self._eager, self._returned, self._over_tokens
-        if self._trace is not None and output is not None:
+        sampled, returned = self._eager, self._returned
+        if self._trace is not None and output is not None:  # None: the step failed
             self._skipped.update(self._trace.skipped)
             self._coverage = self._trace.coverage() or self._coverage
         self._detach(failing=module if output is None else None)
         if output is None:
             self._sensitivity.forget()
         elif sampled:
-            output = output if returned is None else returned
-            leave_viewed(over_tokens, output)
-            self._sensitivity.finish(self._model, output)
+            self._sensitivity.finish(self._model, output if returned is None else returned)
 
     def _inside(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._returned = output
 
     def _detach(self, *, failing: nn.Module | None = None) -> None:
         """Hooks on `failing`, which torch is going through, are left to the next time."""
-        if self._dataflow is not None:
-            self._dataflow.stop(failing=failing)
-            self._dataflow = self._dataflow if failing is not None else None
         if self._trace is not None:
             self._step_hooks += self._trace.stop()
             self._trace = None
-        self._step_hooks, self._over_tokens = detach(self._step_hooks, failing), []
+        self._step_hooks = detach(self._step_hooks, failing)
         self._returned = None
         if self._eager:
             eager.release()
@@ -319,8 +301,6 @@ class Probe:
             learnt = self._learnt.setdefault(path, Learnt(order=len(self._learnt)))
             rows = given.reshape(-1, weight.shape[1])
             learnt.rows = max(learnt.rows, rows.shape[0])
-            turned = given.shape[-2] if path in self._linears and lies_turned(given) else 0
-            learnt.turned = turned if learnt.turned in (None, turned) else 0
             learnt.calls += 1
             learnt.dtype = dtype_name(output.dtype)
             learnt.weight_dtype = dtype_name(weight.dtype)
@@ -339,11 +319,9 @@ class Probe:
             else:
                 learnt.weight = matrix_normal.update(learnt.weight, weight)
         with unseen():
-            if learnt.turned and output.requires_grad:
-                self._over_tokens.append((learnt, output))
             call = self._sensitivity.see(path, weight, site.x, output, site.rows)
             if output.requires_grad and not output.is_nested:
-                to_rows = site.rows  # the site holds x, which would then seem to be kept by somebody
+                to_rows = site.rows  # the site holds x, which need not live until backward
                 output.register_hook(
                     lambda g: self._observe_grad(learnt, call, picked, known, some, to_rows(g))
                 )
@@ -388,8 +366,6 @@ class Probe:
         self._names = SiteNames(self._linears, traced)
         self._coverage = stats.coverage
         self._steps, self._sampled = stats.steps, stats.sampled_steps
-        if stats.chains or stats.crosses:  # statistics of an older LoKA have none
-            self._found = Found(stats.chains, {}, stats.crosses)
         for path, layer in stats.layers.items():
             if path in self._linears or path in traced:
                 self._learnt[path] = from_record(layer, next(unwrap(self._model).parameters()).device)

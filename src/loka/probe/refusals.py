@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted
-from loka.nn.chain import runs_fused
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
@@ -26,7 +25,7 @@ def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate:
 
 def refuse_converted(model: nn.Module) -> None:
     """A converted model's GEMMs are not the calls that Probe watches: it would learn nothing, in silence."""
-    if runs_fused(model) or site_forwards(model):
+    if site_forwards(model):
         raise NotConverted(
             "a Probe watches models in high precision, and this one runs by a plan",
             way_out="leave the Probe before loka.convert(model), or loka.revert(model) first",

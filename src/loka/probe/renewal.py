@@ -24,7 +24,6 @@ from loka.core.effect import NO_PROMISE, OLD
 from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.core.label_rate import LabelRate
 from loka.core.stats import LinearStats, Stats
-from loka.nn.chain import runs_fused
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
@@ -96,7 +95,7 @@ def renew_effects(
         raise PlanMismatch(
             "these statistics are of another model", why=differences, way_out="probe this model afresh"
         )
-    if site_forwards(model) or runs_fused(model):
+    if site_forwards(model):
         raise NotConverted(
             "this model runs a plan, and its effects are those of the unquantized model",
             way_out="loka.revert(model) first",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from loka.nn.watched import tensors_in
 from loka.probe.logits import NoEffect
+from loka.probe.watching import tensors_in
 
 _LEAKED = 1e-3  # of the gradient's energy that may lie on rows of other samples
 

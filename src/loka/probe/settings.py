@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loka.core.chain_recipe import CHAIN_RECIPES, ChainRecipe, chain_recipe_named
 from loka.core.timing import MAX_ROUNDS, TIE
 
 
@@ -26,9 +25,6 @@ class Settings:
         seed: of the draws.
         keep_tails: operands are drawn with the tails that were learnt (probe/tails.py), which takes two to
             three times as long; without, they are Gaussian (docs/depth.md says where that is enough).
-        chain_recipes: those to time chains and stacks of cross layers under; None for all but those with
-            current scales. Each is compiled anew for most chains, so whoever knows the budget names its
-            own (`Budget.chain_recipes`).
     """
 
     rows: int = 256
@@ -42,7 +38,6 @@ class Settings:
     tie: float = TIE
     seed: int = 0
     keep_tails: bool = False
-    chain_recipes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "sharing_rounds": 1}
@@ -54,21 +49,10 @@ class Settings:
         for name in ("interval_db", "interval_share", "tie"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be finite and not negative")
-        if isinstance(self.chain_recipes, str):
-            raise ValueError(f"chain_recipes is the text {self.chain_recipes!r}; it must be a tuple of names")
-        for recipe in self.chain_recipes or ():
-            chain_recipe_named(recipe)
-
-    def timed_recipes(self) -> list[ChainRecipe]:
-        """The recipes to time chains and stacks of cross layers under."""
-        if self.chain_recipes is None:
-            return [recipe for recipe in CHAIN_RECIPES.values() if not recipe.current]
-        return [chain_recipe_named(name) for name in dict.fromkeys(self.chain_recipes)]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, equal to those of equal settings after a round trip."""
-        recipes = None if self.chain_recipes is None else list(self.chain_recipes)
-        return {**asdict(self), "chain_recipes": recipes}
+        return asdict(self)
 
 
 # A third of the default's time: for prototypes, and where the clock sets what can be measured.

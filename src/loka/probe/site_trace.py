@@ -23,10 +23,10 @@ from loka.graph.flops import FlopAccount, site_flops
 from loka.graph.gemm_calls import GemmCall
 from loka.graph.parameters import ParameterMode
 from loka.graph.views import name_of
-from loka.nn.dataflow import unseen
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
+from loka.probe.watching import unseen
 
 
 class SiteCall(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loka.core.plan import ChainDecision, CrossDecision, Decision, Plan
+from loka.core.plan import Decision, Plan
 from loka.core.recipe import Gemm
 from loka.core.report import HP
 from loka.report.html import Cell, Html, code, fold, join, number, paragraph, section, table, tag, tiles
@@ -20,11 +20,10 @@ class LayerRow:
 
     path: str
     decisions: dict[Gemm, Decision]
-    whole: str = ""
 
     @property
     def fp8(self) -> bool:
-        return bool(self.whole) or any(d.candidate != HP for d in self.decisions.values())
+        return any(d.candidate != HP for d in self.decisions.values())
 
     @property
     def hp_us(self) -> float | None:
@@ -33,8 +32,8 @@ class LayerRow:
 
     @property
     def saved_us(self) -> float | None:
-        """None where nothing was timed; of a layer inside a chain, which counts as a whole, too."""
-        if self.hp_us is None or self.whole:
+        """None where nothing was timed."""
+        if self.hp_us is None:
             return None
         timed = [(d, d.hp_microseconds, d.microseconds) for d in self.decisions.values()]
         return sum(hp.value - us.value + d.saved_us for d, hp, us in timed if hp and us)
@@ -42,18 +41,17 @@ class LayerRow:
 
 def layer_rows(plan: Plan) -> list[LayerRow]:
     """By layer, those that save most first; without times in the model's order."""
-    wholes = {path: whole.name for whole, _ in plan.wholes for path in whole.linears}
     by_path: dict[str, dict[Gemm, Decision]] = {}
     for decision in plan.decisions.values():
         by_path.setdefault(decision.path, {})[decision.problem.gemm] = decision
-    rows = [LayerRow(path, found, wholes.get(path, "")) for path, found in by_path.items()]
+    rows = [LayerRow(path, found) for path, found in by_path.items()]
     return sorted(rows, key=lambda row: -(row.saved_us or 0.0))
 
 
 def plan_section(plan: Plan) -> Html:
     rows = layer_rows(plan)
     low, high = [row for row in rows if row.fp8], [row for row in rows if not row.fp8]
-    counts = sum(d.candidate != HP or d.path in plan.inside for d in plan.decisions.values())
+    counts = sum(d.candidate != HP for d in plan.decisions.values())
     known = [
         ("GEMMs in FP8", f"{counts} of {len(plan.decisions)}", ""),
         ("layers with FP8", f"{len(low)} of {len(rows)}", ""),
@@ -65,8 +63,6 @@ def plan_section(plan: Plan) -> Html:
         known.append(("budget of NE", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
-    if plan.wholes:
-        parts.append(_wholes(plan))
     if low:
         parts.append(_layers(low, plan.timed))
     if high:
@@ -117,30 +113,6 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
     return tag("figure", drawing, tag("figcaption", told))
 
 
-def _wholes(plan: Plan) -> Html:
-    header = ("chain", "layers", "recipe", "hp us", "us", "speed-up", "NE", "why")
-    rows: list[tuple[object, ...]] = []
-    several: list[tuple[str, tuple[str, ...], ChainDecision | CrossDecision]] = [
-        *((d.chain.name, d.chain.linears, d) for d in plan.chains.values()),
-        *((d.stack.name, d.stack.linears, d) for d in plan.crosses.values()),
-    ]
-    for name, linears, decided in several:
-        hp, us, speedup, ne = decided.hp_microseconds, decided.microseconds, decided.speedup, decided.ne
-        rows.append(
-            (
-                code(name),
-                number(len(linears), "{:d}"),
-                code(decided.recipe),
-                number(hp.value if hp else None),
-                number(us.value if us else None),
-                number(speedup.value if speedup else None, "{:.2f}x"),
-                number(ne.value if ne else None, "{:.1e}"),
-                Cell(decided.reason, decided.reason, "wrap"),
-            )
-        )
-    return table(header, rows, caption="What runs as a whole")
-
-
 def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
     header = ("layer", "saves us", "hp us", *(gemm.value for gemm in Gemm), "sqnr dB", "NE", "why")
     return table(
@@ -156,26 +128,22 @@ def _layer(row: LayerRow) -> tuple[object, ...]:
     fp8 = {gemm: d for gemm, d in row.decisions.items() if d.candidate != HP}
     errors = [d.sqnr_db.value for d in fp8.values() if d.sqnr_db]
     effects = [d.ne.value for d in fp8.values() if d.ne]
-    if row.whole:
-        why: object = join(["in the chain ", code(row.whole)])
-    else:
-        why = _reasons(row.decisions)
     return (
         code(row.path),
         number(row.saved_us),
         number(row.hp_us),
-        *(_runs(row.decisions.get(gemm), bool(row.whole)) for gemm in Gemm),
+        *(_runs(row.decisions.get(gemm)) for gemm in Gemm),
         number(min(errors) if errors else None),
         number(sum(effects) if effects else None, "{:.1e}"),
-        Cell(why, "", "wrap"),
+        Cell(_reasons(row.decisions), "", "wrap"),
     )
 
 
-def _runs(decision: Decision | None, whole: bool) -> Cell:
+def _runs(decision: Decision | None) -> Cell:
     if decision is None:
         return Cell("-", "", "hp")
     if decision.candidate == HP:
-        return Cell("chain" if whole else HP, HP, "hp")
+        return Cell(HP, HP, "hp")
     kernel, _, recipe = decision.candidate.partition(":")
     shown = join([tag("span", kernel, class_="soft"), tag("br"), code(recipe)])
     return Cell(tag("span", shown, title=str(decision.problem)), decision.candidate)

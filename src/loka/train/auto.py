@@ -3,7 +3,7 @@
     probe      bf16, some steps sampled; ends when the predicted effects on KL/H are narrow, or after its
                share, with effects of the model as it is by then, from fresh rows
     measure    no steps: errors, and on a GPU times, of every candidate at every site; a plan in the budget
-    fp8        by the plan, under the drift valve       (bf16, where nothing is worth FP8 or is allowed to be)
+    fp8        by the plan       (bf16, where nothing is worth FP8 or is allowed to be)
 
 Parameters and optimizers stay the same objects all the way. A checkpoint holds the phase, the statistics so
 far and the plan, so a run that is killed goes on in the phase that it was in; a measurement goes on from its
@@ -17,7 +17,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,6 @@ from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Companion, Run
 from loka.train.step import Sight
 from loka.train.timeline import Timeline, events_from_json
-from loka.train.valve import Valve, ValveConfig
 
 Phase = Literal["probe", "measure", "fp8", "bf16"]
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
@@ -71,11 +70,10 @@ class AutoConfig:
         budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
             `Budget()`.
         candidates: to measure; all by default.
-        settings: how finely to measure; chains, unless it says, under the budget's recipes.
-        measure_seconds: after which measuring begins nothing new; the largest chains and layers come first,
-            and what was not timed stays in bf16.
+        settings: how finely to measure.
+        measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
+            not timed stays in bf16.
         cache: folder of times measured before.
-        valve: of the FP8 phase.
     """
 
     every: int | Literal["auto"] = "auto"
@@ -89,7 +87,6 @@ class AutoConfig:
     settings: Settings = field(default_factory=Settings)
     measure_seconds: float | None = None
     cache: Path | None = None
-    valve: ValveConfig = field(default_factory=ValveConfig)
 
     def __post_init__(self) -> None:
         for name in ("least_steps", "most_steps"):
@@ -126,7 +123,6 @@ class Auto(Companion):
         self.timeline = Timeline(file=self._timeline_file(folder))
         self._folder, self._track = folder, track
         self._say = say or (lambda text: None)
-        self.valve = Valve(self.config.valve, say=self._tell)
         self._probe: Probe | None = None
         self._stats: Stats | None = None
         self._sampled = 0  # steps, in this process
@@ -143,7 +139,6 @@ class Auto(Companion):
                 "budget": config.budget.to_json() if config.budget else None,
                 "candidates": list(config.candidates) if config.candidates else None,
                 "settings": config.settings.to_json(),
-                **self.valve.identity(),
             }
         }
 
@@ -162,8 +157,6 @@ class Auto(Companion):
                 resume=self._stats,
             )
             self._probe.__enter__()
-        elif self.phase == "fp8":
-            self.valve.start(run)
 
     def before(self, run: Run) -> Sight:
         if self.phase == "measure":
@@ -174,12 +167,10 @@ class Auto(Companion):
                 return "none"
             self._sampled += 1
             return "hooks"
-        return self.valve.before(run) if self.phase == "fp8" else "none"
+        return "none"
 
     def after(self, run: Run) -> None:
-        if self.phase == "fp8":
-            self.valve.after(run)
-        elif self.phase == "probe" and self._enough(run):
+        if self.phase == "probe" and self._enough(run):
             self._end_probe(run)
 
     def stop(self, run: Run, error: BaseException | None) -> None:
@@ -196,7 +187,6 @@ class Auto(Companion):
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(self.timeline.to_json()),
             "seconds": self.timeline.seconds,
-            "valve": self.valve.state()["valve"],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -205,7 +195,6 @@ class Auto(Companion):
             self._stats = from_bytes(state["stats"].numpy().tobytes())
         events = events_from_json(json.loads(state["timeline"]))
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
-        self.valve.restore(state)
 
     def _enough(self, run: Run) -> bool:
         """Whether the probe's phase ends here; rank 0 says."""
@@ -306,20 +295,17 @@ class Auto(Companion):
         if not timeable(run.device):
             self._tell("nothing is timed on a CPU: the plan goes by errors alone, and no speed is claimed")
         config, folder = self.config, self._folder
-        budget, settings = config.budget or self._default_budget(), config.settings
-        if settings.chain_recipes is None:  # no others can be chosen, and timing each takes its time
-            settings = replace(settings, chain_recipes=budget.chain_recipes)
         report = measure(
             self._stats,
             device=run.device,
             candidates=config.candidates,
-            settings=settings,
+            settings=config.settings,
             out=folder / "report.json" if folder else None,
             cache=config.cache,
             time_limit=config.measure_seconds,
             track=self._tracked(run, alive),
         )
-        decided = plan_report(report, budget)
+        decided = plan_report(report, config.budget or self._default_budget())
         if folder:
             decided.save(folder / "plan.json")
         return decided
@@ -331,7 +317,7 @@ class Auto(Companion):
 
         def adopt() -> str:
             try:
-                if plan.inside or any(d.candidate != HP for d in plan.decisions.values()):
+                if any(d.candidate != HP for d in plan.decisions.values()):
                     run.adopt(plan)
             except _CANNOT_RUN as error:
                 return str(error)

@@ -76,7 +76,7 @@ def due(done: int, steps: int, config: TrainConfig) -> bool:
 def as_averaged(
     model: nn.Module, average: AveragedModel, *, rows: Source | None = None, config: TrainConfig
 ) -> Iterator[nn.Module]:
-    """Within it `model` has the mean of its weights; weights, buffers and FP8's scales are put back after.
+    """Within it `model` has the mean of its weights; weights, buffers and FP8's counts are put back after.
 
     Args:
         rows: to train on, of which the statistics of BatchNorm are estimated anew, from `_UPDATES` batches.
@@ -92,7 +92,7 @@ def as_averaged(
             "BatchNorm's statistics are those of the weights of the last steps, not of their mean",
             way_out="give as_averaged rows to train on; they are estimated anew from these",
         )
-    scales = copy.deepcopy(carried(model))
+    counts = copy.deepcopy(carried(model))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if normed else []
     _exchange(model, average)
     try:
@@ -101,7 +101,7 @@ def as_averaged(
         yield model
     finally:
         _exchange(model, average)
-        restore_carried(model, scales)
+        restore_carried(model, counts)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

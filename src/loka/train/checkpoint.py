@@ -149,7 +149,7 @@ def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     manifest = read_record(
         path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
     )
-    saved = manifest.identity
+    saved = _without_fused(manifest.identity)
     wanted = saved if identity is None else json.loads(canonical(identity))
     if "config" in saved and "config" in wanted:
         saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
@@ -204,6 +204,31 @@ def _parse(content: dict[str, Any]) -> _Manifest:
     if wrong:
         raise TypeError(f"{', '.join(wrong)} of another type than a manifest has")
     return manifest
+
+
+_OF_FUSED = frozenset({"valve", "chains", "chain_recipes"})  # what earlier versions allowed or watched
+
+
+def _without_fused(identity: Any) -> Any:
+    """The identity of a run by an earlier version in today's words, where every layer of it ran by itself.
+
+    Several layers that ran as one stay in it, and differ from every run of today.
+    """
+    if not isinstance(identity, dict):
+        return identity
+    plan, beside = identity.get("plan"), identity.get("beside")
+    if isinstance(plan, dict):
+        plan = {name: value for name, value in plan.items() if value or name not in ("wholes", "turned")}
+        identity = {**identity, "plan": plan}
+    if isinstance(beside, dict):
+        identity = {**identity, "beside": _dropped(beside) or None}
+    return identity
+
+
+def _dropped(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return {name: _dropped(value) for name, value in content.items() if name not in _OF_FUSED}
 
 
 def _differences(saved: Any, current: Any, name: str = "") -> list[str]:

@@ -22,8 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from loka.core.timing import first_line, still_usable
-from loka.nn.runs import GraphCalls, calls_in_a_graph
-from loka.nn.weight_bank import announced_replays, note_step
 from loka.train.capture import Recording, Undo, record, synced
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
@@ -187,10 +185,7 @@ class GraphedStep:
             buffer.copy_(tensor)  # real values: a capture does not read them, but host code may
         undo = Undo.before(self._model, self._parameters, self._optimizers, self._device)
         try:
-            with announced_replays(), calls_in_a_graph(self._model) as calls:
-                recording, result = record(
-                    lambda: _detached(self._function(*inputs)), self._device, self._side()
-                )
+            recording, result = record(lambda: _detached(self._function(*inputs)), self._device, self._side())
         except BaseException as error:
             undo.everything()
             if not isinstance(error, Exception) or not _usable(self._device):
@@ -202,7 +197,7 @@ class GraphedStep:
             self._refused = wrong
             return
         gradients = tuple(parameter.grad for parameter in self._parameters)
-        self._captured = _Captured(recording, inputs, result, gradients, calls, undo.kept())
+        self._captured = _Captured(recording, inputs, result, gradients, undo.kept())
         self._changed = None
 
     def _replay(self, batch: tuple[torch.Tensor, ...], clone: bool) -> Result:
@@ -211,8 +206,6 @@ class GraphedStep:
         for buffer, tensor in zip(captured.inputs, batch, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         captured.recording.replay()
-        note_step()
-        captured.calls.note_replay()
         # The graph writes to the tensors it recorded, whatever an eager step has put in .grad since.
         for parameter, gradient in zip(self._parameters, captured.gradients, strict=True):
             if parameter.grad is not gradient:
@@ -293,7 +286,6 @@ class _Captured:
     inputs: tuple[torch.Tensor, ...]
     result: Result
     gradients: tuple[torch.Tensor | None, ...]
-    calls: GraphCalls
     kept: tuple[object, ...]  # memory that the graph refers to without owning it
 
 

@@ -24,15 +24,12 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
-from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.signature import LinearShape
 from loka.graph.attach import attach, detach
-from loka.nn.chain import runs_fused
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards
-from loka.nn.turned import turned_linears
 from loka.probe.untouched import evaluating
 
 ADDITIVE = (0.6, 1.6)
@@ -98,8 +95,7 @@ def joint_effect(
     """Runs `model` on each batch as it is and with the plan's FP8 `output` GEMMs emulated.
 
     Best on rows that it was not trained on, some thousand of them. The model runs in eval mode, in
-    the dtype it is in, and is put back as it was. A site inside a chain runs by the recipe that
-    stands for the chain's (core/chain_recipe.py); chains that `convert` leaves out run by their sites.
+    the dtype it is in, and is put back as it was.
 
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
@@ -117,7 +113,6 @@ def joint_effect(
     """
     if base_rate is not None and not 0 < base_rate < 1:
         raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
-    plan = as_it_runs(plan)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model, like=plan.model).differences(plan.model)
     if differences:
@@ -126,7 +121,7 @@ def joint_effect(
             why=differences,
             way_out="apply the same mods as when probing",
         )
-    if site_forwards(model) or runs_fused(model) or turned_linears(model):
+    if site_forwards(model):
         raise NotConverted("this model already runs a plan", way_out="loka.revert(model) first")
     run = forward or _by_batch
     divergences, logits = [], []

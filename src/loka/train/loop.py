@@ -127,7 +127,7 @@ def train(
         source: rows in training order.
         config: what to do; its `seed` drives dropout.
         plan: converts the model, which is not converted yet; checkpoints hold it.
-        companion: what goes on beside the steps, such as a `Valve` or `Auto`.
+        companion: what goes on beside the steps, such as `Auto`.
         segments: metrics by segment too.
         identity_extra: JSON values that a checkpoint has to share.
         checkpoints: folder to save to and resume from; None saves nothing. Among several ranks each has its

@@ -2,7 +2,7 @@
 
     for each batch:   companion.before(run)    step    companion.after(run)    log, checkpoint
 
-A companion watches (a Probe), or changes the plan that the model runs (a valve, `--auto`). It is called
+A companion watches (a Probe), or changes the plan that the model runs (`--auto`). It is called
 between steps only, and what it has to remember goes into the run's checkpoints.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.data.batch import Batch
 from loka.dispatch import convert, revert
@@ -119,7 +118,7 @@ class Run:
         """From the next step on the model runs by `plan`, or in high precision where it is None.
 
         Parameters and optimizers stay the same objects. Sites that run in FP8 before and after keep their
-        scales. Raises as `loka.convert`, after which the model runs in high precision.
+        counts. Raises as `loka.convert`, after which the model runs in high precision.
         """
         before = carried(self.model) if self.plan else None
         self.close()
@@ -131,7 +130,7 @@ class Run:
         if plan is None:
             return
         convert(self.model, plan)
-        self.plan = as_it_runs(plan)
+        self.plan = plan
         if before:
             carry_over(before, self.model)
 

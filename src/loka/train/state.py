@@ -1,8 +1,7 @@
 """Everything a run needs to continue bit for bit, as plain tensors, numbers and text.
 
 Model, optimizers, sums of the metrics, the mean of the weights, random generators, every buffer, what FP8
-sites carry from step to step (scales with their histories, nn/carried.py), and the plan that runs: none but
-the first is in a `state_dict`.
+sites count (nn/carried.py), and the plan that runs: none but the first is in a `state_dict`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused
-from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.nn.carried import carried, restore_carried
 from loka.train.running import RunningQuality
@@ -45,8 +43,9 @@ def capture(
 
 
 def plan_in(state: Mapping[str, Any], which: str = "plan") -> Plan | None:
-    """The plan that ran when `state` was captured; or with "given_plan" the one that the run began by, from
-    which a valve may have taken parts since."""
+    """The plan that ran when `state` was captured; or with "given_plan" the one that the run began by.
+
+    Raises FileRefused for one of an earlier version by which layers ran together."""
     return Plan.from_json(json.loads(state[which])) if state[which] else None
 
 
@@ -124,14 +123,7 @@ def identity_of(plan: Plan | None) -> dict[str, Any] | None:
     """What of a plan decides the weights: not its times."""
     if plan is None:
         return None
-    plan = as_it_runs(plan)
-    wholes = {name: [d.recipe, dict(d.candidates)] for name, d in plan.chains.items()}
-    wholes |= {name: [d.recipe, dict(d.candidates)] for name, d in plan.crosses.items()}
-    return {
-        "sites": {name: decision.candidate for name, decision in plan.decisions.items()},
-        "wholes": wholes,
-        "turned": sorted(plan.turned),
-    }
+    return {"sites": {name: decision.candidate for name, decision in plan.decisions.items()}}
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

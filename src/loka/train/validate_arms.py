@@ -18,7 +18,6 @@ from torch import nn
 
 from loka.core.exceptions import LokaError, NoKernelFits
 from loka.core.files import canonical
-from loka.core.fusion import as_it_runs
 from loka.core.plan import Plan
 from loka.core.problem import dtype_name, linear_problem, target_of
 from loka.core.recipe import RECIPES, Gemm
@@ -48,8 +47,7 @@ class ArmSpec:
 
 def by_plan(plan: Plan, *, name: str = "plan") -> ArmSpec:
     """The model as `loka.convert(model, plan)` makes it."""
-    # Of what runs: runs that were finished with chains are not taken for those of its sites.
-    digest = hashlib.sha256(canonical(as_it_runs(plan).to_json())).hexdigest()
+    digest = hashlib.sha256(canonical(plan.to_json())).hexdigest()
     return ArmSpec(name=name, apply=lambda model: convert(model, plan), identity={"plan": digest})
 
 
