@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import combinations, on_gpu_or_cpu
 
-from loka.core.chain import Activation, Epilogue, Norm
+from loka.core.epilogue import Activation, Epilogue, Norm
 from loka.core.exceptions import LokaError
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import Quantized, accumulation_bound, quantize

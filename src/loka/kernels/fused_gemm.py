@@ -4,7 +4,7 @@
     out = cast(activation(norm(Z)) / scale_out)               e4m3, or bfloat16 without a scale
 
 Nothing between the GEMM and the cast is ever in memory, except Z in bfloat16 where a backward
-pass will want it, or Z in eight bits (core/producer.Rounded). On a CPU this is plain PyTorch, which is
+pass will want it, or Z in eight bits (core/epilogue.Rounded). On a CPU this is plain PyTorch, which is
 the twin of the kernel in kernels/triton/gemm.py.
 """
 
@@ -12,8 +12,15 @@ from __future__ import annotations
 
 import torch
 
-from loka.core.chain import Epilogue, Norm
-from loka.core.producer import NO_PARAMETERS, Rounded, apply_epilogue, cast_given, keep_rounded
+from loka.core.epilogue import (
+    NO_PARAMETERS,
+    Epilogue,
+    Norm,
+    Rounded,
+    apply_epilogue,
+    cast_given,
+    keep_rounded,
+)
 from loka.core.recipe import Format
 from loka.kernels.legality import not_hopper
 

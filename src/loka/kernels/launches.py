@@ -1,4 +1,4 @@
-"""How many launches the fused path makes, by what launches: counted where it calls, on every device.
+"""How many launches are made, by what launches: counted where it calls, on every device.
 
 A CUDA graph's replay counts nothing: count while it is captured. On a CPU the same calls are counted
 though nothing is launched, so that a test without a GPU can hold the number.
@@ -16,8 +16,7 @@ def note_launch(name: str, launches: int = 1) -> None:
 
 
 def launches() -> dict[str, int]:
-    """Since the last reset: "gemm", "produce", "derive", "units", "book", "bank", "keep", "quantize",
-    of current scales "scale", and of cross layers "cross_produce", "cross_derive" and "cross_gather"."""
+    """By name, since the last reset."""
     return dict(_LAUNCHES)
 
 

@@ -42,11 +42,6 @@ def fit(low: torch.Tensor, sides: tuple[int, int]) -> torch.Tensor:
     return grown.contiguous().view(low.dtype)
 
 
-def note_run(candidate: str, gemm: Gemm) -> None:
-    """Counts a GEMM that a fused kernel ran elsewhere (nn/chain_ops.py)."""
-    _RUNS[candidate, gemm.value] += 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemm:
     """A candidate that was found fit for a problem: how to quantize for it, and how to run it.

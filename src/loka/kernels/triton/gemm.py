@@ -19,7 +19,6 @@ the kernel reads and writes float32 and the casts are torch's; all else is the s
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.core.chain import Activation, Epilogue, Norm
-from loka.core.producer import Rounded
+from loka.core.epilogue import Activation, Epilogue, Norm, Rounded
+from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.pack import inverse_of_power
 from loka.kernels.triton.processors import multiprocessors
 from loka.kernels.triton.rounded import step_of, to_byte
@@ -341,7 +340,7 @@ def _gemm(
             )  # fmt: skip
 
 
-# What is worth a race; benchmarks/fused/gemm.py runs it. Shared memory of an H200 is 227 KB: a stage
+# What is worth a race; benchmarks/loka_gemms/gemm.py runs it. Shared memory of an H200 is 227 KB: a stage
 # of 128 x 256 x 128 takes 48 KB and half a tile of Z 32 KB. Nothing spills registers (triton
 # 3.6) but GELU under the last two.
 CONFIGS = {
@@ -356,7 +355,7 @@ EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
 
 
 def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Config:
-    """The configuration for a problem, as raced on an H200 (benchmarks/fused/gemm.json).
+    """The configuration for a problem, as raced on an H200 (benchmarks/loka_gemms/gemm.json).
 
     Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
     multiprocessor, and with Z besides they do not fit whole into shared memory.
@@ -401,7 +400,7 @@ def gemm_produce_fused(
         a, w = a.float(), w.float()
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
-        with torch.cuda.device_of(a) if a.is_cuda else contextlib.nullcontext():
+        with launching_on(a):
             steps = None if into is None else into.steps
             _launch(a, w, out, z, steps, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
     if _INTERPRETED:

@@ -8,6 +8,7 @@ arguments alike in all of these, its allocations and launches are made again wit
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,6 +24,11 @@ _MOST = 8192  # recordings kept; a ragged batch makes many
 def cdiv(a: int, b: int) -> int:
     """triton.cdiv is a constexpr function, which costs the host 6 us."""
     return -(-a // b)
+
+
+def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the operand's."""
+    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
 
 
 class _Allocation(NamedTuple):

@@ -1,4 +1,5 @@
-"""What Triton kernels that write FP8 share: magnitudes as bits, four values in a word, tile stores, powers.
+"""What Triton kernels that write FP8 share: magnitudes as bits, casts, four values in a word, tile
+stores, powers.
 
     word = byte(v0) | byte(v1) << 8 | byte(v2) << 16 | byte(v3) << 24
 
@@ -14,15 +15,23 @@ import triton
 import triton.language as tl
 
 TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-_PACK = (
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
+_COMPILED = tl.constexpr(not INTERPRETED)
+# Casts, written out for the hardware; the interpreter takes the plain paths.
+# Four values to the bytes of a word; two to its lower half; two more on top of them.
+_FOUR = (
     "{{.reg .b16 low, high; cvt.rn.satfinite.{0} low, $2, $1; "
     "cvt.rn.satfinite.{0} high, $4, $3; mov.b32 $0, {{low, high}};}}"
 )
+_LOW = "cvt.rn.satfinite.{0} $0, $2, $1;"
+_HIGH = "{{.reg .b16 high; cvt.rn.satfinite.{0} high, $3, $2; mov.b32 $0, {{$1, high}};}}"
 CVT = {
-    torch.float8_e4m3fn: _PACK.format("e4m3x2.f32"),
-    torch.float8_e5m2: _PACK.format("e5m2x2.f32"),
+    torch.float8_e4m3fn: _FOUR.format("e4m3x2.f32"),
+    torch.float8_e5m2: _FOUR.format("e5m2x2.f32"),
 }
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
+_FOUR_E4M3, _LOW_E4M3, _HIGH_E4M3, _FOUR_E5M2, _LOW_E5M2, _HIGH_E5M2 = (
+    tl.constexpr(asm.format(kind)) for kind in ("e4m3x2.f32", "e5m2x2.f32") for asm in (_FOUR, _LOW, _HIGH)
+)
 
 
 @triton.jit
@@ -50,11 +59,52 @@ def word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexp
             pack=1,
         )
     else:
-        packed = value_0.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
-        packed |= value_1.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 8
-        packed |= value_2.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 16
-        packed |= value_3.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32) << 24
+        packed = byte(value_0, OUT) | byte(value_1, OUT) << 8
+        packed |= byte(value_2, OUT) << 16
+        packed |= byte(value_3, OUT) << 24
     return packed
+
+
+@triton.jit
+def byte(value, OUT: tl.constexpr):
+    """A value of OUT as the lowest byte of an int32, by Triton's own cast: for its interpreter."""
+    return value.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def half(value_0, value_1, OUT: tl.constexpr):
+    """Two values of consecutive rows as the lower bytes of a word."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            _LOW_E4M3 if tl.float8e4nv == OUT else _LOW_E5M2,
+            "=h,f,f", [value_0, value_1], dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return byte(value_0, OUT) | byte(value_1, OUT) << 8
+
+
+@triton.jit
+def whole(low, value_2, value_3, OUT: tl.constexpr):
+    """And the two rows below those of the `half` as its upper bytes."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            _HIGH_E4M3 if tl.float8e4nv == OUT else _HIGH_E5M2,
+            "=r,h,f,f", [low, value_2, value_3], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return low | byte(value_2, OUT) << 16 | byte(value_3, OUT) << 24
+
+
+@triton.jit
+def four(value, OUT: tl.constexpr):
+    """A tile of values as bytes uint8, four columns of it by one conversion."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            _FOUR_E4M3 if tl.float8e4nv == OUT else _FOUR_E5M2,
+            "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return value.to(OUT).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -78,23 +128,3 @@ def inverse_of_power(power):
     bits = power.to(tl.int32, bitcast=True)
     turned = tl.where(bits == 0, 0, tl.where(bits >= 0x7F800000, 0x7FC00000, 0x7F000000 - bits))
     return turned.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def saturates(value, inverse, FMAX: tl.constexpr):
-    return (tl.abs(value * inverse) > FMAX).to(tl.int32)
-
-
-@triton.jit
-def underflows(value, inverse, ZERO: tl.constexpr):
-    scaled = tl.abs(value * inverse)
-    return ((scaled > 0.0) & (scaled <= ZERO)).to(tl.int32)
-
-
-@triton.jit
-def power_above(bits, largest, margin, LIMIT: tl.constexpr):
-    """The bits of the least power of two that times a format's `largest` is not below a magnitude, given
-    as bits too, with `margin` octaves to spare. Twin: core/current.scale_for."""
-    exponent = (bits >> 23) - (largest >> 23) + margin
-    exponent += ((bits & 0x7FFFFF) > (largest & 0x7FFFFF)).to(tl.int32)
-    return (tl.minimum(tl.maximum(exponent, -LIMIT), LIMIT) + 127) << 23

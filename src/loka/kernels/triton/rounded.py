@@ -1,4 +1,4 @@
-"""Z in eight bits, as forward keeps it for backward. Twin: core/producer.Rounded.
+"""Z in eight bits, as forward keeps it for backward. Twin: core/epilogue.Rounded.
 
     byte = ceil(z / s) + 127           z ~ s (byte - 127.5)
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loka.core.producer import (
+from loka.core.epilogue import (
     ROUNDED_LARGEST,
     ROUNDED_PARTS,
     STEP_CARRY,

@@ -23,7 +23,6 @@ read and write float32 and the casts are torch's; all else is the same code.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, replace
 
@@ -32,6 +31,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.processors import multiprocessors
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
@@ -280,7 +280,7 @@ def split_gemm(
         if _INTERPRETED:
             a, b = a.float(), b.float()
         # Triton launches on the current device, which need not be the operand's.
-        with torch.cuda.device_of(a) if a.is_cuda else contextlib.nullcontext():
+        with launching_on(a):
             _launch(a, b, out, scale_a, scale_b, fast, config or choose(m, n, fast=fast))
     return out.to(dtype)
 
