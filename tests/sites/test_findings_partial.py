@@ -1,7 +1,8 @@
 """S1, S7, S8: a converted model that is called in part, or changed, computes what its modules say.
 
-Chains computed everything in their first module and failed each of these in silence. Any hand-over between
-modules, or anything kept from when the model was converted, makes them fail again.
+A form of conversion that is gone computed several modules in the first one, and failed each of these in
+silence. Any hand-over between modules, or anything kept from when the model was converted, makes them
+fail again.
 """
 
 from __future__ import annotations

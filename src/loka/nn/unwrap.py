@@ -39,13 +39,13 @@ def class_name(model: nn.Module) -> str:
     return kind.__name__.removeprefix("FSDP") if sharded else kind.__name__
 
 
-def named_modules(model: nn.Module, *, once: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`, without wrappers and their prefixes. `once`: by its first path alone."""
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, each by its first path, without wrappers and their prefixes."""
     seen: set[nn.Module] = set()
     stack = [("", unwrap(model))]
     while stack:
         path, module = stack.pop()
-        if once and module in seen:
+        if module in seen:
             continue
         seen.add(module)
         yield path, module

@@ -7,7 +7,7 @@
 What a model's operands look like moves early and settles, hence the geometric gap; it is stretched
 until the balance, a token bucket, holds what the next sample is expected to cost. So the share of
 samples in the time of training stays under `overhead`, up to the one sample whose cost was expected
-too low. The first sample of a process holds work that is done once (what feeds what, first
+too low. The first sample of a process holds work that is done once (the account of FLOPs, first
 allocations); it shows no cost and is charged that of the second one, which comes 50 steps later on
 trust. After `LONGEST` unsampled steps a sample is due whatever the balance: only where one costs
 more than overhead * LONGEST plain steps (200 at 1 %) does the share end up above `overhead`. A step

@@ -149,11 +149,7 @@ def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     manifest = read_record(
         path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
     )
-    saved = _without_fused(manifest.identity)
-    wanted = saved if identity is None else json.loads(canonical(identity))
-    if "config" in saved and "config" in wanted:
-        saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
-    differences = _differences(saved, wanted)
+    differences = _from_run(manifest.identity, identity) if identity is not None else []
     if differences:
         raise CheckpointRefused(
             f"{path} belongs to another run",
@@ -206,29 +202,35 @@ def _parse(content: dict[str, Any]) -> _Manifest:
     return manifest
 
 
-_OF_FUSED = frozenset({"valve", "chains", "chain_recipes"})  # what earlier versions allowed or watched
+def _from_run(saved: dict[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """How a checkpoint's run differs from the one of `identity`."""
+    wanted = json.loads(canonical(identity))
+    saved = _as_today(saved, wanted)
+    if "config" in saved and "config" in wanted:
+        saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
+    return _differences(saved, wanted)
 
 
-def _without_fused(identity: Any) -> Any:
-    """The identity of a run by an earlier version in today's words, where every layer of it ran by itself.
+# Of earlier versions, which could run several layers as one: what ran so, and what watched or allowed it.
+_RAN, _AROUND = ("wholes", "turned"), ("valve", "chains", "chain_recipes")
 
-    Several layers that ran as one stay in it, and differ from every run of today.
-    """
-    if not isinstance(identity, dict):
-        return identity
-    plan, beside = identity.get("plan"), identity.get("beside")
+
+def _as_today(saved: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of such a run without what today's lack. Layers that did run as one stay, and differ."""
+    plan, beside = saved.get("plan"), saved.get("beside")
     if isinstance(plan, dict):
-        plan = {name: value for name, value in plan.items() if value or name not in ("wholes", "turned")}
-        identity = {**identity, "plan": plan}
-    if isinstance(beside, dict):
-        identity = {**identity, "beside": _dropped(beside) or None}
-    return identity
+        saved = {**saved, "plan": {name: value for name, value in plan.items() if value or name not in _RAN}}
+    if isinstance(beside, dict) and beside:
+        saved = {**saved, "beside": _dropped(beside, wanted.get("beside")) or None}
+    return saved
 
 
-def _dropped(content: Any) -> Any:
-    if not isinstance(content, dict):
-        return content
-    return {name: _dropped(value) for name, value in content.items() if name not in _OF_FUSED}
+def _dropped(saved: Any, wanted: Any) -> Any:
+    if not isinstance(saved, dict):
+        return saved
+    there = wanted if isinstance(wanted, dict) else {}
+    kept = {name: value for name, value in saved.items() if name in there or name not in _AROUND}
+    return {name: _dropped(value, there.get(name)) for name, value in kept.items()}
 
 
 def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
