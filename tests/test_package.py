@@ -28,6 +28,7 @@ PUBLIC = [
     "mods",
     "nn",
     "plan",
+    "regions",
     "revert",
 ]
 
@@ -83,12 +84,21 @@ def test_files_stay_small() -> None:
 
 
 def test_nothing_loads_what_can_execute() -> None:
-    """torch.load only with weights_only, no pickle, no eval: a file must not run code."""
+    """torch.load only with weights_only, no pickle, no eval: a file must not run code.
+
+    Text of kernels is made, and run by kernels/triton/source.py alone, from numbers and from names that we
+    wrote: what comes from outside is a Program (kernels/edge/program.py), whose ops and kinds are out of
+    closed lists and whose other content is integers, floats and booleans; its constructor checks that.
+    """
     forbidden = re.compile(
         r"pickle\.loads?\(|Unpickler\(|(?<![.\w])(?:eval|exec)\(|allow_pickle=True|yaml\.load"
     )
     for path in (ROOT / "src").rglob("*.py"):
         text = path.read_text()
-        assert not forbidden.search(re.sub(r'""".*?"""', "", text, flags=re.S)), path
+        plain = re.sub(r'""".*?"""', "", text, flags=re.S)
+        if path.parts[-3:] == ("kernels", "triton", "source.py"):
+            assert plain.count("exec(") == 1
+            plain = plain.replace("exec(", "")
+        assert not forbidden.search(plain), path
         for call in re.findall(r"\btorch\.load\((.*)\)", text):
             assert "weights_only=True" in call, path

@@ -16,7 +16,8 @@ def note_launch(name: str, launches: int = 1) -> None:
 
 
 def launches() -> dict[str, int]:
-    """By name, since the last reset."""
+    """Since the last reset, of what regions launch: "edge", "gemm", "notes", and "weights", which stands for
+    two launches."""
     return dict(_LAUNCHES)
 
 

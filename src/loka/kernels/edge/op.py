@@ -1,0 +1,88 @@
+"""The op that runs a program: one or two launches on CUDA, its twin elsewhere.
+
+    loka::edge(leaves, rows, input_scale, unit, tops, program) -> Program.outputs
+
+The program is text, so that a compiled graph and its caches hold all that the op computes. Its outputs' sizes
+follow from `rows` and the text alone: `rows` may be a symbol, and a fake asks no tensor for a size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from loka.core.problem import round_up
+from loka.kernels.edge.program import GROUP, Kind, Program, program_of
+from loka.kernels.edge.twin import run_program, value_shape
+from loka.kernels.launches import note_launch
+
+
+def _edge(
+    leaves: list[torch.Tensor],
+    rows: int,
+    input_scale: torch.Tensor | None,
+    unit: torch.Tensor | None,
+    tops: torch.Tensor | None,
+    program: str,
+) -> list[torch.Tensor]:
+    """`Program.outputs` of the program, in order; arguments as for twin.run_program."""
+    note_launch("edge")
+    parsed = program_of(program)
+    if not leaves[0].is_cuda:
+        return run_program(parsed, leaves, rows, input_scale, unit, tops)
+    from loka.kernels.triton.edge import run_program_fused  # triton need not be installed elsewhere
+
+    return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, unit, tops)
+
+
+def _edge_fake(
+    leaves: list[torch.Tensor],
+    rows: int,
+    input_scale: torch.Tensor | None,
+    unit: torch.Tensor | None,
+    tops: torch.Tensor | None,
+    program: str,
+) -> list[torch.Tensor]:
+    return unwritten(program_of(program), rows, leaves[0].device)
+
+
+def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for `Program.outputs`, in order; `rows` may be a symbol."""
+    columns, high = round_up(program.features, 16), round_up(rows, 16)
+    shapes: dict[str, tuple[int, ...]] = {
+        "row": (rows, columns),
+        "column": (columns, high),
+        "r": (rows, 1),
+        "tops": (-(-rows // GROUP),),
+        "turned": (columns, high),
+        "top": (1,),
+    }
+    dtypes = dict.fromkeys(("row", "column", "turned"), torch.float8_e4m3fn)
+    for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
+        shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
+        dtypes[f"value{number}"] = getattr(torch, dtype)
+    return [
+        torch.empty(
+            *shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device
+        )
+        for name in program.outputs
+    ]
+
+
+def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """Leaves as the kernels read them: matrices whose rows are runs of memory, all else without gaps."""
+    found = []
+    for leaf, kind in zip(leaves, program.leaves, strict=True):
+        if kind is not Kind.FULL:
+            found.append(leaf.contiguous())
+            continue
+        matrix = leaf.reshape(rows, program.features)
+        found.append(matrix if matrix.stride(1) == 1 or program.features == 1 else matrix.contiguous())
+    return found
+
+
+# As nn/site_ops.py registers its ops: `torch.library.custom_op` would wrap each call in two more Python
+# functions, for gradients that nobody asks for.
+torch.library.define("loka::edge", torch.library.infer_schema(_edge, mutates_args=()))
+torch.library.impl("loka::edge", ("CPU", "CUDA"), _edge)
+torch.library.register_fake("loka::edge", _edge_fake)
+edge = torch.ops.loka.edge.default

@@ -1,0 +1,189 @@
+"""What lies between two FP8 GEMMs, written down as values: pointwise code and norms of one matrix [T, N].
+
+A program is in single assignment form: leaves are tensors that a kernel reads, steps are float32 (or
+boolean) values computed from earlier ones. It names which values leave, and in which form. The text of a
+program is an argument of the op that runs it (kernels/edge/op.py), so that compiled graphs and their
+caches hold all there is to know.
+
+Kinds of values, by what they are a number for:
+
+    full    [T, N]     an element        column  [T]        a row
+    row     [N]        a feature         block   [T, N / b] a row and block of b features
+    scalar  []         all
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    FULL = "full"
+    ROW = "row"
+    COLUMN = "column"
+    BLOCK = "block"
+    SCALAR = "scalar"
+
+
+Argument = int | float
+"""Of a step: an int is the place of a leaf or an earlier step, a float is a constant."""
+
+POINTWISE = (
+    "add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "reciprocal", "sigmoid", "tanh",
+    "erf", "relu", "maximum", "minimum", "square", "where", "le", "lt", "ge", "gt", "eq", "ne", "and", "or",
+    "not", "copy",
+)  # fmt: skip
+BOOLEAN = ("le", "lt", "ge", "gt", "eq", "ne", "and", "or", "not")
+REDUCTIONS = ("row_sum", "row_max", "block_sum")  # full -> column, column, block; float32
+VALUE_DTYPES = ("float32", "bfloat16", "float16")  # in which values leave
+_TWO = (
+    "add", "sub", "mul", "div", "maximum", "minimum", "le", "lt", "ge", "gt", "eq", "ne", "and", "or",
+)  # fmt: skip
+ARITY = {**dict.fromkeys(POINTWISE + REDUCTIONS, 1), **dict.fromkeys(_TWO, 2), "where": 3}
+
+
+@dataclass(frozen=True)
+class Step:
+    op: str
+    args: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Computes on matrices of `features` columns.
+
+    Attributes:
+        leaves: the kind of every tensor read. float8 leaves count as their stored numbers: a program
+            multiplies by their scales itself.
+        steps: in order; place p < len(leaves) is a leaf, then come the steps.
+        block: features of one block, which divides `features`; `features` where no step asks for blocks.
+        gradient: the value G to be quantized under a power-of-two scale r_i of each row, or None.
+        row, column: whether G's copies are wanted as they lie, and transposed.
+        turned: the value A to be written transposed, times the r_i of another gradient, or None.
+        sums: values whose sums over rows are wanted.
+        values: values that leave as they are, in the `value_dtypes`: full, column or block.
+    """
+
+    features: int
+    block: int
+    leaves: tuple[Kind, ...]
+    steps: tuple[Step, ...] = ()
+    gradient: int | None = None
+    row: bool = False
+    column: bool = False
+    turned: int | None = None
+    sums: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+    value_dtypes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A kernel's text is made of what is checked here: names out of closed lists, and numbers."""
+        _check(type(self.features) is int and type(self.block) is int, "sizes that are no integers")
+        if self.features < 1 or self.block < 1 or self.features % self.block:
+            raise ValueError(f"blocks of {self.block} do not divide {self.features} features")
+        _check(all(isinstance(kind, Kind) for kind in self.leaves), "leaves of no kind")
+        for place, step in enumerate(self.steps, len(self.leaves)):
+            if step.op not in ARITY:
+                raise ValueError(f"a program has no step {step.op!r}; it has {POINTWISE + REDUCTIONS}")
+            _check(len(step.args) == ARITY[step.op], f"{ARITY[step.op]} arguments are not those of {step}")
+            _check(all(type(a) in (int, float) for a in step.args), f"{step} of what is no number")
+            if any(isinstance(a, int) and not 0 <= a < place for a in step.args):
+                raise ValueError(f"step {place} reads what comes after it: {step}")
+            _check(step.op not in REDUCTIONS or type(step.args[0]) is int, f"{step} of a constant")
+        self._check_results()
+
+    def _check_results(self) -> None:
+        count = len(self.leaves) + len(self.steps)
+        for value in (self.gradient, self.turned, *self.sums, *self.values):
+            _check(value is None or type(value) is int, f"a place {value!r}")
+            if value is not None and not 0 <= value < count:
+                raise ValueError(f"the program has no value {value}")
+        _check(type(self.row) is bool and type(self.column) is bool, "copies that are not told by booleans")
+        if self.gradient is None and (self.row or self.column):
+            raise ValueError("copies of a gradient that the program does not have")
+        _check(
+            len(self.values) == len(self.value_dtypes) and set(self.value_dtypes) <= set(VALUE_DTYPES),
+            f"dtypes {self.value_dtypes} for values {self.values}",
+        )
+        for value in self.values:
+            kind = self.kinds[value]
+            _check(kind in (Kind.FULL, Kind.COLUMN, Kind.BLOCK), f"value {value} cannot leave: it is {kind}")
+
+    @functools.cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of all values, in the order of their places."""
+        found = list(self.leaves)
+        for step in self.steps:
+            if step.op in ("row_sum", "row_max"):
+                found.append(Kind.COLUMN)
+            elif step.op == "block_sum":
+                found.append(Kind.BLOCK)
+            else:
+                found.append(joined([found[a] for a in step.args if isinstance(a, int)]))
+        return tuple(found)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the tensors that the op returns, in order.
+
+        row    float8 [T, N16]   G / r              column  float8 [N16, T16]  its transpose
+        r      float32 [T, 1]                       tops    float32 [P]   maxima of r_i * input_scale_i over
+                                                            every `GROUP` rows; where column is wanted
+        turned float8 [N16, T16] (A r' / M)^T       top     float32 [1]   M, the maximum of the given tops
+        sum<i> float32 [N]       over all rows
+        value<i>                 full [T, N], column [T, 1], block [T, N / b, 1]
+        """
+        names: list[str] = []
+        if self.gradient is not None:
+            names += ["row"] * self.row + ["column"] * self.column + ["r"] + ["tops"] * self.column
+        if self.turned is not None:
+            names += ["turned", "top"]
+        names += (f"sum{place}" for place in range(len(self.sums)))
+        return (*names, *(f"value{place}" for place in range(len(self.values))))
+
+    def to_text(self) -> str:
+        content = {
+            **self.__dict__,
+            "leaves": [kind.value for kind in self.leaves],
+            "steps": [
+                [step.op, *(a if isinstance(a, int) else repr(a) for a in step.args)] for step in self.steps
+            ],
+        }
+        content.pop("kinds", None)
+        return json.dumps(content, separators=(",", ":"))
+
+
+GROUP = 128  # rows that one of the tops is of
+
+
+def _check(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"a program has no {what}")
+
+
+@functools.lru_cache(maxsize=4096)
+def program_of(text: str) -> Program:
+    """The program that `Program.to_text` wrote. ValueError, LookupError or TypeError for other text."""
+    content: dict[str, Any] = json.loads(text)
+    steps = tuple(
+        Step(op, tuple(float(a) if isinstance(a, str) else a for a in args)) for op, *args in content["steps"]
+    )
+    lists = {name: tuple(content[name]) for name in ("sums", "values", "value_dtypes")}
+    leaves = tuple(Kind(kind) for kind in content["leaves"])
+    return Program(**{**content, **lists, "leaves": leaves, "steps": steps})
+
+
+def joined(kinds: list[Kind]) -> Kind:
+    """The kind of what is computed elementwise from values of these kinds."""
+    found = set(kinds) - {Kind.SCALAR}
+    if not found:
+        return Kind.SCALAR
+    if found == {Kind.ROW}:
+        return Kind.ROW
+    if Kind.FULL in found or Kind.ROW in found:
+        return Kind.FULL
+    return Kind.BLOCK if Kind.BLOCK in found else Kind.COLUMN

@@ -1,0 +1,291 @@
+"""The text that computes a program's values (kernels/edge/program.py), for kernels of any shape of tile.
+
+Names in the text: p the place of a value, k a part of the tile.
+
+    raw<p>k, v<p>k   a leaf as it lies; a value. No k where all parts share it
+    live, inside     rows, and columns, that exist
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterable, Sequence
+
+from loka.kernels.edge.program import BOOLEAN, REDUCTIONS, Argument, Kind, Program, Step
+
+_BINARY = {
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "le": "{} <= {}",
+    "lt": "{} < {}", "ge": "{} >= {}", "gt": "{} > {}", "eq": "{} == {}", "ne": "{} != {}",
+    "maximum": "maximum_of({}, {})", "minimum": "minimum_of({}, {})",
+}  # fmt: skip
+_UNARY = {
+    "neg": "-{}", "abs": "tl.abs({})", "exp": "exp_of({})", "log": "tl.log({})", "sqrt": "tl.sqrt({})",
+    "rsqrt": "tl.rsqrt({})", "reciprocal": "inverse_of({})", "sigmoid": "sigmoid_of({})",
+    "tanh": "tanh_of({})", "erf": "erf_of({})", "relu": "relu_of({})", "square": "{0} * {0}",
+}  # fmt: skip
+_LOGICAL = {"and": "{} & {}", "or": "{} | {}", "add": "{} | {}", "mul": "{} & {}", "maximum": "{} | {}",
+            "minimum": "{} & {}"}  # fmt: skip
+"""Of booleans, as PyTorch has them."""
+
+
+class Code:
+    """What a program says, with blocks of all features as rows: there is no difference but the name."""
+
+    def __init__(self, program: Program, dtypes: tuple[str, ...]) -> None:
+        self.program, self.dtypes = program, dtypes
+        self.first_step = len(program.leaves)
+        self.kinds, self.steps = list(program.kinds), list(program.steps)
+        if program.block == program.features:
+            self.kinds = [Kind.COLUMN if kind is Kind.BLOCK else kind for kind in self.kinds]
+            self.steps = [Step("row_sum", s.args) if s.op == "block_sum" else s for s in self.steps]
+        self.boolean = self._booleans()
+
+    def step(self, place: int) -> Step | None:
+        return None if place < self.first_step else self.steps[place - self.first_step]
+
+    def is_reduction(self, place: int) -> bool:
+        step = self.step(place)
+        return step is not None and step.op in REDUCTIONS
+
+    def is_row_sum(self, place: int) -> bool:
+        step = self.step(place)
+        return step is not None and step.op == "row_sum"
+
+    @functools.cached_property
+    def levels(self) -> list[int]:
+        """How many sums of rows after each other a value waits for; a sum counts to those it is made with."""
+        found = [0] * self.first_step
+        for step in self.steps:
+            given = [a for a in step.args if isinstance(a, int)]
+            found.append(max((found[a] + self.is_row_sum(a) for a in given), default=0))
+        return found
+
+    def reached(self, roots: Iterable[int | None]) -> list[int]:
+        """Places and what they are computed from, in order."""
+        found: set[int] = set()
+        waiting = [place for place in roots if place is not None]
+        while waiting:
+            place = waiting.pop()
+            if place not in found:
+                found.add(place)
+                step = self.step(place)
+                waiting += [a for a in step.args if isinstance(a, int)] if step else []
+        return sorted(found)
+
+    def leaves(self, places: Iterable[int], *kinds: Kind) -> list[int]:
+        return [p for p in places if p < self.first_step and self.kinds[p] in kinds]
+
+    def _booleans(self) -> list[bool]:
+        found = [dtype == "bool" for dtype in self.dtypes]
+        for step in self.steps:
+            given = [isinstance(a, int) and found[a] for a in step.args]
+            if step.op == "where":
+                given = given[1:]
+            keeps = step.op in ("where", "copy", *_LOGICAL) and all(given)
+            found.append(step.op in BOOLEAN or keeps)
+        return found
+
+
+class Lines:
+    """Lines of a kernel that holds tiles of rows and columns, in several parts of one shape.
+
+    Attributes:
+        shared: kinds of which all parts have one value.
+        rowwise, columnwise: what makes a tile of numbers for rows, and for columns.
+        shape: of a part, as text.
+        wide: sides of a tile that columns take: one, or blocks and what is in them.
+        rows_even: whether all rows of tiles exist.
+    """
+
+    def __init__(
+        self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool
+    ) -> None:
+        self.code, self.shared, self.rows_even = code, shared, rows_even
+        self.wide = len(shape) - 1
+        self.rowwise = f"[:{', None' * self.wide}]"
+        self.columnwise = f"[None{', :' * self.wide}]"
+        self.shape = f"[{', '.join(map(str, shape))}]"
+        self.one = f"[{', '.join('1' for _ in shape)}]"
+        self.lines: list[str] = []
+        self.depth = 1
+
+    def emit(self, line: str) -> None:
+        self.lines.append("    " * self.depth + line)
+
+    def let(self, name: str, text: str) -> str:
+        self.emit(f"{name} = {text}")
+        return name
+
+    def define(self, name: str, parameters: list[str], plain: str) -> str:
+        head = f"@triton.jit(do_not_specialize=[{plain}])\ndef {name}({', '.join(parameters)}):\n"
+        return head + "\n".join(self.lines) + "\n"
+
+    # Which elements exist.
+
+    def live(self, k: str, shape: str = "") -> str | None:
+        """The condition that rows of a part exist; None where all do."""
+        raise NotImplementedError
+
+    def here(self, name: str, k: str) -> str | None:
+        """Likewise for columns: `inside` the program, or `kept` in its padded copies."""
+        raise NotImplementedError
+
+    def existing(self, text: str, k: str, zero: str = "0.0") -> str:
+        """With zeros beside the program."""
+        inside = self.here("inside", k)
+        return f"tl.where({inside}, {text}, {zero})" if inside else text
+
+    # Values.
+
+    def name(self, place: int, k: str) -> str:
+        return f"v{place}" if self.code.kinds[place] in self.shared else f"v{place}{k}"
+
+    def compute(self, places: Iterable[int], parts: Sequence[str]) -> None:
+        """Values at places that ascend, each from those before it; sums that can be are made at once."""
+        levels = self.code.levels
+        waiting: list[int] = []
+        for place in sorted(places, key=lambda p: (levels[p], self.code.is_row_sum(p), p)):
+            if waiting and (levels[place] != levels[waiting[0]] or len(waiting) == 2):
+                self._sum_rows(waiting, parts)
+                waiting = []
+            if self.code.is_row_sum(place):
+                waiting.append(place)
+                continue
+            step = self.code.step(place)
+            for k in parts[:1] if self.code.kinds[place] in self.shared else parts:
+                text = self._leaf(place, k) if step is None else self._step(step, k, parts)
+                self.let(self.name(place, k), text)
+                self.known(place, k)
+        self._sum_rows(waiting, parts)
+
+    def known(self, place: int, k: str) -> None:
+        """Called when there is a value, so that what is made of it need not wait: registers are few."""
+
+    def _sum_rows(self, places: list[int], parts: Sequence[str]) -> None:
+        """Two sums wait for each other's threads once."""
+        steps = [self.code.step(place) for place in places]
+        summed = [a for s in steps if s for a in s.args if isinstance(a, int)]
+        values = [" + ".join(self.existing(self.full(a, k), k) for k in parts) for a in summed]
+        names = [f"v{place}" for place in places]
+        if len(places) == 1:
+            self.let(names[0], f"{self.across('tl.sum({}, axis={})', values[0])}{self.rowwise}")
+        if len(places) == 2:
+            for axis in range(self.wide, 0, -1):
+                self.let(", ".join(names), f"sums_of({', '.join(values)}, {axis})")
+                values = names
+            for name in names:
+                self.let(name, f"{name}{self.rowwise}")
+        for place in places:
+            self.known(place, parts[0])
+
+    def full(self, place: int, k: str) -> str:
+        """The value as float32 for every element."""
+        text = self.number(place, k)
+        whole = self.code.kinds[place] is Kind.FULL
+        return text if whole else f"({text} + tl.zeros({self.shape}, tl.float32))"
+
+    def number(self, place: int, k: str) -> str:
+        return f"{self.name(place, k)}.to(tl.float32)" if self.code.boolean[place] else self.name(place, k)
+
+    def _leaf(self, place: int, k: str) -> str:
+        kind, dtype = self.code.kinds[place], self.code.dtypes[place]
+        raw = f"raw{place}" if kind in self.shared else f"raw{place}{k}"
+        if kind is Kind.SCALAR:
+            raw = f"tl.load(leaf{place}_ptr)"
+        elif kind is not Kind.FULL:
+            raw += {Kind.ROW: self.columnwise, Kind.COLUMN: self.rowwise, Kind.BLOCK: ""}[kind]
+        if dtype == "bool":
+            return f"{raw} != 0"
+        if dtype in ("float8_e4m3fn", "float8_e5m2"):
+            return f"{dtype.removeprefix('float8_').removesuffix('fn')}_number({raw})"
+        return f"{raw}.to(tl.float32)" if kind is not Kind.FULL else f"widened({raw})"
+
+    def _step(self, step: Step, k: str, parts: Sequence[str]) -> str:
+        if step.op in REDUCTIONS:
+            return self._reduced(step, k, parts)
+        constant = [not isinstance(a, int) for a in step.args]
+        boolean = [isinstance(a, int) and self.code.boolean[a] for a in step.args]
+        names = [self.name(a, k) if isinstance(a, int) else _literal(a, self.one) for a in step.args]
+        if step.op in ("maximum", "minimum") and constant[0]:
+            names, boolean = names[::-1], boolean[::-1]
+        if all(constant):  # Triton would compute with Python's numbers, or refuse them
+            names[0] = f"tl.full({self.one}, {names[0]}, tl.float32)"
+        if step.op == "copy":
+            return names[0]
+        floats = [f"{n}.to(tl.float32)" if b else n for n, b in zip(names, boolean, strict=True)]
+        truths = [n if b else f"({n} != 0.0)" for n, b in zip(names, boolean, strict=True)]
+        if step.op == "not":
+            return f"{names[0]} == 0"
+        if step.op == "where":
+            chosen = names if all(boolean[1:]) else floats
+            return f"tl.where({truths[0]}, {chosen[1]}, {chosen[2]})"
+        if step.op in ("and", "or") or (step.op in _LOGICAL and all(boolean)):
+            return _LOGICAL[step.op].format(*truths)
+        if step.op == "div" and self._is_cheap_to_invert(step.args[1]):
+            return f"{floats[0]} * ({_inverse(step.args[1], floats[1], self.one)})"
+        if step.op in _BINARY:
+            return _BINARY[step.op].format(*floats)
+        return _UNARY[step.op].format(*floats)
+
+    def _is_cheap_to_invert(self, by: Argument) -> bool:
+        """A number for more than an element, and what has an inverse that is a normal number."""
+        if isinstance(by, int):
+            return self.code.kinds[by] is not Kind.FULL
+        return 2.0**-126 <= abs(by) <= 2.0**126
+
+    def _reduced(self, step: Step, k: str, parts: Sequence[str]) -> str:
+        (place,) = step.args
+        assert isinstance(place, int)
+        if step.op == "block_sum":
+            return f"tl.sum({self.existing(self.full(place, k), k)}, axis=2)[:, :, None]"
+        assert step.op == "row_max"
+        values = [self.existing(self.full(place, part), part, "-float('inf')") for part in parts]
+        most = self.across("row_max_of({}, {})", folded("maximum_of", values))
+        return f"{most}{self.rowwise}"
+
+    def across(self, reduction: str, text: str) -> str:
+        """A reduction over all columns."""
+        for axis in range(self.wide, 0, -1):
+            text = reduction.format(text, axis)
+        return text
+
+
+def folded(function: str, values: Sequence[str]) -> str:
+    return functools.reduce(lambda a, b: f"{function}({a}, {b})", values)
+
+
+def mask_of(*conditions: str | None) -> str:
+    """An argument of loads and stores. What is not loaded is any number, and nothing that counts reads it."""
+    found = [condition for condition in conditions if condition]
+    return f", mask={' & '.join(found)}" if found else ""
+
+
+def power_above(size: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (size - 1).bit_length()
+
+
+def power_below(size: int) -> int:
+    """The largest power of two that is no more, at least 1."""
+    return 1 << max(size.bit_length() - 1, 0)
+
+
+def _inverse(by: Argument, text: str, one: str) -> str:
+    return f"1.0 / {text}" if isinstance(by, int) else _literal(1.0 / by, one)
+
+
+def _literal(number: float, one: str) -> str:
+    """A constant as float32, which Triton would take for float64 where it is no normal float32."""
+    if math.isnan(number):
+        return 'float("nan")'
+    try:
+        (number,) = struct.unpack("f", struct.pack("f", number))
+    except OverflowError:
+        number = math.copysign(math.inf, number)
+    if math.isinf(number):
+        return 'float("inf")' if number > 0 else '(-float("inf"))'
+    if 0.0 < abs(number) < 2.0**-126:
+        return f"tl.full({one}, {number!r}, tl.float32)"
+    return repr(number) if math.copysign(1.0, number) > 0 else f"({number!r})"
