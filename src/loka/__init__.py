@@ -7,12 +7,14 @@
     report = loka.measure(probe.stats())
     plan = loka.plan(report, loka.Budget())
     loka.convert(model, plan)
+    step = torch.compile(model)
     print(plan)
 
 Importing it needs torch and numpy; optional libraries are imported by what uses them.
 """
 
 from loka import mods, nn
+from loka.compiler.listing import regions
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
 from loka.core.plan import Plan
@@ -42,5 +44,6 @@ __all__ = [
     "mods",
     "nn",
     "plan",
+    "regions",
     "revert",
 ]

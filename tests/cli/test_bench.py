@@ -10,7 +10,9 @@ import pytest
 from bench_fakes import install, libraries
 from forked import start_loka
 
+import loka
 from loka.cli.gemm import GemmConfig, run_gemm_bench
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.budget import Budget
 from loka.core.exceptions import FileRefused
 from loka.core.gemm_bench import GemmBench
@@ -53,6 +55,17 @@ def config(tmp_path: Path) -> GemmConfig:
         settings=Settings(max_draws=4),
         confirm_rounds=15,
     )
+
+
+def test_regions_take_no_part(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A contest runs sites and layers by themselves; that a region would be faster decides nothing there."""
+    install(monkeypatch, measured={})
+    with libraries("torch", "torch_fast"):
+        bench, report = run_gemm_bench(config)
+        assert loka.plan(report).decisions["one/a_32x48/output"].candidate == IN_REGIONS[0]
+    arms = {arm for contest in bench.contests.values() for arm in contest.arms.values()}
+    assert arms
+    assert not any(name in arm for arm in arms for name in IN_REGIONS)
 
 
 def test_from_suite_to_verdict(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
 
 def test_from_the_largest_on_each_with_errors_and_times(stats: loka.Stats) -> None:
     assert agenda(stats, timed=True) == [
-        Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times")
+        Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times", "region")
     ]
     assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
 
@@ -87,7 +87,7 @@ def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.Monk
     ordered = timed(stats)
 
     def as_called(stats: loka.Stats, *, timed: bool) -> list[Job]:
-        return [Job(kind, path) for kind in ("errors", "times") for path in stats.layers]
+        return [Job(kind, path) for kind in ("errors", "times", "region") for path in stats.layers]
 
     monkeypatch.setattr(measuring, "agenda", as_called)
     other = timed(stats)

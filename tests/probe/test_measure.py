@@ -331,7 +331,7 @@ def test_a_second_measurement_finds_its_times_in_the_cache(
     timer = install(monkeypatch, FakeTimer())
     first = timed(twins, cache=tmp_path)
     count = len(timer.races)
-    assert len(list(tmp_path.iterdir())) == 6 + 2
+    assert len(list(tmp_path.iterdir())) == 6 + 2 + 2, "sites, sharing and regions of two shapes"
     assert timed(twins, cache=tmp_path).sites == first.sites
     assert timed(twins, cache=tmp_path).sharing == first.sharing
     assert len(timer.races) == count
@@ -358,7 +358,7 @@ def test_damaged_times_are_measured_again_and_said_so(
     assert len(timer.races) == 2 * count
     assert second.sites == first.sites
     assert second.complete
-    assert len(second.notes) == 8
+    assert len(second.notes) == 10
     assert "timed again" in second.notes[0]
     assert timed(twins, cache=tmp_path).notes == ()
 
@@ -389,7 +389,8 @@ def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPa
     assert "time limit of 30 s" in part.notes[0]
     assert part.notes[1] == "not timed: 0/grad_weight"
     assert part.notes[2] == "shared quantization not timed: 0, 2, 4"
-    assert part.notes[3].startswith("not measured: 2/output, 2/grad_input, 2/grad_weight, 4/output")
+    assert part.notes[3] == "not timed in a region: 0, 2, 4"
+    assert part.notes[4].startswith("not measured: 2/output, 2/grad_input, 2/grad_weight, 4/output")
     assert "note: not timed: 0/grad_weight" in str(part)
     assert loka.Report.load(out) == part
     drawn = []

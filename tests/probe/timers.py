@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from loka.core.report import REGION, Measurement
 from loka.core.timing import Race, first_line, race
 from loka.kernels import registry
 from loka.kernels.emulated import EMULATED
 from loka.kernels.kernel import Kernel
-from loka.probe import sharing, times
+from loka.probe import sharing, timed, times
 
 
 class FakeTimer:
@@ -69,10 +70,16 @@ class FakeTimer:
         return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
 
 
+def no_region(*args: object, **options: object) -> dict[str, Measurement]:
+    """Stands in for `time_region`, which compiles for seconds."""
+    return {REGION: Measurement(unsupported="this test times no regions")}
+
+
 def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
-    """Makes `measure` take the CPU for a device that can be timed, with `timer`."""
+    """Makes `measure` take the CPU for a device that can be timed, with `timer`; regions are not timed."""
     monkeypatch.setattr(times, "time_interleaved", timer)
     monkeypatch.setattr(sharing, "time_interleaved", timer)
+    monkeypatch.setattr(timed, "time_region", no_region)
     measure = sys.modules["loka.probe.measure"]
     monkeypatch.setattr(measure, "timeable", lambda device: True)
     return timer

@@ -13,17 +13,19 @@ import torch
 from torch import nn
 
 import loka
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.depth import depth_histogram
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import quantize
-from loka.core.report import Report
+from loka.core.report import Measurement, Report
 from loka.report.html import Cell, Html, number, table, tag
 from loka.report.page import page
 from loka.report.page_depths import DEEPEST, Ranges, octaves, quantile
 from loka.report.page_plan import layer_rows
 from loka.report.page_quality import Bar, forest
+from loka.report.page_sites import best_of
 from loka.report.svg import Scale, fit
 from loka.train.annealed import Annealed
 from loka.train.compare import Comparison
@@ -222,6 +224,28 @@ def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
     unfolded = re.sub(r"<details>.*</details>", "", text, flags=re.S)  # greedy: all of them
     assert unfolded.count("<tr>") < 60
     assert len(text) < 400_000
+
+
+@pytest.mark.parametrize("suffix", ["", "_pow2"])
+def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
+    """Also where the report knows its recipe without powers of two alone."""
+    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    path = max(report.sites.values(), key=lambda site: site.measurements["hp"].microseconds.value).path
+    sites = {}
+    for name, site in report.sites.items():
+        row = site.measurements["torch_fast:rowwise_e4m3"]
+        known = {f"{kernel}:rowwise_e4m3{suffix}": row for kernel in ("torch", "torch_fast")}
+        sites[name] = replace(site, measurements={"hp": site.measurements["hp"], **known})
+    times = {
+        name: Measurement(microseconds=Estimate(us, us, us), speedup=Estimate(*[1000 / us] * 3))
+        for name, us in (("hp", 1000.0), ("region", 250.0))
+    }
+    report = replace(report, sites=sites, region_times={path: times})
+    plan = loka.plan(report)
+    shown = [best_of(site, plan) for site in sites.values() if site.path == path]
+    assert len(shown) > 1
+    assert all(best.decided and best.candidate in IN_REGIONS for best in shown)
+    assert "in a compiled region" in Reader(page(report=report, plan=plan)).text
 
 
 def test_demo_records_are_shown_too():

@@ -78,9 +78,10 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
         time_limit=config.time_limit,
         track=track,
     )
-    decided = plan_report(report, config.budget)
+    by_sites = replace(report, region_times={})  # what is raced below runs no region
+    decided = plan_report(by_sites, config.budget)
     decided.save(config.out / PLAN)
-    alone = plan_report(replace(report, sharing={}), config.budget)
+    alone = plan_report(replace(by_sites, sharing={}), config.budget)
     site_arms, layer_arms = _arms(report, config.budget, alone=alone, together=decided)
     bench = GemmBench(
         machine=fingerprint(device),

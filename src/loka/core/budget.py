@@ -31,6 +31,8 @@ class Budget:
         keep: patterns (fnmatch) or names of sites "path/gemm", or of module paths, to keep in hp.
         keep_prediction: keep linear layers with at most 8 outputs in hp: quantizing the
             logit layer's gradients biases training (71 % of e5m2's damage).
+        regions: whether layers may be planned by what they take as parts of compiled regions; without, by
+            what their sites take alone, as they run eagerly.
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
@@ -40,6 +42,7 @@ class Budget:
     min_speedup: float = 1.05
     keep: tuple[str, ...] = ()
     keep_prediction: bool = True
+    regions: bool = True
     on_miss: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
@@ -58,6 +61,8 @@ class Budget:
 
     def to_json(self) -> dict[str, Any]:
         content = {**asdict(self), "keep": list(self.keep)}
+        if self.regions:  # a plan without the switch is written as before there was one
+            del content["regions"]
         if self.ne is None:  # a plan without such a limit is written as before there was one
             del content["ne"]
         return content
@@ -65,7 +70,7 @@ class Budget:
     @classmethod
     def paper(cls, **others: Any) -> Budget:
         """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""
-        rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05}
+        rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05, "regions": False}
         return cls(**{**rule, **others})
 
     @classmethod

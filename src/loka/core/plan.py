@@ -39,8 +39,9 @@ class Decision:
 
     `candidate` is "hp" or "kernel:recipe". `rejected` says why each other candidate lost;
     `runner_up` is the best of those. Times and speed-up are None where none were measured;
-    they are of the GEMM by itself, with both its operands quantized for it alone. `saved_us`
-    is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
+    they are of the GEMM by itself, with both its operands quantized for it alone; in a region the time is
+    its share of what the layer takes there, and the speed-up is that of the layer with the code around it.
+    `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
     increase of the model's NE, of an FP8 `output` GEMM where the probe estimated it.
     """
 

@@ -23,6 +23,7 @@ _KIND, _VERSION = "loka-report", 2
 _WAY_OUT = "measure again with `loka measure STATS --out REPORT`"
 
 HP = "hp"  # the candidate that is always there: the model's own precision
+REGION = "region"  # a layer as a part of a compiled region (loka/compiler)
 
 
 def site_name(path: str, gemm: Gemm) -> str:
@@ -67,6 +68,13 @@ class SiteReport:
     def name(self) -> str:
         return site_name(self.path, self.problem.gemm)
 
+    def measured(self, candidate: str) -> Measurement | None:
+        """Of a candidate, or of one whose errors stand for its own: alike without power-of-two scales, larger
+        with fast accumulation."""
+        kernel, _, recipe = candidate.replace("_pow2", "").partition(":")
+        names = (candidate, f"{kernel}:{recipe}", f"{kernel}_fast:{recipe}")
+        return next((self.measurements[name] for name in names if name in self.measurements), None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -78,6 +86,8 @@ class Report:
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
+        region_times: by layer, the time of "hp" and of "region": all its GEMMs and the code around them,
+            compiled (probe/region_times.py). Only of timed layers.
         no_effect: by layer, why its effect on the model's NE is not known, or is old.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
@@ -91,6 +101,7 @@ class Report:
     skipped: Mapping[str, str] = field(default_factory=dict)
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     coverage: Coverage | None = None
+    region_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
@@ -122,6 +133,7 @@ class Report:
         for path, tensors in self.sharing.items():
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
+        lines += [line for path, times in self.region_times.items() if (line := _region_line(path, times))]
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
         lines += [f"note: {line}" for line in self.unknown_effects()]
         lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
@@ -133,6 +145,16 @@ class Report:
         for path, reason in self.no_effect.items():
             layers.setdefault(reason, []).append(path)
         return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
+
+
+def _region_line(path: str, times: Mapping[str, Measurement]) -> str | None:
+    region, hp = times.get(REGION), times.get(HP)
+    if region is None or hp is None or not region.microseconds or not hp.microseconds:
+        return None
+    return (
+        f"in a compiled region {path} takes {region.microseconds.value:.1f} us with the code around it, "
+        f"{hp.microseconds.value:.1f} us in hp ({region.speedup.value if region.speedup else 1.0:.2f}x)"
+    )
 
 
 def _unknown(paths: str, why: str) -> str:
@@ -220,7 +242,7 @@ def problem_from_json(content: Mapping[str, Any]) -> Problem:
     return problem
 
 
-def _measurement_to_json(measured: Measurement) -> dict[str, Any]:
+def measurement_to_json(measured: Measurement) -> dict[str, Any]:
     return {
         "errors": {key: estimate_to_json(value) for key, value in measured.errors.items()},
         "microseconds": estimate_to_json(measured.microseconds),
@@ -230,7 +252,7 @@ def _measurement_to_json(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def _measurement_from_json(content: Mapping[str, Any]) -> Measurement:
+def measurement_from_json(content: Mapping[str, Any]) -> Measurement:
     errors = {key: estimate_from_json(value) for key, value in content["errors"].items()}
     return Measurement(
         errors={key: value for key, value in errors.items() if value is not None},
@@ -241,10 +263,17 @@ def _measurement_from_json(content: Mapping[str, Any]) -> Measurement:
     )
 
 
+def _region_times_to_json(report: Report) -> dict[str, Any]:
+    return {
+        path: {name: measurement_to_json(measured) for name, measured in times.items()}
+        for path, times in report.region_times.items()
+    }
+
+
 def _to_json(report: Report) -> dict[str, Any]:
     sites = {}
     for name, site in report.sites.items():
-        measurements = {name: _measurement_to_json(m) for name, m in site.measurements.items()}
+        measurements = {name: measurement_to_json(m) for name, m in site.measurements.items()}
         sites[name] = {
             "path": site.path,
             "problem": problem_to_json(site.problem),
@@ -266,6 +295,7 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sites": sites,
         "skipped": dict(report.skipped),
         "sharing": sharing,
+        **({"region_times": _region_times_to_json(report)} if report.region_times else {}),
         **({"coverage": report.coverage.to_json()} if report.coverage else {}),
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
@@ -283,7 +313,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         for candidate, entry in site["measurements"].items():
             if not entry["unsupported"] and not {"sqnr_db", "mere"} <= set(entry["errors"]):
                 raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
-            measurements[candidate] = _measurement_from_json(entry)
+            measurements[candidate] = measurement_from_json(entry)
         sites[name] = SiteReport(
             path=site["path"],
             problem=problem_from_json(site["problem"]),
@@ -305,6 +335,10 @@ def _from_json(content: Mapping[str, Any]) -> Report:
         sites=sites,
         skipped=content["skipped"],
         sharing=sharing,
+        region_times={
+            path: {name: measurement_from_json(entry) for name, entry in times.items()}
+            for path, times in content.get("region_times", {}).items()
+        },
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
         no_effect=content.get("no_effect", {}),
         notes=tuple(content["notes"]),

@@ -7,6 +7,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from loka.compiler.install import install
+from loka.compiler.joint_sites import unjoined
+from loka.compiler.notes import forget
 from loka.core.device import fingerprint
 from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
 from loka.core.plan import Decision, Plan
@@ -18,14 +21,17 @@ from loka.graph.attach import attach, detach
 from loka.kernels.registry import require_supported
 from loka.kernels.self_check import self_check
 from loka.nn.linears import signature
-from loka.nn.site import site_forwards
+from loka.nn.site import site_forwards, sites_of
 from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def convert(model: M, plan: Plan) -> M:
+def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
     """Makes the layers of `model` run as `plan` says, in place, and returns it.
+
+    Under torch.compile those that the plan has in regions are joined by a pass that this adds to Inductor's
+    configuration (loka/compiler); `regions=False` leaves every site by itself there too, to bisect.
 
     Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py).
     The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
@@ -55,7 +61,10 @@ def convert(model: M, plan: Plan) -> M:
         for path, names in chosen.items()
         if set(names.values()) != {HP}
     }
-    attach(model, plan.model.layers, in_fp8)
+    attach(model, plan.model.layers, in_fp8, join=regions)
+    forget(site.health for site in sites_of(model).values())
+    if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
+        install()
     return model
 
 

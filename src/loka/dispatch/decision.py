@@ -10,15 +10,16 @@ from loka.core.report import HP, Measurement, SiteReport
 
 def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping[str, str]) -> Decision:
     measured = site.measurements.get(candidate, Measurement())
+    errors = (site.measured(candidate) or measured).errors
     hp = site.measurements.get(HP, Measurement())
     return Decision(
         path=site.path,
         problem=site.problem,
         candidate=candidate,
         reason=reason,
-        sqnr_db=measured.errors.get("sqnr_db"),
-        mere=measured.errors.get("mere"),
-        ne=measured.errors.get("ne"),
+        sqnr_db=errors.get("sqnr_db"),
+        mere=errors.get("mere"),
+        ne=errors.get("ne"),
         microseconds=measured.microseconds,
         hp_microseconds=hp.microseconds,
         speedup=measured.speedup,

@@ -16,13 +16,14 @@ rank and every run decides alike.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.error import Estimate
 from loka.core.plan import Decision
 from loka.core.recipe import SHARED, Gemm
-from loka.core.report import HP, SiteReport
+from loka.core.report import HP, REGION, Measurement, SiteReport
 from loka.core.timing import TIE
 from loka.kernels.registry import candidate_named
 
@@ -45,6 +46,7 @@ class Choice:
 
     options: Mapping[Gemm, Option]
     saved: Mapping[str, Estimate]
+    region: Estimate | None = None  # speed-up of the layer in a region, where the choice is that
 
     def saved_at(self, gemm: Gemm) -> float:
         """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
@@ -66,6 +68,7 @@ class Layer:
     options: Mapping[Gemm, Mapping[str, Option]]
     rejected: Mapping[Gemm, Mapping[str, str]]
     sharing: Sharing
+    region: Choice | None = None  # all GEMMs as a part of a region, where that was timed and is allowed
 
 
 def option_of(site: SiteReport, name: str) -> Option | None:
@@ -90,9 +93,10 @@ def choose(
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
+    region: Choice | None = None,
 ) -> Choice:
     """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
-    return best_of(allowed_choices(options, sharing, min_speedup=min_speedup, fixed=fixed))
+    return best_of(allowed_choices(options, sharing, min_speedup=min_speedup, fixed=fixed, region=region))
 
 
 def allowed_choices(
@@ -101,8 +105,10 @@ def allowed_choices(
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
+    region: Choice | None = None,
 ) -> list[Choice]:
-    """Those in which every FP8 GEMM earns its place; hp everywhere that is free is among them."""
+    """Those in which every FP8 GEMM earns its place, hp everywhere that is free among them; and the region,
+    which earns its place as a whole."""
     reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
     allowed = []
     for combination in itertools.product(*reduced.values()):
@@ -110,7 +116,36 @@ def allowed_choices(
         free = [gemm for gemm in choice.options if gemm not in fixed]
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
+    if region is not None and region.region is not None and region.region.low >= min_speedup:
+        allowed.append(region)
     return allowed
+
+
+def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measurement]) -> Choice | None:
+    """The layer as a part of a region, from its GEMMs in hp; None where that was not timed.
+
+    What the region saves is taken off the GEMMs in proportion to their times, so that choices compare.
+    """
+    region, hp = times.get(REGION), times.get(HP)
+    if region is None or hp is None or not region.microseconds or not hp.microseconds or not region.speedup:
+        return None
+    total = sum(option.time.value for option in options.values())
+    saved = hp.microseconds.value * (1 - 1 / region.speedup.value)
+    left = max(1 - saved / total, 0.01) if total else 1.0
+    inside = {
+        gemm: Option(
+            name=name,
+            time=Estimate(*(end * left for end in (option.time.value, option.time.low, option.time.high))),
+            casts=None,
+        )
+        for (gemm, option), name in zip(options.items(), _names(options), strict=True)
+    }
+    return Choice(options=inside, saved={}, region=region.speedup)
+
+
+def _names(gemms: Iterable[Gemm]) -> list[str]:
+    by_gemm = dict(zip(Gemm, IN_REGIONS, strict=True))
+    return [by_gemm[gemm] for gemm in gemms]
 
 
 def best_of(allowed: Sequence[Choice]) -> Choice:

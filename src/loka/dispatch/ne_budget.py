@@ -45,9 +45,10 @@ def grant(report: Report, budget: Budget, layers: Mapping[str, Layer]) -> Grante
 def cost_of(site: SiteReport, name: str) -> float:
     """What `name` spends at `site`: nothing in hp, for a gradient, or where it is not known or not finite
     (then only force admits it, and the plan counts what its sum lacks)."""
-    if name == HP or site.problem.gemm is not Gemm.OUTPUT or name not in site.measurements:
+    measured = site.measured(name)
+    if name == HP or site.problem.gemm is not Gemm.OUTPUT or measured is None:
         return 0.0
-    effect = known_effect(site.measurements[name].errors.get("ne"))
+    effect = known_effect(measured.errors.get("ne"))
     return spends(effect) if effect is not None else 0.0
 
 
@@ -69,7 +70,11 @@ def _layer_ways(path: str, layer: Layer, budget: Budget) -> list[Way]:
             Way(item=path, name=decided.candidate, time=work, effect=spent),
         ]
     allowed = allowed_choices(
-        layer.options, layer.sharing, min_speedup=budget.min_speedup, fixed=set(layer.fixed)
+        layer.options,
+        layer.sharing,
+        min_speedup=budget.min_speedup,
+        fixed=set(layer.fixed),
+        region=layer.region,
     )
     levels: dict[float, list[Choice]] = {}
     for choice in allowed:

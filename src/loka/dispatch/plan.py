@@ -21,11 +21,22 @@ from loka.core.budget import Budget, spends
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.plan import Decision, Plan
 from loka.core.recipe import SHARED, Gemm
-from loka.core.report import HP, Measurement, Report, SiteReport, site_name
+from loka.core.report import HP, REGION, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
 from loka.dispatch.decision import decision_of
-from loka.dispatch.joint import Choice, Layer, Option, Sharing, choose, combine, option_of, speedup_of, tied
-from loka.dispatch.ne_budget import WAY_OUT, cost_of, grant, is_forced
+from loka.dispatch.joint import (
+    Choice,
+    Layer,
+    Option,
+    Sharing,
+    choose,
+    combine,
+    option_of,
+    speedup_of,
+    tied,
+)
+from loka.dispatch.ne_budget import cost_of, grant, is_forced
+from loka.dispatch.regions import in_region, objection, region_of
 from loka.kernels.registry import require_legal
 from loka.nn.linears import is_prediction
 
@@ -95,7 +106,7 @@ def _decisions(
     decided = {
         decision.site: decision
         for path, layer in layers.items()
-        for decision in _settle(layer, budget, math.inf if granted is None else granted[path])
+        for decision in _settle(layer, report, budget, math.inf if granted is None else granted[path])
     }
     return {name: decided[name] for name in report.sites}
 
@@ -114,16 +125,21 @@ def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: 
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
+    region = "a GEMM of it is decided by rule" if fixed else region_of(sites, report, budget)
+    if isinstance(region, str) and report.timed:
+        for reasons in rejected.values():
+            reasons[REGION] = region
     return Layer(
         sites=tuple(sites),
         fixed=fixed,
         options={gemm: each for gemm, each in options.items() if each},
         rejected=rejected,
         sharing=report.sharing.get(sites[0].path, {}),
+        region=None if isinstance(region, str) else region,
     )
 
 
-def _settle(layer: Layer, budget: Budget, granted: float) -> list[Decision]:
+def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> list[Decision]:
     """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`."""
     fixed, sharing = dict(layer.fixed), layer.sharing
     options = {gemm: dict(each) for gemm, each in layer.options.items()}
@@ -143,7 +159,19 @@ def _settle(layer: Layer, budget: Budget, granted: float) -> list[Decision]:
                 rejected[gemm][name] = reason
     if not options:
         return [fixed[site.problem.gemm] for site in layer.sites]
-    choice = choose(options, sharing, min_speedup=budget.min_speedup, fixed=set(fixed))
+    region = layer.region
+    if region is not None and any(
+        cost_of(site, region.options[site.problem.gemm].name) > granted for site in layer.sites
+    ):
+        region = None
+    choice = choose(options, sharing, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
+    if region is not None and choice.region is None:
+        for reasons in rejected.values():
+            reasons[REGION] = (
+                f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
+            )
+    if choice.region is not None:
+        return [in_region(site, choice, report, rejected[site.problem.gemm]) for site in layer.sites]
     return [
         replace(fixed[gemm], saved_us=choice.saved_at(gemm))
         if (gemm := site.problem.gemm) in fixed
@@ -191,7 +219,7 @@ def _admit(
     for name, measured in site.measurements.items():
         if name == HP:
             continue
-        reason = _objection(measured, budget, site.problem.gemm)
+        reason = objection(measured, budget, site.problem.gemm)
         if reason is None and timed and option_of(site, name) is None:
             reason = f"not timed: {site.unfinished or 'no time was measured'}"
         if reason is None:
@@ -264,27 +292,6 @@ def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None
     outputs = model.layers[site.path].out_features
     if budget.keep_prediction and is_prediction(outputs):
         return f"{outputs} outputs: taken for a prediction layer"
-    return None
-
-
-def _objection(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
-    """Why the budget does not admit a candidate, or None. A NaN error is never admitted."""
-    if measured.unsupported:
-        return measured.unsupported
-    sqnr, relative = measured.errors["sqnr_db"], measured.errors["mere"]
-    if budget.min_sqnr_db is not None and not sqnr.low >= budget.min_sqnr_db:
-        return f"sqnr_db {sqnr} is below {budget.min_sqnr_db:g}"
-    if budget.max_mere is not None and not relative.high <= budget.max_mere:
-        return f"mere {relative} is above {budget.max_mere:g}"
-    if sqnr.value != sqnr.value:
-        return "its result holds NaN"
-    if budget.ne is None or gemm is not Gemm.OUTPUT:
-        return None
-    effect = measured.errors.get("ne")
-    if effect is None:
-        return f"its effect on NE is not known; {WAY_OUT}"
-    if not spends(effect) <= budget.ne:
-        return f"NE +{effect} is above the whole budget of {budget.ne:g}"
     return None
 
 

@@ -32,8 +32,8 @@ def libraries_of(report: Report) -> tuple[str, ...]:
 
 
 def only_library(report: Report, library: str) -> Report:
-    """The report as if there were no other library."""
-    return _only(report, lambda name: library_of(name) == library)
+    """The report as if there were no other library, whose layers run in no regions either."""
+    return _only(replace(report, region_times={}), lambda name: library_of(name) == library)
 
 
 def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhere: bool) -> dict[str, str]:
@@ -43,7 +43,7 @@ def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhe
     """
     fastest: dict[str, tuple[float, str]] = {}
     names = {name for site in report.sites.values() for name in site.measurements}
-    apart = replace(report, sharing={})  # each site by itself
+    apart = replace(report, sharing={}, region_times={})  # each site by itself
     for name in sorted(names):
         if library_of(name) != library:
             continue

@@ -19,12 +19,19 @@ from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
 
-def attach(model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapping[str, Candidates]) -> None:
+def attach(
+    model: nn.Module,
+    layers: Mapping[str, LinearShape],
+    candidates: Mapping[str, Candidates],
+    *,
+    join: bool = False,
+) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
     Args:
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
+        join: whether torch.compile may join them into regions.
 
     Raises:
         NotConverted: the model runs sites already, or a module that a site names is not there.
@@ -43,7 +50,7 @@ def attach(model: nn.Module, layers: Mapping[str, LinearShape], candidates: Mapp
         use = use_of(path, layers[path])
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
-        by_caller.setdefault(use.caller, {})[use] = Site(path, chosen, device)
+        by_caller.setdefault(use.caller, {})[use] = Site(path, chosen, device, join=join)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path

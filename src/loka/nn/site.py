@@ -40,13 +40,17 @@ OPERAND_NAMES = {
 class Site:
     """A GEMM with a parameter: its name, its candidates for output, grad_input and grad_weight, its health.
 
+    `join`: torch.compile may join it with other sites (loka/compiler).
     `health` int64 [3, 3] (kernels/quantizer.py) is no buffer: DistributedDataParallel would overwrite every
     rank's flags with those of rank 0, and the model's buffers are the user's.
     """
 
-    def __init__(self, name: str, candidates: Candidates, device: torch.device) -> None:
+    def __init__(
+        self, name: str, candidates: Candidates, device: torch.device, *, join: bool = False
+    ) -> None:
         self.name = name
         self.candidates = candidates
+        self.join = join
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
             self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
 
@@ -77,8 +81,9 @@ class Site:
         if self.health.device != x.device:
             self._move(x.device)
         if x.dim() == 2:  # two views less for the host to make, and to go back through
-            return multiply(x, weight, self.health, self.name, self.candidates)
-        y = multiply(x.reshape(-1, x.shape[-1]), weight, self.health, self.name, self.candidates)
+            return multiply(x, weight, self.health, self.name, self.candidates, self.join)
+        rows = x.reshape(-1, x.shape[-1])
+        y = multiply(rows, weight, self.health, self.name, self.candidates, self.join)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 

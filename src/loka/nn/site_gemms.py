@@ -41,6 +41,7 @@ class SiteGemms(torch.autograd.Function):
         site: str,
         candidates: Candidates,
         keep: tuple[bool, bool],
+        join: bool,
     ) -> torch.Tensor:
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
@@ -52,7 +53,7 @@ class SiteGemms(torch.autograd.Function):
             )
         else:
             y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
-                x, weight, health, site, *candidates, share_x, share_weight
+                x, weight, health, site, *candidates, share_x, share_weight, join
             )
         # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
         saved_x = kept_x if share_x else x if keep[0] else x_scale
@@ -98,17 +99,25 @@ class SiteGemms(torch.autograd.Function):
                 ctx.features,
                 ctx.weight_dtype,
             )
-        return dx if want_x else None, dw if want_weight else None, None, None, None, None
+        return dx if want_x else None, dw if want_weight else None, None, None, None, None, None
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, health: torch.Tensor, site: str, candidates: Candidates
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    health: torch.Tensor,
+    site: str,
+    candidates: Candidates,
+    join: bool = False,
 ) -> torch.Tensor:
-    """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted."""
+    """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted.
+
+    `join`: a compiler may join it with other sites (loka/compiler).
+    """
     grad = torch.is_grad_enabled()
     keep = (grad and weight.requires_grad, grad and x.requires_grad)
     if keep[0] or keep[1]:
-        return SiteGemms.apply(x, weight, health, site, candidates, keep)
+        return SiteGemms.apply(x, weight, health, site, candidates, keep, join)
     if _direct(x, weight):
         return forward_parts(x, weight, health, candidates, (False, False))[0]
-    return site_forward(x, weight, health, site, *candidates, False, False)[0]
+    return site_forward(x, weight, health, site, *candidates, False, False, join)[0]

@@ -154,12 +154,14 @@ def _site(
     grad_weight: str,
     keep_input: bool,
     keep_weight: bool,
+    join: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [T, in] @ weight [out, in]^T through candidate `output`, and what backward wants of its operands.
 
     Returns y [T, out] in the dtype of x; x^T quantized for `grad_weight` and its scale, if
     `keep_input`; weight^T quantized for `grad_input` and its scale, if `keep_weight`. What is
-    not kept is empty. `site` names it in a graph, and changes nothing.
+    not kept is empty. `site` names it in a graph, and `join` says whether a compiler may join it with others
+    (loka/compiler); neither changes anything here.
 
     `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py. It is write-only telemetry
     that no result depends on, so the ops are declared without side effects and write through
@@ -180,6 +182,7 @@ def _site_fake(
     grad_weight: str,
     keep_input: bool,
     keep_weight: bool,
+    join: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     layer = _layer(x, weight)
     shares = output != HP
@@ -283,7 +286,7 @@ def _site_backward_fake(
     return dx, dw
 
 
-def _registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def registered(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The op `name` without side effects. `torch.library.custom_op` would wrap each call in two more
     Python functions, for gradients that SiteGemms gives and checks that tests make."""
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
@@ -292,8 +295,8 @@ def _registered(name: str, function: Callable[..., Any], fake: Callable[..., Any
     return getattr(torch.ops.loka, name.partition("::")[2]).default
 
 
-site_forward = _registered("loka::site", _site, _site_fake)
-site_backward = _registered("loka::site_backward", _site_backward, _site_backward_fake)
+site_forward = registered("loka::site", _site, _site_fake)
+site_backward = registered("loka::site_backward", _site_backward, _site_backward_fake)
 
 
 def _layer(x: torch.Tensor, weight: torch.Tensor) -> _Layer:

@@ -18,7 +18,7 @@ from loka.probe.sites import gemms_of
 class Job(NamedTuple):
     """Of the layer at `path`."""
 
-    kind: Literal["errors", "times"]
+    kind: Literal["errors", "times", "region"]
     path: str
 
 
@@ -28,7 +28,7 @@ def agenda(stats: Stats, *, timed: bool) -> list[Job]:
     for path in sorted(stats.layers, key=lambda path: -_size(stats, path)):
         jobs.append(Job("errors", path))
         if timed:
-            jobs.append(Job("times", path))
+            jobs += [Job("times", path), Job("region", path)]
     return jobs
 
 

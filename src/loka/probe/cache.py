@@ -29,6 +29,7 @@ _OTHER_SOURCES = (
     "probe/draw.py",
     "probe/errors.py",
     "probe/operands.py",
+    "probe/region_times.py",
     "probe/times.py",
     "probe/sharing.py",
 )
@@ -43,7 +44,8 @@ def default_folder() -> Path:
 def sources_digest() -> str:
     """Of every kernel and of what times them."""
     kernels = Path(loka.kernels.__file__).parent
-    files = [*kernels.rglob("*.py"), *(kernels.parent / name for name in _OTHER_SOURCES)]
+    compiler = (kernels.parent / "compiler").glob("*.py")
+    files = [*kernels.rglob("*.py"), *compiler, *(kernels.parent / name for name in _OTHER_SOURCES)]
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(file.relative_to(kernels.parent).as_posix().encode())

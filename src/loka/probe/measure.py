@@ -30,7 +30,7 @@ from loka.probe.continued import ERRORS_ONLY, continue_from
 from loka.probe.errors import draw_errors
 from loka.probe.settings import Settings
 from loka.probe.sites import gemms_of, problem_of
-from loka.probe.timed import NOT_TIMED, Timer, time_layer
+from loka.probe.timed import NOT_TIMED, Timer, time_in_region, time_layer
 
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
@@ -173,6 +173,8 @@ class _Work:
                     missing.setdefault(reason, []).append(name)
             if self.wants_times and sites and path not in report.sharing:
                 missing.setdefault("shared quantization not timed", []).append(path)
+            if self.wants_times and sites and path not in report.region_times:
+                missing.setdefault("not timed in a region", []).append(path)
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
@@ -272,4 +274,15 @@ def _time(work: _Work, path: str) -> None:
     work.save()
 
 
-_DO: Mapping[str, Callable[[_Work, str], None]] = {"errors": _draw, "times": _time}
+def _time_region(work: _Work, path: str) -> None:
+    """Layers of one shape share their times; the cache on disk knows those of earlier measurements."""
+    report, timer = work.report, work.timer
+    if path in report.region_times or not any(site.path == path for site in report.sites.values()):
+        return
+    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer)
+    if found is not None:
+        work.report = replace(report, region_times={**report.region_times, path: found})
+        work.save()
+
+
+_DO: Mapping[str, Callable[[_Work, str], None]] = {"errors": _draw, "times": _time, "region": _time_region}

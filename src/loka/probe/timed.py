@@ -18,13 +18,17 @@ from loka.core.report import (
     Measurement,
     SiteReport,
     estimate_to_json,
+    measurement_from_json,
+    measurement_to_json,
     problem_to_json,
     required_estimate,
 )
+from loka.core.signature import LinearShape
 from loka.core.stats import LinearStats
 from loka.core.timing import Timing
 from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.operands import Operands, rotated_operands
+from loka.probe.region_times import region_key, time_region
 from loka.probe.settings import Settings
 from loka.probe.sharing import SharingTimes, sharing_casts, time_sharing
 from loka.probe.times import SiteTimes, rivals_of, time_site
@@ -74,6 +78,32 @@ def time_layer(
     if sharing is None and not timer.late and not any(site.unfinished for site in timed.values()):
         sharing = _time_sharing(timed, layer, operands, timer)
     return timed, sharing
+
+
+def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
+    """By "hp" and "region"; None where it is too late, or there is too little memory."""
+    key = {**_key(layer, timer), **region_key(layer, shape)}
+    known = timer.cache.get(key, _region_times)
+    if known is not None or timer.late:
+        return known
+    try:
+        found = time_region(
+            layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline
+        )
+    except torch.OutOfMemoryError:
+        timer.notes.append(f"a layer of {shape.in_features} x {shape.out_features} in a region: {NO_MEMORY}")
+        return None
+    if found is not None:
+        timer.cache.put(key, found, _region_times_to_json)
+    return found
+
+
+def _region_times_to_json(times: Mapping[str, Measurement]) -> dict[str, Any]:
+    return {name: measurement_to_json(measured) for name, measured in times.items()}
+
+
+def _region_times(content: Mapping[str, Any]) -> dict[str, Measurement]:
+    return {name: measurement_from_json(entry) for name, entry in content.items()}
 
 
 def _time_site(

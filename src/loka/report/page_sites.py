@@ -38,8 +38,10 @@ def best_of(site: SiteReport, plan: Plan | None) -> Best | None:
     """None where no FP8 candidate can run."""
     runs = {name: m for name, m in site.measurements.items() if name != HP and not m.unsupported}
     decision = plan.decisions.get(site.name) if plan else None
-    if decision is not None and decision.candidate in runs:
-        return Best(site, decision.candidate, runs[decision.candidate], True)
+    if decision is not None and decision.candidate != HP:
+        measured = site.measured(decision.candidate)  # in a region perhaps under another name
+        if measured is not None and not measured.unsupported:
+            return Best(site, decision.candidate, measured, True)
     timed = {name: m.speedup.value for name, m in runs.items() if m.speedup}
     if timed:
         name = max(timed, key=lambda key: (timed[key], key))

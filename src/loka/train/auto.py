@@ -17,7 +17,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -305,7 +305,10 @@ class Auto(Companion):
             time_limit=config.measure_seconds,
             track=self._tracked(run, alive),
         )
-        decided = plan_report(report, config.budget or self._default_budget())
+        budget = config.budget or self._default_budget()
+        if run.config.step == "eager":  # sites run by themselves then, so the plan goes by their own times
+            budget = replace(budget, regions=False)
+        decided = plan_report(report, budget)
         if folder:
             decided.save(folder / "plan.json")
         return decided

@@ -1,0 +1,211 @@
+"""Backward of joined sites: an edge below each output, and the two GEMMs behind it.
+
+(r x)8^T, the second operand of grad_weight, is written by the edge below the site that made x, where what x
+is computed from is read anyway; else by a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from loka.compiler.cones import Cone, Low, Matrix, column_sum, cone_of, extended, readers
+from loka.compiler.emit import Emitter
+from loka.compiler.gemms import Weight, emit_gemm
+from loka.compiler.joint_sites import JointSite
+from loka.compiler.marks import makers_of
+from loka.compiler.nodes import above, args_of
+from loka.compiler.writer import Writer, written
+from loka.core.problem import dtype_name
+from loka.core.recipe import Gemm
+from loka.kernels.edge.op import edge
+from loka.kernels.edge.program import Kind, Program, Step
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass(kw_only=True)
+class Edge:
+    """The kernel below a site's output in backward."""
+
+    site: JointSite
+    root: Node
+    cone: Cone
+    sums: dict[Node, Node]  # sums over all rows, and what they sum
+    outputs: dict[str, Node] = field(default_factory=dict)
+    turns: JointSite | None = None  # whose (r x)^T it writes
+    recomputed: bool = False  # from what the cone reads, instead of from its FP8 data
+
+
+def lower_backward(
+    emitter: Emitter, sites: list[JointSite], low: dict[Node, Low], weights: dict[Node, Weight]
+) -> tuple[dict[Node, Node], Node | None]:
+    """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any."""
+    trained = [site for site in sites if site.backward is not None]
+    edges = _edges(emitter.graph, trained, low)
+    for site in trained:
+        host = _host(emitter, site, edges) if site.wants_weight else None
+        if host is not None:
+            host.turns = site
+    texts = {node: _write(mine, low) for node, mine in edges.items()}
+    one: dict[torch.device, Node] = {}
+    last: Node | None = None
+    for site in reversed(trained):
+        backward, mine = site.backward, edges[site.node]
+        assert backward is not None
+        results = {int(args_of(user)[1]): user for user in backward.users}
+        with emitter.like(backward):
+            _emit_edge(emitter, mine, texts[site.node], edges, low)
+            weight = weights[site.node]
+            if site.wants_input and 0 in results:
+                assert weight.column is not None
+                dx = emit_gemm(
+                    emitter, site, Gemm.GRAD_INPUT, mine.outputs["row"], mine.outputs["r"], weight.column,
+                    weight.scale,
+                )  # fmt: skip
+                emitter.replace(results[0], dx)
+                last = dx
+    for site in reversed(trained):
+        backward, mine = site.backward, edges[site.node]
+        assert backward is not None
+        results = {int(args_of(user)[1]): user for user in backward.users}
+        if not site.wants_weight or 1 not in results:
+            continue
+        with emitter.like(backward):
+            host = next((e for e in edges.values() if e.turns is site), None)
+            turned = host.outputs if host is not None else _turn(emitter, site, mine, low[site.x])
+            device = site.x.meta["val"].device
+            if device not in one:
+                one[device] = emitter.call(aten.full.default, [1], 1.0, dtype=torch.float32, device=device)
+            dw = emit_gemm(
+                emitter, site, Gemm.GRAD_WEIGHT, mine.outputs["column"], one[device], turned["turned"],
+                turned["top"],
+            )  # fmt: skip
+            emitter.replace(results[1], dw)
+            last = dw
+    return {node: edge.outputs["r"] for node, edge in edges.items()}, last
+
+
+def _edges(graph: Graph, trained: list[JointSite], low: dict[Node, Low]) -> dict[Node, Edge]:
+    sums = [node for node in graph.nodes if node.target is aten.sum.dim_IntList]
+    taken: set[Node] = set()
+    found: dict[Node, Edge] = {}
+    for site in trained:
+        matrix = Matrix(rows=site.rows, features=site.outputs)
+        before = above(site.grad_output)  # a sum that it is computed from cannot come out of its edge
+        free = [total for total in sums if total not in taken and total not in before]
+        mine = {total: inner for total in free if (inner := column_sum(total, matrix)) is not None}
+        assert site.backward is not None
+        cone = cone_of(site.grad_output, matrix, low, _only_summed(set(mine)) | {site.backward})
+        kept = {}
+        for total, inner in mine.items():
+            wider = extended(cone, inner, tied=True)
+            if wider is not None:
+                cone = wider
+                kept[total] = inner
+        taken |= set(kept)
+        found[site.node] = Edge(site=site, root=site.grad_output, cone=cone, sums=kept)
+    return found
+
+
+def _only_summed(sums: set[Node]) -> set[Node]:
+    """The sums, and the nodes whose values go into them alone."""
+    found = set(sums)
+    waiting = [s.args[0] for s in sums]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Node) or node in found or node.op != "call_function":
+            continue
+        if readers(node) <= found:
+            found.add(node)
+            waiting += list(node.all_input_nodes)
+    return found
+
+
+def _host(emitter: Emitter, site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
+    """The edge that writes (r x)^T of `site`: that of the latest site which made x."""
+    matrix = Matrix(rows=site.rows, features=site.inputs)
+    by_y = {emitter.now(edge.site.y): edge for edge in edges.values() if edge.turns is None}
+    before = above(site.grad_output)
+    for maker in makers_of(site.x, set(by_y)):
+        edge = by_y[maker]
+        if edge.site.outputs != site.inputs or edge.cone.matrix != matrix:
+            continue
+        if edge.site.backward in before or before & {*edge.sums, *edge.cone.given}:
+            continue  # r of this site comes after that edge
+        wider = extended(edge.cone, site.x, tied=False)
+        if wider is not None:
+            edge.cone, edge.recomputed = wider, True
+        return edge
+    return None
+
+
+def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
+    """The program of an edge, while the nodes of its cone are as they were found."""
+    site, turns = mine.site, mine.turns
+    writer = Writer(mine.cone, {} if turns is None or mine.recomputed else _kinds(low[turns.x]))
+    gradient = writer.place(mine.root)
+    turned = None
+    if turns is not None:
+        turned = writer.place(turns.x) if mine.recomputed else _scaled(writer, low[turns.x])
+    given = mine.cone.given
+    return writer, writer.program(
+        gradient=gradient,
+        row=site.wants_input,
+        column=site.wants_weight,
+        turned=turned,
+        sums=tuple(writer.place(inner) for inner in mine.sums.values()),
+        values=tuple(writer.place(node) for node in given),
+        value_dtypes=tuple(dtype_name(node.meta["val"].dtype) for node in given),
+    )
+
+
+def _emit_edge(
+    emitter: Emitter,
+    mine: Edge,
+    text: tuple[Writer, Program],
+    edges: dict[Node, Edge],
+    low: dict[Node, Low],
+) -> None:
+    site, turns, (writer, program) = mine.site, mine.turns, text
+    theirs = edges[turns.node].outputs if turns is not None else {}
+    mine.outputs = _run(emitter, site, writer, program, low[site.x].scale, theirs)
+    for place, total in enumerate(mine.sums):
+        val = total.meta["val"]
+        value = emitter.call(aten.view.default, mine.outputs[f"sum{place}"], list(val.shape))
+        value = emitter.call(prims.convert_element_type.default, value, val.dtype)
+        emitter.replace(total, value)
+    for place, node in enumerate(mine.cone.given):
+        sides = [emitter.side(side) for side in node.meta["val"].shape]
+        emitter.replace(node, emitter.call(aten.view.default, mine.outputs[f"value{place}"], sides))
+
+
+def _turn(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:
+    """(r x)8^T of a site by a kernel of its own."""
+    writer = written(Matrix(rows=site.rows, features=site.inputs), _kinds(own))
+    program = writer.program(turned=_scaled(writer, own))
+    return _run(emitter, site, writer, program, None, mine.outputs)
+
+
+def _kinds(low: Low) -> dict[Node, Kind]:
+    return {low.data: Kind.FULL, low.scale: Kind.COLUMN}
+
+
+def _scaled(writer: Writer, low: Low) -> int:
+    return writer.push(Step("mul", (writer.place(low.data), writer.place(low.scale))))
+
+
+def _run(
+    emitter: Emitter,
+    site: JointSite,
+    writer: Writer,
+    program: Program,
+    input_scale: Node | None,
+    theirs: dict[str, Node],
+) -> dict[str, Node]:
+    leaves = [emitter.now(leaf) for leaf in writer.leaves]
+    rows = emitter.side(site.rows)
+    op = emitter.call(edge, leaves, rows, input_scale, theirs.get("r"), theirs.get("tops"), program.to_text())
+    return {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}

@@ -1,0 +1,115 @@
+"""New nodes of a joint graph, with the fake values that later stages of the compiler read."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+_SIZE = torch.ops.aten.sym_size.int
+
+# What marks a node as to be recomputed, and as forward or backward.
+_INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom")
+
+
+class Emitter:
+    """Appends nodes; their order is made right afterwards, by `ordered`."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._like: Node | None = None
+        self._replaced: dict[Node, Node] = {}
+
+    @contextmanager
+    def like(self, node: Node) -> Iterator[None]:
+        """Within it new nodes stand before `node`, and belong to the same part of the graph as it does."""
+        before, self._like = self._like, node
+        try:
+            with self.graph.inserting_before(node):
+                yield
+        finally:
+            self._like = before
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = _fake(target, args, kwargs)
+        if self._like is not None:
+            node.meta.update({k: self._like.meta[k] for k in _INHERITED if k in self._like.meta})
+        return node
+
+    def replace(self, old: Node, new: Node) -> None:
+        """All readers of `old` read `new` from now on, but those that ask for its size alone."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user.target is not _SIZE)
+        self._replaced[old] = new
+
+    def now(self, node: Node) -> Node:
+        """What stands in the place of a node that was there at first."""
+        while node in self._replaced:
+            node = self._replaced[node]
+        return node
+
+    def side(self, size: int | torch.SymInt) -> int | Node:
+        """A size as an argument: a symbolic one is read off the first node that has it."""
+        if isinstance(size, int):
+            return size
+        for node in self.graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and _equal(val, size):
+                return node
+            if not isinstance(val, torch.Tensor) or node.target is operator.getitem:
+                continue
+            for place, other in enumerate(val.shape):
+                if not isinstance(other, int) and _equal(other, size):
+                    with self.graph.inserting_after(node):
+                        return self.call(_SIZE, node, place)
+        raise AssertionError(f"no node has the size {size}")
+
+    def item(self, node: Node, place: int) -> Node:
+        return self.call(operator.getitem, node, place)
+
+
+def _fake(target: Any, args: Any, kwargs: Any) -> Any:
+    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    if target is operator.getitem:
+        return values[0][0][values[0][1]]
+    mode = next((t.fake_mode for t in _tensors(values) if isinstance(t, FakeTensor)), None)
+    if mode is None:
+        return target(*values[0], **values[1])
+    with mode:
+        return target(*values[0], **values[1])
+
+
+def _equal(a: torch.SymInt, b: torch.SymInt) -> bool:
+    return bool(statically_known_true(a == b))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def ordered(graph: Graph) -> None:
+    """Puts every node behind what it reads, and leaves the order as it is otherwise."""
+    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    ready = [(place[node], node) for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order: list[Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (place[user], user))
+    assert len(order) == len(place), "a joined graph has a circle"
+    last = order[0]
+    for node in order[1:]:
+        last.append(node)
+        last = node

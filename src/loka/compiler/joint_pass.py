@@ -1,0 +1,55 @@
+"""LoKA's pass over Inductor's joint graphs, and putting it among the user's.
+
+The configuration is process-global: a pass of the user's stays and runs first, and ours acts on `loka::site`
+alone. What it makes follows from the graph and from this package's code, so that caches may keep it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from loka.compiler.lower import join_sites
+
+log = logging.getLogger(__name__)
+
+
+class RegionPass(CustomGraphPass):
+    """Joins sites after `before`, the pass that was configured already."""
+
+    def __init__(self, before: Any = None) -> None:
+        """`before`: a pass, several in a list (torch 2.13), or None."""
+        several = before if isinstance(before, list | tuple) else [before]
+        self.before: list[Callable[[Graph], None]] = [each for each in several if each is not None]
+
+    def __call__(self, graph: Graph) -> None:
+        for each in self.before:
+            each(graph)
+        apart = join_sites(graph)
+        for site, reason in apart.items():
+            log.info("%s runs by itself: %s", site, reason)
+
+    def uuid(self) -> Any | None:
+        """Of the code; None, so that nothing is cached, where the user's pass says nothing of its own."""
+        theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
+        return None if None in theirs else (*theirs, _digest())
+
+
+@functools.cache
+def _digest() -> str:
+    """Of what decides what the pass writes: this package, the ops that it emits, and the versions."""
+    package = Path(__file__).parents[1]
+    files = sorted([*(package / "compiler").glob("*.py"), *(package / "kernels").rglob("*.py")])
+    content = hashlib.sha256()
+    for file in files:
+        content.update(file.read_bytes())
+    content.update(torch.__version__.encode())
+    return content.hexdigest()

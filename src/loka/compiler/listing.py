@@ -1,0 +1,104 @@
+"""`loka.regions`: what a plan wants joined, what was joined when it last ran, and why the rest was not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from loka.compiler.joint_sites import unjoined
+from loka.compiler.notes import record_of
+from loka.core.report import HP
+from loka.core.table import format_table
+from loka.kernels.quantizer import RUNS
+from loka.nn.site import Site, sites_of
+
+_EAGER = (
+    "it ran, but not compiled by Inductor with LoKA's pass: eagerly, or by another backend; or its graph has "
+    "no site that fits a region"
+)
+_NOT_RUN = "it has not run yet: call the compiled model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions:
+    """Planned against applied.
+
+    Attributes:
+        planned: the sites whose recipe is that of regions, by name.
+        applied: the regions that ran last, as site names; a site alone is a region of one.
+        apart: why each other planned site is in none.
+        breaks: why Dynamo broke graphs, which makes regions smaller; of this process so far, where more than
+            one region ran, or a site in none.
+    """
+
+    planned: tuple[str, ...]
+    applied: tuple[tuple[str, ...], ...]
+    apart: Mapping[str, str]
+    breaks: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every planned site ran in a region."""
+        return not self.apart
+
+    def __str__(self) -> str:
+        numbers = {site: place for place, region in enumerate(self.applied, 1) for site in region}
+        rows = [(site, str(numbers.get(site, "-")), self.apart.get(site, "")) for site in self.planned]
+        lines = [
+            f"{len(self.planned) - len(self.apart)} of {len(self.planned)} planned sites ran in "
+            f"{len(self.applied)} regions",
+            format_table(("site", "region", "why not"), rows),
+        ]
+        lines += [f"graph break: {reason}" for reason in self.breaks]
+        return "\n".join(lines)
+
+
+def regions(model: nn.Module) -> Regions:
+    """The regions of a converted model, as they ran last, by whichever compiled graph or cache.
+
+    Under torch.compile sites are joined where the compiler sees them in one graph; eagerly each runs by
+    itself. Nothing is compiled or run here; reading counters of sites that ran alone synchronizes.
+    """
+    sites = sites_of(model)
+    planned = {name: site for name, site in sites.items() if _wanted(site)}
+    applied: list[tuple[str, ...]] = []
+    told: dict[str, str] = {}  # reasons out of the graphs that ran the others
+    for name, site in planned.items():
+        record = record_of(site.health)
+        if record is None:
+            continue
+        found = next((region for region in record[0] if site.name in region), None)
+        if found is not None and not any(name in region for region in applied):
+            applied.append(_named(found, site, name, sites))
+        told |= {name.removesuffix(site.name) + other: why for other, why in record[1].items()}
+    joined = {name for region in applied for name in region}
+    apart = {name: told.get(name) or _reason(site) for name, site in planned.items() if name not in joined}
+    breaks = _breaks() if apart or len(applied) > 1 else ()
+    return Regions(planned=tuple(planned), applied=tuple(applied), apart=apart, breaks=breaks)
+
+
+def _wanted(site: Site) -> bool:
+    return any(name != HP and unjoined(name) is None for name in site.candidates)
+
+
+def _named(region: list[str], site: Site, name: str, known: Collection[str]) -> tuple[str, ...]:
+    """Names in this model: a part that was converted by itself has its path in front."""
+    prefix = name.removesuffix(site.name)
+    return tuple(prefix + other if prefix + other in known else other for other in region)
+
+
+def _reason(site: Site) -> str:
+    if not site.join:
+        return "regions are switched off for this model: convert(model, plan, regions=False)"
+    for candidate in site.candidates:
+        if candidate != HP and (why := unjoined(candidate)):
+            return why
+    return _EAGER if bool(site.health[:, RUNS].any()) else _NOT_RUN
+
+
+def _breaks() -> tuple[str, ...]:
+    from torch._dynamo.utils import counters
+
+    return tuple(str(reason).splitlines()[0] for reason in counters["graph_break"])

@@ -1,0 +1,143 @@
+"""The rewriting of a joint graph: sites become casts, GEMMs and edges.
+
+    forward    x -> x8, t            an edge: the code above x in one kernel (kernels/edge)
+               W -> W8, W8^T, s      one op for all weights of the graph
+               y = gemm(x8, t, W8, s)
+    backward   dy -> dy8, dy8^T, r   an edge
+               dx = gemm(dy8, r, W8^T, s)
+               dW = gemm(dy8^T, (r x)8^T, M)
+
+Where no program can hold the code above x, its cast is plain aten, which the compiler fuses into that code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.fx import Graph, Node
+
+from loka.compiler.backward import lower_backward
+from loka.compiler.cones import Low, Matrix, cone_of, mark_backward
+from loka.compiler.emit import Emitter, ordered
+from loka.compiler.gemms import Weight, emit_gemm
+from loka.compiler.joint_sites import JointSite, sites_in
+from loka.compiler.marks import connected, mark_runs
+from loka.compiler.notes import record_text
+from loka.compiler.writer import Writer
+from loka.core.problem import dtype_name
+from loka.core.recipe import Gemm
+from loka.kernels.edge.op import edge
+from loka.kernels.edge.program import Kind
+from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
+from loka.kernels.fp8_weights import fp8_weights
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def join_sites(graph: Graph) -> dict[str, str]:
+    """Joins the sites of a joint graph in place; returns why each other one runs by itself."""
+    sites, apart = sites_in(graph)
+    if not sites:
+        return apart
+    mark_backward(graph)
+    emitter = Emitter(graph)
+    low: dict[Node, Low] = {}
+    for site in sites:
+        x = emitter.now(site.x)  # an edge before may have given it
+        if x not in low:
+            with emitter.like(site.node):
+                low[x] = _quantize_input(emitter, replace(site, x=x), sites)
+    sites = [replace(site, x=emitter.now(site.x)) for site in sites]
+    low = {emitter.now(x): own for x, own in low.items()}
+    weights = _quantize_weights(emitter, sites)
+    for site in sites:
+        own, weight = low[site.x], weights[site.node]
+        with emitter.like(site.node):
+            y = emit_gemm(emitter, site, Gemm.OUTPUT, own.data, own.scale, weight.row, weight.scale)
+        emitter.replace(site.y, y)
+    # The input of a site may be the very output of another one, which is another node now.
+    sites = [replace(site, x=emitter.now(site.x)) for site in sites]
+    low = {emitter.now(x): own for x, own in low.items()}
+    regions = connected(emitter, sites)
+    mark_backward(graph)
+    scales, last = lower_backward(emitter, sites, low, weights)
+    mark_runs(emitter, sites, low, weights, scales, last, record_text(regions, apart))
+    ordered(graph)
+    graph.eliminate_dead_code()
+    return apart
+
+
+def _quantize_input(emitter: Emitter, site: JointSite, sites: list[JointSite]) -> Low:
+    """x [T, K] of a site, and of those that read it too, in FP8 under a scale of each row."""
+    readers = {each.node for each in sites if emitter.now(each.x) is site.x}
+    cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, readers, forward=True)
+    if not cone.inside or not cone.matrices:
+        return _cast(emitter, site.x)
+    writer = Writer(cone, {})
+    gradient = writer.place(site.x)
+    kinds = {node: cone.matrix.kind(node) for node in cone.given}
+    dtypes = [torch.float32 if kinds[n] is not Kind.FULL else n.meta["val"].dtype for n in cone.given]
+    program = writer.program(
+        gradient=gradient,
+        row=True,
+        values=tuple(writer.place(node) for node in cone.given),
+        value_dtypes=tuple(map(dtype_name, dtypes)),
+    )
+    op = emitter.call(edge, writer.leaves, emitter.side(site.rows), None, None, None, program.to_text())
+    outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
+    for place, node in enumerate(cone.given):
+        val, value = node.meta["val"], outputs[f"value{place}"]
+        if tuple(value.meta["val"].shape) != tuple(val.shape):
+            value = emitter.call(aten.view.default, value, [emitter.side(each) for each in val.shape])
+        if value.meta["val"].dtype != val.dtype:
+            value = emitter.call(prims.convert_element_type.default, value, val.dtype)
+        emitter.replace(node, value)
+    return Low(data=outputs["row"], scale=outputs["r"])
+
+
+def _cast(emitter: Emitter, x: Node) -> Low:
+    """x [T, K] in FP8 by plain aten."""
+    values = emitter.call(prims.convert_element_type.default, x, torch.float32)
+    device = x.meta["val"].device
+    magnitude = emitter.call(aten.abs.default, values)
+    largest = emitter.call(aten.amax.default, magnitude, [1], True)
+    bits = emitter.call(aten.view.dtype, largest, torch.int32)
+    bits = emitter.call(aten.add.Tensor, bits, SCALE_CARRY)
+    bits = emitter.call(aten.bitwise_and.Scalar, bits, 0x7F800000)
+    bits = emitter.call(aten.sub.Tensor, bits, SCALE_EXPONENT)
+    bits = emitter.call(aten.clamp_min.default, bits, SCALE_LEAST)
+    power = emitter.call(aten.view.dtype, bits, torch.float32)
+    inverse_bits = emitter.call(aten.add.Tensor, emitter.call(aten.neg.default, bits), 0x7F000000)
+    inverse = emitter.call(aten.view.dtype, inverse_bits, torch.float32)
+    finite = emitter.call(aten.lt.Scalar, largest, torch.inf)
+    nan = emitter.call(aten.full.default, [], torch.nan, dtype=torch.float32, device=device)
+    inverse = emitter.call(aten.where.self, finite, inverse, nan)
+    scaled = emitter.call(aten.mul.Tensor, values, inverse)
+    data = emitter.call(prims.convert_element_type.default, scaled, torch.float8_e4m3fn)
+    return Low(data=data, scale=emitter.call(aten.where.self, finite, power, nan))
+
+
+def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
+    """By the node of a site. Weights that are there before the first site go through one op."""
+    position = {node: place for place, node in enumerate(emitter.graph.nodes)}
+    early = [s for s in sites if position[s.weight] < position[sites[0].node]]
+    found: dict[Node, Weight] = {}
+    for group in (early, *([s] for s in sites if s not in early)):
+        if not group:
+            continue
+        transposed: dict[Node, bool] = {}
+        for site in group:
+            transposed[site.weight] = transposed.get(site.weight, False) or site.wants_input
+        with emitter.like(group[0].node):
+            op = emitter.call(fp8_weights, list(transposed), list(transposed.values()))
+            items = {
+                weight: Weight(
+                    row=emitter.item(op, 3 * place),
+                    column=emitter.item(op, 3 * place + 1) if turned else None,
+                    scale=emitter.item(op, 3 * place + 2),
+                )
+                for place, (weight, turned) in enumerate(transposed.items())
+            }
+        found.update({site.node: items[site.weight] for site in group})
+    return found

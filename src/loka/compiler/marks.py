@@ -1,0 +1,94 @@
+"""Which sites make a region, and the ops that note what ran (notes.py)."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from loka.compiler.cones import Low
+from loka.compiler.emit import Emitter
+from loka.compiler.gemm_op import TOKEN, region_gemm
+from loka.compiler.gemms import Weight
+from loka.compiler.joint_sites import JointSite
+from loka.compiler.notes import FLAGS, note_sites
+from loka.core.recipe import Gemm
+from loka.kernels.quantizer import BAD_A, BAD_B
+
+
+def mark_runs(
+    emitter: Emitter,
+    sites: list[JointSite],
+    low: dict[Node, Low],
+    weights: dict[Node, Weight],
+    scales: dict[Node, Node],
+    last: Node | None,
+    record: str,
+) -> None:
+    """Notes that the sites ran, and scales that are not finite: in forward, and in backward.
+
+    `scales`: r by the node of a site with a backward; `last`: the last GEMM of backward.
+    """
+    forward = [
+        entry
+        for site in sites
+        for entry in (
+            (site.health, low[site.x].scale, _place(Gemm.OUTPUT, BAD_A)),
+            (site.health, weights[site.node].scale, _place(Gemm.OUTPUT, BAD_B)),
+        )
+    ]
+    _noted(emitter, emitter.now(sites[-1].y), forward, record)
+    backward = []
+    for site in sites:
+        if site.node not in scales:
+            continue
+        r = scales[site.node]
+        if site.wants_input:
+            backward += [
+                (site.health, r, _place(Gemm.GRAD_INPUT, BAD_A)),
+                (site.health, weights[site.node].scale, _place(Gemm.GRAD_INPUT, BAD_B)),
+            ]
+        if site.wants_weight:
+            backward += [
+                (site.health, r, _place(Gemm.GRAD_WEIGHT, BAD_A)),
+                (site.health, low[site.x].scale, _place(Gemm.GRAD_WEIGHT, BAD_B)),
+            ]
+    if last is not None:
+        _noted(emitter, last, backward, record)
+
+
+def _noted(emitter: Emitter, gemm: Node, entries: list[tuple[Node, Node, int]], record: str) -> None:
+    healths, scales, places = (list(each) for each in zip(*entries, strict=True))
+    with emitter.like(gemm):
+        gemm.update_arg(TOKEN, emitter.call(note_sites, healths, scales, places, record))
+
+
+def _place(gemm: Gemm, slot: int) -> int:
+    return FLAGS * list(Gemm).index(gemm) + slot
+
+
+def connected(emitter: Emitter, sites: list[JointSite]) -> list[list[str]]:
+    """The regions: sites whose values reach each other without passing through another one."""
+    by_y = {emitter.now(site.y): site for site in sites}
+    regions: list[list[JointSite]] = []
+    for site in sites:
+        makers = [by_y[maker] for maker in makers_of(site.x, set(by_y))]
+        same_input = [other for other in sites if other.x is site.x and other is not site]
+        near = {s.node for s in (*makers, *same_input)}
+        touching = [region for region in regions if any(s.node in near for s in region)]
+        merged = [s for region in touching for s in region] + [site]
+        regions = [region for region in regions if region not in touching] + [merged]
+    return [[site.name for site in region] for region in regions]
+
+
+def makers_of(x: Node, outputs: set[Node]) -> list[Node]:
+    """The nodes of `outputs` that x is computed from without another one in between, the latest first."""
+    found, seen, waiting = set(), set(), [x]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in outputs:
+            found.add(node)
+        elif node.target is not region_gemm:
+            waiting += node.all_input_nodes
+    return sorted(found, reverse=True)

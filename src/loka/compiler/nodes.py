@@ -1,0 +1,31 @@
+"""Reading nodes of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+def args_of(node: Node) -> tuple[Any, ...]:
+    """Its arguments, of which the types say no more than that they may be anything."""
+    return node.args
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor that stands for its result."""
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def above(node: Node) -> set[Node]:
+    """What it is computed from, by whatever way."""
+    found: set[Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += current.all_input_nodes
+    return found

@@ -1,0 +1,82 @@
+"""What runs in regions, noted where `health_of` and `loka.regions` look for it.
+
+    loka::note_sites(healths, scales, places, record) -> token
+
+An op notes, once a graph runs, that its sites ran, and whether one of their scales was not finite: the
+counters of nn/site.py. It is one launch for all sites. Nothing follows from them: the op is declared without
+effects, and the token that it returns is handed to a GEMM, which does not read it, so that no compiler drops
+the op. `record` names the graph's sites, which region each is in, and why others are in none; running the op
+remembers it by the counters' address, so that a graph out of a compiler's cache tells as much as a new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from loka.kernels.launches import note_launch
+from loka.kernels.quantizer import RUNS
+from loka.nn.site_ops import registered
+
+FLAGS = 3  # columns of a site's counters
+_RECORDS: dict[int, str] = {}
+
+
+def _note_sites(
+    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], record: str
+) -> torch.Tensor:
+    """Entry i: where `scales[i]` holds what is not finite, sets flag `places[i]` of `healths[i]` [3, 3].
+    Each GEMM has one entry for its operand A, which counts its run too."""
+    note_launch("notes")
+    for health in healths:
+        _RECORDS[health.data_ptr()] = record
+    if healths[0].is_cuda:
+        from loka.kernels.triton.notes import note_fused
+
+        note_fused([health.data for health in healths], scales, places)
+        return scales[0].new_empty(1)
+    for health, scale, place in zip(healths, scales, places, strict=True):
+        flat = health.data.view(-1)
+        if counts_run(place):
+            flat[place // FLAGS * FLAGS + RUNS] += 1
+        if not bool(scale.isfinite().all()):
+            flat[place] = 1
+    return scales[0].new_zeros(1)
+
+
+def counts_run(place: int) -> bool:
+    return place % FLAGS == 1
+
+
+def _note_sites_fake(
+    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], record: str
+) -> torch.Tensor:
+    return scales[0].new_empty(1)
+
+
+note_sites = registered("loka::note_sites", _note_sites, _note_sites_fake)
+
+
+def record_text(regions: Sequence[Sequence[str]], apart: dict[str, str]) -> str:
+    return json.dumps({"regions": [list(region) for region in regions], "apart": apart})
+
+
+def record_of(health: torch.Tensor) -> tuple[list[list[str]], dict[str, str]] | None:
+    """Regions and reasons of the graph that last ran the site with these counters; None if none did."""
+    text = _RECORDS.get(health.data_ptr())
+    return None if text is None else _parsed(text)
+
+
+def forget(healths: Iterable[torch.Tensor]) -> None:
+    """Of new counters: others, which are gone, may have had their addresses."""
+    for health in healths:
+        _RECORDS.pop(health.data_ptr(), None)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[list[list[str]], dict[str, str]]:
+    content = json.loads(text)
+    return content["regions"], content["apart"]

@@ -1,0 +1,166 @@
+"""The time of a layer as a part of a compiled region, against the same code in high precision.
+
+    a cell:  relu -> the layer -> relu,   forward, and backward where probed
+
+Inside a region a layer's FP8 copies are written by the kernels between the layers, so that its GEMMs by
+themselves do not tell what it takes. A cell has what a layer brings to a region: its GEMMs, the cast of its
+input in the kernel before it, that of its gradient in the kernel behind it, and its weight's. Layers add up.
+Both arms are compiled, and run under CUDA graphs, on random normal data of the probed shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.compiler.install import install
+from loka.compiler.joint_sites import IN_REGIONS, misfit
+from loka.compiler.listing import regions
+from loka.compiler.notes import forget
+from loka.core.compiling import compile_in_place
+from loka.core.problem import DTYPES
+from loka.core.report import HP, REGION, Measurement
+from loka.core.signature import LinearShape
+from loka.core.stats import LinearStats
+from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.graph.attach import attach
+from loka.nn.linears import signature
+from loka.nn.site import sites_of
+from loka.probe.settings import Settings
+
+
+class _Cell(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.layer(nn.functional.relu(z)))
+
+
+def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
+    """Equal for layers that take equally long."""
+    return {
+        "sides": [layer.rows, shape.in_features, shape.out_features],
+        "bias": shape.bias,
+        "dtypes": [layer.dtype, layer.weight_dtype],
+        "gradients": [layer.needs_input_grad, layer.needs_weight_grad],
+        "region": list(IN_REGIONS),
+    }
+
+
+def time_region(
+    layer: LinearStats,
+    shape: LinearShape,
+    *,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None = None,
+) -> dict[str, Measurement] | None:
+    """By "hp" and "region"; a reason where it cannot be in one; None where the deadline cut it short.
+
+    Raises torch.OutOfMemoryError, which says nothing about the layer.
+    """
+    reason = misfit(shape.in_features, shape.out_features)
+    if reason is not None:
+        return {REGION: Measurement(unsupported=reason)}
+    install()
+    arms: dict[str, _Cell] = {}
+    for name in (HP, REGION):
+        with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
+            linear = nn.Linear(shape.in_features, shape.out_features, bias=shape.bias)
+        cell = _Cell(linear.to(device, DTYPES[layer.weight_dtype]))
+        if not layer.needs_weight_grad:
+            cell.requires_grad_(False)
+        if name == REGION:
+            attach(cell, signature(cell).layers, {"layer": IN_REGIONS}, join=True)
+            forget(site.health for site in sites_of(cell).values())
+        arms[name] = compile_in_place(cell)
+    return _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
+
+
+def _race(
+    arms: Mapping[str, nn.Module],
+    shape: LinearShape,
+    layer: LinearStats,
+    *,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None,
+) -> dict[str, Measurement] | None:
+    steps: dict[str, Callable[[], object]] = {}
+    found: dict[str, Measurement] = {}
+    for name, arm in arms.items():
+        try:
+            step = _step(arm, shape, layer, device)
+            step()
+            step()
+            steps[name] = step
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # CUDA is unusable after the first
+        except Exception as error:  # a compiler raises what it likes
+            found[name] = _failure(error, device)
+    if len(steps) < len(arms):
+        return found
+    for reason in regions(arms[REGION]).apart.values():
+        return {REGION: Measurement(unsupported=f"it was not joined: {reason}")}
+    try:
+        times = time_interleaved(
+            steps,
+            baseline=HP,
+            device=device,
+            keep=list(steps),
+            max_rounds=settings.sharing_rounds,
+            deadline=deadline,
+        )
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # hp's step cannot be captured
+        return {REGION: _failure(error, device)}
+    if any("OutOfMemory" in why for why in times.failures.values()):
+        raise torch.OutOfMemoryError("a step did not fit while it was captured")
+    if times.ended == "deadline":
+        return None
+    for name, timing in times.timings.items():
+        found[name] = Measurement(
+            microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
+        )
+    for name, why in times.failures.items():
+        found[name] = Measurement(unsupported=f"cannot be timed: {why}")
+    return found
+
+
+def _failure(error: Exception, device: torch.device) -> Measurement:
+    if device.type == "cuda" and not still_usable():
+        raise error
+    return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
+
+
+def _step(
+    model: nn.Module, shape: LinearShape, layer: LinearStats, device: torch.device
+) -> Callable[[], object]:
+    generator = torch.Generator(device).manual_seed(0)
+    compute = DTYPES[layer.dtype]
+    z = torch.randn(layer.rows, shape.in_features, generator=generator, device=device)
+    z = z.to(compute).requires_grad_(layer.needs_input_grad)
+    grad = torch.randn(layer.rows, shape.out_features, generator=generator, device=device)
+    grad = (grad / max(layer.rows, 1)).to(compute)
+    leaves = [z, *model.parameters()]
+    training = layer.needs_input_grad or layer.needs_weight_grad
+    autocast = layer.dtype != layer.weight_dtype
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(device.type, compute if autocast else torch.bfloat16, enabled=autocast),
+        ):
+            out = model(z)
+        if training:
+            out.backward(grad)
+
+    return step

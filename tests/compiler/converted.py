@@ -1,0 +1,51 @@
+"""Pairs of one model: as it is, with its sites eagerly, and with them joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import loka
+from loka.core.report import HP
+from loka.probe.settings import Settings
+
+JOINED = "emulated:rowwise_e4m3_pow2"
+QUICK = Settings(rows=32, min_draws=2, max_draws=2)
+
+
+def plan_for(model: nn.Module, *inputs: torch.Tensor, autocast: bool = True) -> loka.Plan:
+    """Every site that a region takes, forced into FP8."""
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        run(model, *inputs, autocast=autocast)
+    for parameter in model.parameters():
+        parameter.grad = None
+    report = loka.measure(probe.stats(), device="cpu", candidates=[JOINED], errors_only=True, settings=QUICK)
+    return loka.plan(report, loka.Budget(), force={"*": JOINED})
+
+
+def run(
+    model: Callable[..., Any], *inputs: torch.Tensor, autocast: bool = True, seed: int = 3
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """y and the gradients of the inputs and of what the model's parameters are, for a random dy."""
+    inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(*inputs)
+    generator = torch.Generator().manual_seed(seed)
+    (y.float() * torch.randn(y.shape, generator=generator)).sum().backward()
+    return y.detach().float(), [x.grad for x in inputs]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in the norm."""
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def fp8_sites(plan: loka.Plan) -> set[str]:
+    return {d.path for d in plan.decisions.values() if d.candidate != HP}

@@ -1,0 +1,147 @@
+"""Joined, a model computes what its sites compute one by one, within the rounding of FP8.
+
+Both quantize by the same rule, so neither is nearer to high precision than the other. What differs is where
+values are rounded to bfloat16 in between, which flips roundings to e4m3: two results with independent errors
+of size e are up to sqrt(2) e apart.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from converted import error, fp8_sites, gradients, plan_for, run
+from joint import JointBackend
+from small_models import MODELS, made
+
+import loka
+from loka.compiler.gemm_op import region_gemm
+from loka.kernels.edge.op import edge
+from loka.nn.site_ops import site_backward, site_forward
+
+ROWS = (64, 100)  # 100 is no multiple of 16
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("name", MODELS)
+def test_joined_is_as_good_as_site_by_site(name: str, rows: int) -> None:
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+    plain = made(name)
+    plan = plan_for(copy.deepcopy(plain), x)
+    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    backend = JointBackend()
+    expected = run(plain, x)
+    by_site = run(eager, x)
+    found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
+    assert not backend.apart
+    assert backend.count(site_forward) == backend.count(site_backward) == 0
+    assert backend.count(region_gemm) == 3 * len(fp8_sites(plan))
+    assert backend.count(edge)
+    exact, one_by_one, together = (gradients(m) for m in (plain, eager, joined))
+    pairs = [(found[0], by_site[0], expected[0]), (found[1][0], by_site[1][0], expected[1][0])]
+    pairs += [(together[n], one_by_one[n], exact[n]) for n in exact]
+    for ours, theirs, truth in pairs:
+        assert ours is not None
+        assert theirs is not None
+        assert truth is not None
+        assert error(ours, truth) <= 1.3 * error(theirs, truth) + 0.005  # bfloat16 of the bias's gradient
+
+
+@pytest.mark.parametrize("name", ["relu", "layer_norm_silu", "cross"])
+def test_dynamic_rows(name: str) -> None:
+    """One graph for every batch; ragged ones too."""
+    sizes = (48, 100, 33)
+    plain = made(name)
+    plan = plan_for(copy.deepcopy(plain), torch.randn(64, 64))
+    joined = loka.convert(copy.deepcopy(plain), plan)
+    backend = JointBackend()
+    step = torch.compile(joined, backend=backend, fullgraph=True, dynamic=True)
+    for rows in sizes:
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        expected, found = run(plain, x), run(step, x)
+        assert error(found[0], expected[0]) < 0.15
+        truth, ours = gradients(plain), gradients(joined)
+        for parameter in (*plain.parameters(), *joined.parameters()):
+            parameter.grad = None
+        assert all(error(ours[n], truth[n]) < 0.4 for n in truth)
+    assert len(backend.graphs) == 2  # forward and backward, once
+
+
+def test_without_autocast_and_in_bfloat16() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = made("relu").to(dtype)
+        x = torch.randn(64, 64).to(dtype)
+        plan = plan_for(copy.deepcopy(plain), x, autocast=False)
+        joined = loka.convert(copy.deepcopy(plain), plan)
+        backend = JointBackend()
+        expected = run(plain, x, autocast=False)
+        found = run(torch.compile(joined, backend=backend), x, autocast=False)
+        assert backend.count(region_gemm)
+        assert error(found[0], expected[0]) < 0.1
+        assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {dtype}
+
+
+def test_inference_in_three_ways() -> None:
+    plain = made("gated").eval()
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(plain).train(), x)
+    joined = loka.convert(copy.deepcopy(plain), plan).eval()
+    expected = plain(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        backend = JointBackend()
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            found = torch.compile(joined, backend=backend)(x)
+        assert backend.count(region_gemm) == 3
+        assert error(found.float(), expected) < 0.1
+    joined.requires_grad_(False)
+    backend = JointBackend()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(joined, backend=backend)(x)
+    assert backend.count(region_gemm) == 3
+
+
+def test_a_frozen_layer_gets_no_gradient_and_passes_one_on() -> None:
+    plain = made("relu")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(plain), x)
+    plain[2].weight.requires_grad_(False)
+    joined = loka.convert(copy.deepcopy(plain), plan)
+    backend = JointBackend()
+    expected, found = run(plain, x), run(torch.compile(joined, backend=backend), x)
+    assert joined[2].weight.grad is None
+    assert backend.count(region_gemm) == 8  # three layers of three, but for one grad_weight
+    assert error(found[1][0], expected[1][0]) < 0.4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_neither_hidden_nor_spread(bad: float) -> None:
+    plain = made("relu")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(plain), x)
+    joined = loka.convert(copy.deepcopy(plain), plan)
+    x[5, 3] = bad
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(joined, backend=JointBackend())(x)
+    assert y[5].isnan().all()
+    assert y[:5].isfinite().all()
+    assert y[6:].isfinite().all()
+    assert loka.health_of(joined)["0/output"]["bad_a"]
+    y.float().sum().backward()
+    assert joined[0].weight.grad.isnan().any()
+
+
+def test_zero_rows_huge_and_tiny_values() -> None:
+    joined = made("relu")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(joined), x)
+    plain = copy.deepcopy(joined)
+    loka.convert(joined, plan)
+    step = torch.compile(joined, backend=JointBackend())
+    x[7] = 0
+    x[8] *= 1e15
+    x[9] *= 1e-15
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found, expected = step(x).float(), plain(x).float()
+    for row in range(64):  # each row has a scale of its own, so none suffers from another
+        assert error(found[row], expected[row]) < 0.15

@@ -1,0 +1,218 @@
+"""The pass inside of Inductor: beside other passes, in caches and other processes; what `regions` tells."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from converted import error, fp8_sites, gradients, plan_for, run
+from small_models import made
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import loka
+from loka.compiler.install import install
+from loka.compiler.joint_pass import RegionPass
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    before = config.joint_custom_pre_pass
+    yield
+    config.joint_custom_pre_pass = before
+
+
+class Counting(CustomGraphPass):
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs += 1
+
+    def uuid(self) -> str:
+        return "counting"
+
+
+def test_a_training_step_by_inductor() -> None:
+    plain = made("gated")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(plain), x)
+    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    expected, by_site = run(plain, x), run(eager, x)
+    found = run(torch.compile(joined, fullgraph=True), x)
+    assert error(found[0], expected[0]) <= 1.3 * error(by_site[0], expected[0])
+    exact, one_by_one, together = (gradients(m) for m in (plain, eager, joined))
+    for name, truth in exact.items():
+        assert error(together[name], truth) <= 1.3 * error(one_by_one[name], truth) + 0.005
+    listed = loka.regions(joined)
+    assert listed.complete
+    assert [set(region) for region in listed.applied] == [{"gate", "up", "down"}]
+    counts = loka.health_of(joined)
+    assert all(
+        counts[f"{site}/{gemm}"]["runs"] == 1
+        for site in fp8_sites(plan)
+        for gemm in ("output", "grad_weight")
+    )
+
+
+def test_a_users_pass_stays_and_comes_first() -> None:
+    own = Counting()
+    config.joint_custom_pre_pass = own
+    model = made("relu")
+    x = torch.randn(64, 64)
+    loka.convert(model, plan_for(copy.deepcopy(model), x))
+    ours = config.joint_custom_pre_pass
+    assert isinstance(ours, RegionPass)
+    assert ours.uuid()[0] == "counting"
+    run(torch.compile(model), x)
+    assert own.graphs == 1
+    assert loka.regions(model).complete
+    install()
+    assert config.joint_custom_pre_pass is ours
+
+
+def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
+    seen = []
+    config.joint_custom_pre_pass = seen.append
+    install()
+    ours = config.joint_custom_pre_pass
+    assert isinstance(ours, RegionPass)
+    assert ours.uuid() is None
+    ours(torch.fx.Graph())
+    assert len(seen) == 1
+
+
+def test_switched_off_every_site_runs_by_itself() -> None:
+    model = made("relu")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(model), x)
+    loka.convert(model, plan, regions=False)
+    run(torch.compile(model), x)
+    listed = loka.regions(model)
+    assert not listed.applied
+    assert set(listed.apart) == fp8_sites(plan)
+    assert all("switched off" in reason for reason in listed.apart.values())
+    assert all(count["runs"] for count in loka.health_of(model).values())
+
+
+def test_a_graph_from_the_cache_is_joined_and_says_so() -> None:
+    plain = made("relu")
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(plain), x)
+    first, second = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    found = run(torch.compile(first), x)
+    torch._dynamo.reset()
+    counters.clear()
+    again = run(torch.compile(second), x)
+    assert sum(n for name, n in counters["inductor"].items() if name == "fxgraph_cache_hit") or counters[
+        "aot_autograd"
+    ].get("autograd_cache_hit")
+    assert torch.equal(found[0], again[0])
+    assert all(torch.equal(gradients(first)[n], g) for n, g in gradients(second).items())
+    assert loka.regions(second).complete
+    assert loka.regions(second).applied == loka.regions(first).applied
+
+
+_SECOND = """
+import copy, sys, torch, loka
+sys.path[:0] = [{tests!r}, {here!r}]
+from converted import plan_for, run
+from small_models import made
+from torch._dynamo.utils import counters
+model = made("relu")
+x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+loka.convert(model, plan_for(copy.deepcopy(model), x))
+y, _ = run(torch.compile(model), x)
+assert loka.regions(model).complete, str(loka.regions(model))
+hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"].get("autograd_cache_hit", 0)
+print(int(hits > 0), y.double().sum().item())
+"""
+
+
+def test_a_second_process(tmp_path: Path) -> None:
+    """It finds the graph in the cache on disk, computes the same, and knows the regions."""
+    here = Path(__file__).parent
+    script = _SECOND.format(tests=str(here.parent), here=str(here))
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared"),
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout.split())
+    assert told[1][0] == "1"
+    assert told[0][1] == told[1][1]
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        torch._dynamo.graph_break()
+        return self.third(x)
+
+
+def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
+    model = Broken()
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(model), x)
+    loka.convert(model, plan)
+    before = loka.regions(model)
+    assert set(before.apart) == {"first", "second", "third"}
+    assert all("has not run" in reason for reason in before.apart.values())
+    run(model, x)
+    assert all("eagerly" in reason for reason in loka.regions(model).apart.values())
+    counters.clear()
+    run(torch.compile(model), x)
+    listed = loka.regions(model)
+    assert [set(region) for region in listed.applied] == [{"first", "second"}, {"third"}]
+    assert listed.complete
+    assert "graph_break()" in listed.breaks[0]
+    assert f"graph break: {listed.breaks[0]}" in str(listed)
+
+
+def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
+    model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
+    whole = nn.Sequential(nn.Identity(), model)
+    x = torch.randn(64, 13)
+    loka.convert(model, plan_for(copy.deepcopy(model), x))
+    run(torch.compile(whole), x)
+    assert loka.regions(model).applied == (("2",),)
+    assert loka.regions(model).apart == {
+        "0": "in_features = 13 is no multiple of 16",
+        "4": "out_features = 1 is no multiple of 16",
+    }
+    assert set(loka.regions(whole).apart) == {"1.0", "1.4"}
+    assert all("multiple of 16" in reason for reason in loka.regions(whole).apart.values())
+
+
+def test_parts_compiled_by_themselves_and_within_each_other() -> None:
+    outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
+    x = torch.randn(64, 64)
+    plan = plan_for(copy.deepcopy(outer), x)
+    plain = copy.deepcopy(outer)
+    loka.convert(outer, plan)
+    outer[0].compile()
+    found = run(torch.compile(outer), x)
+    assert error(found[0], run(plain, x)[0]) < 0.2
+    assert loka.regions(outer).complete
+    assert len(loka.regions(outer).planned) == len(fp8_sites(plan))
