@@ -1,0 +1,77 @@
+"""The records of a run as a markdown table: python benchmarks/regions/table.py regions.jsonl"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from arms import BF16, LOKA, TORCHAO, WHOLE
+from records import Record, read
+
+_HEAD = (
+    "cell",
+    "bf16 whole, us",
+    "by block, us",
+    "LoKA, us",
+    "**LoKA over the best bf16**",
+    "best torchao",
+    "peak memory of a step",
+    "sites in FP8",
+    "error of the output",
+)
+
+
+def table(records: Iterable[Record]) -> str:
+    lines = [_row(_HEAD), _row(["---"] * len(_HEAD))]
+    notes = []
+    for record in records:
+        lines.append(_row(_cells(record)))
+        notes += [
+            f"- {record['cell']}, {arm}: {found['failure']}"
+            for arm, found in record["arms"].items()
+            if "failure" in found and found["failure"] != "torchao is not installed"
+        ]
+    return "\n".join([*lines, *(["", "Did not run:", *notes] if notes else [])])
+
+
+def _cells(record: Record) -> list[str]:
+    arms = record["arms"]
+    plan = record.get("plan") or {}
+    speedup, best = record.get("speedup"), record.get("best_bf16")
+    over = "-"
+    if speedup:
+        value, low, high = speedup
+        over = f"**{value:.3f}x**" + (f" [{low:.3f}, {high:.3f}]" if low is not None else "")
+    torchao = [(record["us"][best] / record["us"][arm], arm) for arm in TORCHAO if arm in record["us"]]
+    fastest = max(torchao, default=None)
+    output = arms.get(LOKA, {}).get("errors", {}).get("output")
+    return [
+        record["cell"],
+        *(_microseconds(record, arm) for arm in (*BF16, LOKA)),
+        over,
+        f"{fastest[0]:.3f}x {fastest[1].removeprefix('torchao_')}" if fastest else "-",
+        _memory(arms),
+        f"{plan['fp8']} of {plan['sites']}" if plan else "-",
+        f"{output:.2%}" if isinstance(output, float) else str(output or "-"),
+    ]
+
+
+def _microseconds(record: Record, arm: str) -> str:
+    return f"{record['us'][arm]:.1f}" if arm in record["us"] else "-"
+
+
+def _memory(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    """LoKA's over that of the whole compiled bf16 model, both beyond what lies there before a step."""
+    ours, theirs = (arms.get(arm, {}).get("memory") for arm in (LOKA, WHOLE))
+    return f"{ours['step'] / theirs['step']:.2f}" if ours and theirs and theirs["step"] else "-"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(table(read(Path(name)).values()))
