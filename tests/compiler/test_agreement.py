@@ -11,9 +11,11 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from converted import error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import MODELS, made
+from torch import nn
 
 import loka
 from loka.compiler.gemm_op import region_gemm
@@ -145,3 +147,38 @@ def test_zero_rows_huge_and_tiny_values() -> None:
         found, expected = step(x).float(), plain(x).float()
     for row in range(64):  # each row has a scale of its own, so none suffers from another
         assert error(found[row], expected[row]) < 0.15
+
+
+class Masked(nn.Module):
+    """Dropout's mask, and one of integers, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(torch.relu(self.first(x)), 0.5)
+        return self.second(torch.where(ids == 0, 0.0, x))
+
+
+def test_masks_are_read_as_masks() -> None:
+    """Programs read neither random numbers nor integers; what is masked gets no gradient."""
+    torch.manual_seed(0)
+    model = Masked()
+    x, ids = torch.randn(64, 64), torch.randint(0, 2, (64, 64))
+    plan = plan_for(copy.deepcopy(model), x, ids)
+    loka.convert(model, plan)
+    backend = JointBackend()
+    y, (grad, _) = run(torch.compile(model, backend=backend), x, ids)
+    assert loka.regions(model).complete
+    edges = [node for graph in backend.graphs for node in graph.nodes if node.target is edge]
+    dtypes = {leaf.meta["val"].dtype for node in edges for leaf in node.args[0]}
+    assert torch.bool in dtypes
+    assert not dtypes & {torch.int64, torch.float64}
+    assert y.isfinite().all()
+    assert grad is not None
+    assert grad.isfinite().all()
+    model.zero_grad()
+    everything_masked, _ = run(torch.compile(model, backend=JointBackend()), x, torch.zeros_like(ids))
+    assert torch.equal(everything_masked, model.second.bias.to(torch.bfloat16).float().expand(64, 32))
+    assert not gradients(model)["first.weight"].any()

@@ -3,7 +3,7 @@
 A node is part of a program where a program can compute it and nothing speaks for reading it instead. It is
 read, a leaf, where
 
-* no step of a program computes it, or its shape is none of the kinds of a program;
+* no step of a program computes it, or its shape or dtype is none of a program's;
 * backward reads it, and forward made it from more than one matrix: reading it is cheaper than reading those,
   and backward keeps it instead of them;
 * something else needs it in memory anyway, and it takes more than one matrix to compute; but the value that a
@@ -31,6 +31,9 @@ from loka.compiler.nodes import above, args_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
+_READ = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool
+)  # fmt: skip
 SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 _BACKWARD = "loka_backward"  # in the meta of a node
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
@@ -54,7 +57,7 @@ class Matrix:
     def kind(self, node: Node) -> Kind | None:
         """By the shape of its value; None for what has no place beside this matrix."""
         val = node.meta.get("val")
-        if not isinstance(val, torch.Tensor) or val.dtype.is_complex:
+        if not isinstance(val, torch.Tensor) or val.dtype not in _READ:
             return None
         shape = tuple(val.shape)
         if _same(math.prod(shape), self.rows * self.features) and shape and self.block_of(shape):
@@ -197,6 +200,8 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
     if not is_pointwise(node):
         return False
     read = [a for a in operands(node) if isinstance(a, Node)]
+    if any("rand" in str(a.target) for a in read):
+        return False  # a mask is read as one byte, not as the random numbers that it was made of
     kinds = [matrix.kind(a) for a in read]
     if None in kinds or not read:
         return not read
