@@ -106,6 +106,7 @@ def test_switched_off_every_site_runs_by_itself() -> None:
     assert all(count["runs"] for count in loka.health_of(model).values())
 
 
+@pytest.mark.slow  # a second process finds it in the cache in every run of the tests
 def test_a_graph_from_the_cache_is_joined_and_says_so() -> None:
     plain = made("relu")
     x = torch.randn(64, 64)

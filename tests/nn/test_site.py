@@ -152,8 +152,8 @@ def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
     # Not test_schema: the ops write their counters unseen, on purpose (nn/site_ops.py).
     checks = {"test_utils": ("test_faketensor",)}
     kept = (names[2] != "hp", names[1] != "hp")
-    torch.library.opcheck(site_forward, (x, weight, health, "it", *names, *kept), **checks)
-    _, low_x, x_scale, low_weight, weight_scale = site_forward(x, weight, health, "it", *names, *kept)
+    torch.library.opcheck(site_forward, (x, weight, health, "it", *names, *kept, False), **checks)
+    _, low_x, x_scale, low_weight, weight_scale = site_forward(x, weight, health, "it", *names, *kept, False)
     operands = (
         low_x if x_scale.numel() else x,
         x_scale,
