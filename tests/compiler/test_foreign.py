@@ -8,6 +8,7 @@ from converted import JOINED, error
 from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
 from joint import JointBackend
+from sweeps import sweep
 from torch import nn
 
 import loka
@@ -23,11 +24,17 @@ FAMILIES = (
 )  # fmt: skip
 
 
+ALWAYS = (
+    "batchnorm_tower", "used_twice", "encoder_norm_first", "lora_modules", "fuxictr_dcnv2_stacked",
+    "checkpoint_modules", "torchrec_dlrm_dcn",
+)  # fmt: skip
+
+
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sweep(FAMILIES, ALWAYS))
 def test_planned_and_joined_agree(name: str) -> None:
     foreign = FOREIGN[name]
     foreign.skip_without_libraries()

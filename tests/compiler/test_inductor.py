@@ -44,6 +44,7 @@ class Counting(CustomGraphPass):
         return "counting"
 
 
+@pytest.mark.slow  # test_a_second_process trains by Inductor in every run of the tests
 def test_a_training_step_by_inductor() -> None:
     plain = made("gated")
     x = torch.randn(64, 64)

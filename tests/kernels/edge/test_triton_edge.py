@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton", reason="needs triton (its interpreter on 
 fused = pytest.importorskip("loka.kernels.triton.edge")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-ROWS, FEATURES = [1, 31, 33, 64, 100], [16, 24, 64, 600]
+ROWS, FEATURES = [1, 33, 100], [16, 24, 600]
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
