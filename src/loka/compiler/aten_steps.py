@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from loka.compiler.nodes import args_of
+from loka.compiler.nodes import args_of, is_tensor, value_of
 from loka.kernels.edge.program import Step
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# What changes a tensor's shape, dtype or place alone; float32 stands for every float dtype inside a program.
-PASSED_ON = {
+# What changes a tensor's shape, dtype or place alone.
+_PASSED_ON = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.alias.default, aten.clone.default,
     aten.detach.default, prims.convert_element_type.default, aten._to_copy.default, aten.contiguous.default,
@@ -34,18 +34,32 @@ _SAME = {
     aten.eq.Scalar: "eq", aten.eq.Tensor: "eq", aten.ne.Scalar: "ne", aten.ne.Tensor: "ne",
     aten.logical_and.default: "and", aten.logical_or.default: "or", aten.logical_not.default: "not",
 }  # fmt: skip
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "square"}
 
 Value = int | float
 """A place in a program, or a constant."""
 
 
+def passes_on(node: Node) -> bool:
+    """Whether it keeps every value: float32 stands for every float dtype inside a program.
+
+    A cast to bool, to integers or to eight bits makes other values, and one from another device is no view.
+    """
+    if node.op != "call_function" or node.target not in _PASSED_ON:
+        return False
+    if not is_tensor(node) or not is_tensor(args_of(node)[0]):
+        return False
+    read, made = value_of(args_of(node)[0]), value_of(node)
+    return read.device == made.device and made.dtype in (read.dtype, *_FLOATS) and not read.dtype.is_complex
+
+
 def is_pointwise(node: Node) -> bool:
     """Whether a program can compute it from values of the same places."""
     if node.op != "call_function":
         return False
-    if node.target in PASSED_ON:
-        return not node.meta["val"].dtype.is_complex
+    if node.target in _PASSED_ON:
+        return passes_on(node)
     if node.target is aten.pow.Tensor_Scalar:
         return float(args_of(node)[1]) in (*_POWERS, 3.0, 4.0)
     if node.target in (aten.scalar_tensor.default, aten.full.default):
@@ -67,7 +81,7 @@ def is_pointwise(node: Node) -> bool:
 
 def operands(node: Node) -> list[Node | float]:
     """What a pointwise node computes from, in the order of its step."""
-    if node.target in PASSED_ON or node.target is aten.pow.Tensor_Scalar:
+    if node.target in _PASSED_ON or node.target is aten.pow.Tensor_Scalar:
         return [args_of(node)[0]]
     if node.target is aten.scalar_tensor.default:
         return [float(args_of(node)[0])]
@@ -79,7 +93,7 @@ def operands(node: Node) -> list[Node | float]:
 def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Value:
     """The value of a pointwise node from those of its operands; `push` appends a step and gives its place."""
     target: Any = node.target
-    if target in PASSED_ON or target in (aten.scalar_tensor.default, aten.full.default):
+    if target in _PASSED_ON or target in (aten.scalar_tensor.default, aten.full.default):
         return values[0]
     if target is aten.pow.Tensor_Scalar:
         power = float(args_of(node)[1])

@@ -18,9 +18,7 @@ from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.compiler.nodes import above, args_of
 from loka.compiler.writer import Writer, written
-from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
-from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -89,22 +87,27 @@ def lower_backward(
 
 
 def _edges(graph: Graph, trained: list[JointSite], low: dict[Node, Low]) -> dict[Node, Edge]:
-    sums = [node for node in graph.nodes if node.target is aten.sum.dim_IntList]
+    # A sum that a gradient is computed from, as BatchNorm's, cannot come out of the edge of that gradient.
+    before = above(*(site.grad_output for site in trained))
+    sums = [n for n in graph.nodes if n.target is aten.sum.dim_IntList and n not in before]
     taken: set[Node] = set()
     found: dict[Node, Edge] = {}
     for site in trained:
         matrix = Matrix(rows=site.rows, features=site.outputs)
-        before = above(site.grad_output)  # a sum that it is computed from cannot come out of its edge
-        free = [total for total in sums if total not in taken and total not in before]
+        free = [total for total in sums if total not in taken]
         mine = {total: inner for total in free if (inner := column_sum(total, matrix)) is not None}
         assert site.backward is not None
         cone = cone_of(site.grad_output, matrix, low, _only_summed(set(mine)) | {site.backward})
-        kept = {}
+        kept: dict[Node, Node] = {}
         for total, inner in mine.items():
             wider = extended(cone, inner, tied=True)
-            if wider is not None:
-                cone = wider
-                kept[total] = inner
+            if wider is None:
+                continue
+            read = {*wider.leaves, *above(*wider.leaves)}
+            if read & {site.backward, total, *kept, *cone.given}:
+                continue  # the edge would read what is computed from what it gives
+            cone = wider
+            kept[total] = inner
         taken |= set(kept)
         found[site.node] = Edge(site=site, root=site.grad_output, cone=cone, sums=kept)
     return found
@@ -150,15 +153,12 @@ def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
     turned = None
     if turns is not None:
         turned = writer.place(turns.x) if mine.recomputed else _scaled(writer, low[turns.x])
-    given = mine.cone.given
     return writer, writer.program(
         gradient=gradient,
         row=site.wants_input,
         column=site.wants_weight,
         turned=turned,
         sums=tuple(writer.place(inner) for inner in mine.sums.values()),
-        values=tuple(writer.place(node) for node in given),
-        value_dtypes=tuple(dtype_name(node.meta["val"].dtype) for node in given),
     )
 
 
@@ -171,22 +171,20 @@ def _emit_edge(
 ) -> None:
     site, turns, (writer, program) = mine.site, mine.turns, text
     theirs = edges[turns.node].outputs if turns is not None else {}
-    mine.outputs = _run(emitter, site, writer, program, low[site.x].scale, theirs)
+    scale = low[site.x].scale
+    mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for place, total in enumerate(mine.sums):
         val = total.meta["val"]
         value = emitter.call(aten.view.default, mine.outputs[f"sum{place}"], list(val.shape))
         value = emitter.call(prims.convert_element_type.default, value, val.dtype)
         emitter.replace(total, value)
-    for place, node in enumerate(mine.cone.given):
-        sides = [emitter.side(side) for side in node.meta["val"].shape]
-        emitter.replace(node, emitter.call(aten.view.default, mine.outputs[f"value{place}"], sides))
 
 
 def _turn(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:
     """(r x)8^T of a site by a kernel of its own."""
     writer = written(Matrix(rows=site.rows, features=site.inputs), _kinds(own))
     program = writer.program(turned=_scaled(writer, own))
-    return _run(emitter, site, writer, program, None, mine.outputs)
+    return writer.run(emitter, program, site.rows, unit=mine.outputs["r"], tops=mine.outputs["tops"])
 
 
 def _kinds(low: Low) -> dict[Node, Kind]:
@@ -195,17 +193,3 @@ def _kinds(low: Low) -> dict[Node, Kind]:
 
 def _scaled(writer: Writer, low: Low) -> int:
     return writer.push(Step("mul", (writer.place(low.data), writer.place(low.scale))))
-
-
-def _run(
-    emitter: Emitter,
-    site: JointSite,
-    writer: Writer,
-    program: Program,
-    input_scale: Node | None,
-    theirs: dict[str, Node],
-) -> dict[str, Node]:
-    leaves = [emitter.now(leaf) for leaf in writer.leaves]
-    rows = emitter.side(site.rows)
-    op = emitter.call(edge, leaves, rows, input_scale, theirs.get("r"), theirs.get("tops"), program.to_text())
-    return {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}

@@ -26,8 +26,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from loka.compiler.aten_steps import PASSED_ON, is_pointwise, operands
-from loka.compiler.nodes import above, args_of
+from loka.compiler.aten_steps import is_pointwise, operands, passes_on
+from loka.compiler.nodes import above, args_of, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
@@ -99,9 +99,8 @@ class Cone:
     inside: set[Node] = field(default_factory=set)
     leaves: dict[Node, Kind] = field(default_factory=dict)
     low_leaves: dict[Node, Node] = field(default_factory=dict)  # comparisons -> FP8 data read instead
-    given: list[Node] = field(
-        default_factory=list
-    )  # inside, and read by others, who get them from the program
+    # Inside, and read by others, who get them from the program.
+    given: list[Node] = field(default_factory=list)
 
     @property
     def matrices(self) -> set[Node]:
@@ -122,7 +121,7 @@ def cone_of(
         cone = _grow(root, matrix, low, cut, forward=forward)
         if forward:
             cone.given = sorted(n for n in cone.inside if _is_given(n, cone, absorbed))
-            first = {n for leaf in cone.leaves for n in above(leaf)}
+            first = above(*cone.leaves) if cone.given else set()
             more = {n for n in cone.given if n in first}  # a leaf is computed from it
             if not more:
                 return cone
@@ -139,7 +138,7 @@ def cone_of(
 def _as_it_is(root: Node) -> list[Node]:
     """The root, and what it is a view or a cast of."""
     found = [root]
-    while found[-1].target in PASSED_ON:
+    while passes_on(found[-1]):
         found.append(args_of(found[-1])[0])
     return found
 
@@ -167,7 +166,7 @@ def _grow(
             cone.low_leaves[node] = data
             continue
         waiting += [a for a in computed_from(node) if isinstance(a, Node)]
-    if len(blocks) > 1:
+    if len(blocks) > 1 or not cone.matrices:  # nothing of what it would read is as large as what it makes
         return Cone(matrix=matrix, low=low, leaves={root: Kind.FULL})
     return cone
 
@@ -205,7 +204,9 @@ def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
     kinds = [matrix.kind(a) for a in read]
     if None in kinds or not read:
         return not read
-    if node.target in PASSED_ON:
+    if any(value_of(a).device != value_of(node).device for a in read):
+        return False  # a number on the CPU; kernels read the GPU's memory alone
+    if passes_on(node):
         # A view must keep every value in its row and column.
         return kinds[0] is matrix.kind(node) or node.target is aten.expand.default
     return True
@@ -254,7 +255,7 @@ def column_sum(node: Node, matrix: Matrix) -> Node | None:
     if not isinstance(inner, Node) or matrix.kind(inner) is not Kind.FULL:
         return None
     shape = inner.meta["val"].shape
-    dims = sorted(d % len(shape) for d in args_of(node)[1])
+    dims = sorted(d % len(shape) for d in args_of(node)[1] or range(len(shape)))
     if dims == list(range(len(shape) - 1)) and _same(shape[-1], matrix.features):
         return inner
     return None
@@ -268,7 +269,7 @@ def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
     while isinstance(node, Node):
         if node in low:
             return low[node].data
-        if node.target not in PASSED_ON:
+        if not passes_on(node):
             return None
         node = args_of(node)[0]
     return None
@@ -287,7 +288,7 @@ def _is_given(node: Node, cone: Cone, absorbed: set[Node]) -> bool:
 def _better_read(node: Node, cone: Cone, absorbed: set[Node]) -> bool:
     if cone.matrix.kind(node) is not Kind.FULL or node.meta["val"].dtype == torch.bool:
         return False
-    if node.target in PASSED_ON:
+    if passes_on(node):
         return False  # its operand is asked
     needed = _matrices_above(node, cone)
     if len(needed) <= 1:
@@ -303,7 +304,7 @@ def readers(node: Node) -> set[Node]:
     waiting = list(node.users)
     while waiting:
         user = waiting.pop()
-        if user.target in PASSED_ON:
+        if passes_on(user):
             waiting += list(user.users)
         else:
             found.add(user)

@@ -25,10 +25,7 @@ from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.notes import record_text
 from loka.compiler.writer import Writer
-from loka.core.problem import dtype_name
 from loka.core.recipe import Gemm
-from loka.kernels.edge.op import edge
-from loka.kernels.edge.program import Kind
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.fp8_weights import fp8_weights
 
@@ -40,25 +37,22 @@ def join_sites(graph: Graph) -> dict[str, str]:
     sites, apart = sites_in(graph)
     if not sites:
         return apart
-    mark_backward(graph)
     emitter = Emitter(graph)
-    low: dict[Node, Low] = {}
+    first: dict[Node, Low] = {}  # by the input as it was found
     for site in sites:
-        x = emitter.now(site.x)  # an edge before may have given it
-        if x not in low:
+        if site.x not in first:
             with emitter.like(site.node):
-                low[x] = _quantize_input(emitter, replace(site, x=x), sites)
-    sites = [replace(site, x=emitter.now(site.x)) for site in sites]
-    low = {emitter.now(x): own for x, own in low.items()}
+                # An edge before may have given it.
+                first[site.x] = _quantize_input(emitter, replace(site, x=emitter.now(site.x)), sites)
     weights = _quantize_weights(emitter, sites)
     for site in sites:
-        own, weight = low[site.x], weights[site.node]
+        own, weight = first[site.x], weights[site.node]
         with emitter.like(site.node):
             y = emit_gemm(emitter, site, Gemm.OUTPUT, own.data, own.scale, weight.row, weight.scale)
         emitter.replace(site.y, y)
-    # The input of a site may be the very output of another one, which is another node now.
+    # An input may have been given by an edge, or be the very output of another site: another node now.
+    low = {emitter.now(x): own for x, own in first.items()}
     sites = [replace(site, x=emitter.now(site.x)) for site in sites]
-    low = {emitter.now(x): own for x, own in low.items()}
     regions = connected(emitter, sites)
     mark_backward(graph)
     scales, last = lower_backward(emitter, sites, low, weights)
@@ -72,27 +66,11 @@ def _quantize_input(emitter: Emitter, site: JointSite, sites: list[JointSite]) -
     """x [T, K] of a site, and of those that read it too, in FP8 under a scale of each row."""
     readers = {each.node for each in sites if emitter.now(each.x) is site.x}
     cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, readers, forward=True)
-    if not cone.inside or not cone.matrices:
+    if not cone.inside:
         return _cast(emitter, site.x)
     writer = Writer(cone, {})
-    gradient = writer.place(site.x)
-    kinds = {node: cone.matrix.kind(node) for node in cone.given}
-    dtypes = [torch.float32 if kinds[n] is not Kind.FULL else n.meta["val"].dtype for n in cone.given]
-    program = writer.program(
-        gradient=gradient,
-        row=True,
-        values=tuple(writer.place(node) for node in cone.given),
-        value_dtypes=tuple(map(dtype_name, dtypes)),
-    )
-    op = emitter.call(edge, writer.leaves, emitter.side(site.rows), None, None, None, program.to_text())
-    outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
-    for place, node in enumerate(cone.given):
-        val, value = node.meta["val"], outputs[f"value{place}"]
-        if tuple(value.meta["val"].shape) != tuple(val.shape):
-            value = emitter.call(aten.view.default, value, [emitter.side(each) for each in val.shape])
-        if value.meta["val"].dtype != val.dtype:
-            value = emitter.call(prims.convert_element_type.default, value, val.dtype)
-        emitter.replace(node, value)
+    program = writer.program(gradient=writer.place(site.x), row=True)
+    outputs = writer.run(emitter, program, site.rows)
     return Low(data=outputs["row"], scale=outputs["r"])
 
 

@@ -19,10 +19,14 @@ def value_of(node: Node) -> torch.Tensor:
     return value
 
 
-def above(node: Node) -> set[Node]:
-    """What it is computed from, by whatever way."""
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def above(*nodes: Node) -> set[Node]:
+    """What they are computed from, by whatever way."""
     found: set[Node] = set()
-    waiting = list(node.all_input_nodes)
+    waiting = [read for node in nodes for read in node.all_input_nodes]
     while waiting:
         current = waiting.pop()
         if current not in found:

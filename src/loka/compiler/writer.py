@@ -1,4 +1,4 @@
-"""Writing a program down from the nodes of a cone."""
+"""Writing a program down from the nodes of a cone, and the op that runs it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from loka.compiler.cones import (
     variance_along,
     variance_of,
 )
-from loka.compiler.nodes import args_of
+from loka.compiler.emit import Emitter
+from loka.compiler.nodes import args_of, value_of
+from loka.core.problem import dtype_name
+from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step
+
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Writer:
@@ -68,7 +73,7 @@ class Writer:
         if node.target in SUMS:
             found = reduction_of(node, self.cone.matrix)
             assert found is not None
-            mean = node.target is torch.ops.aten.mean.dim
+            mean = node.target is aten.mean.dim
             return self._reduced(self._values[args_of(node)[0]], *found, mean=mean)
         if (made := variance_of(node)) is not None:
             found = variance_along(made, self.cone.matrix)
@@ -95,9 +100,10 @@ class Writer:
         column: bool = False,
         turned: int | None = None,
         sums: tuple[int, ...] = (),
-        values: tuple[int, ...] = (),
-        value_dtypes: tuple[str, ...] = (),
     ) -> Program:
+        """Of what has been written, with the values that the cone gives to others."""
+        given = self.cone.given
+        values = tuple(map(self.place, given))
         return Program(
             features=self.cone.matrix.features,
             block=self._blocks(),
@@ -109,8 +115,33 @@ class Writer:
             turned=turned,
             sums=sums,
             values=values,
-            value_dtypes=value_dtypes,
+            value_dtypes=tuple(dtype_name(self._given_dtype(node)) for node in given),
         )
+
+    def run(
+        self,
+        emitter: Emitter,
+        program: Program,
+        rows: int | torch.SymInt,
+        input_scale: Node | None = None,
+        unit: Node | None = None,
+        tops: Node | None = None,
+    ) -> dict[str, Node]:
+        """Emits the op, hands what the cone gives to those who read it; gives back all outputs by name."""
+        leaves, side = [emitter.now(leaf) for leaf in self.leaves], emitter.side(rows)
+        op = emitter.call(edge, leaves, side, input_scale, unit, tops, program.to_text())
+        outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
+        for place, node in enumerate(self.cone.given):
+            like, value = value_of(node), outputs[f"value{place}"]
+            if value_of(value).shape != like.shape:
+                value = emitter.call(aten.view.default, value, [emitter.side(each) for each in like.shape])
+            if value_of(value).dtype != like.dtype:
+                value = emitter.call(prims.convert_element_type.default, value, like.dtype)
+            emitter.replace(node, value)
+        return outputs
+
+    def _given_dtype(self, node: Node) -> torch.dtype:
+        return value_of(node).dtype if self.cone.matrix.kind(node) is Kind.FULL else torch.float32
 
     def _blocks(self) -> int:
         """The block of leaves where no step says it."""

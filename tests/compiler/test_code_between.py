@@ -1,0 +1,124 @@
+"""Code between sites that a program must not take for something else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from converted import error, gradients, plan_for, run
+from joint import JointBackend
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+import loka
+from loka.compiler.cones import Matrix, cone_of
+from loka.kernels.edge.op import edge
+from loka.kernels.edge.program import Kind
+
+aten = torch.ops.aten
+
+
+class Between(nn.Module):
+    """Two layers of 64 features, and `code` between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.code(self.first(x)))
+        return y
+
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class CastToBool(Between):
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.relu(h).bool() * 2.0 + h
+
+
+class CastToEightBits(Between):
+    """A quantizer of the user's own: near 100 two e4m3 numbers are 8 apart."""
+
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        coarse = (h.detach().float() * 8 + 100).to(torch.float8_e4m3fn).float()
+        return (coarse - 100) / 8 + h
+
+
+class CastToIntegers(Between):
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        return (h.detach() * 4).to(torch.int32).to(h.dtype) + h
+
+
+class AddedWithItsOwnGradient(torch.autograd.Function):
+    """x [T, N] + p [N], where p's gradient is a sum over rows of a product with another such sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return x + p
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, (grad * grad.sum(0)).sum(0)
+
+
+class SumOfSums(Between):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(64))
+
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(AddedWithItsOwnGradient.apply(h, self.shift))
+
+
+class SummedUp(Between):
+    """Backward begins inside of the graph, with one number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).float().sum() / 8
+
+    def code(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.relu(h)
+
+
+@pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp])
+def test_joined_computes_what_the_model_says(model: type[Between]) -> None:
+    """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
+    another model: errors of 0.3 and more."""
+    torch.manual_seed(0)
+    plain = model()
+    x = torch.randn(100, 64)
+    plan = plan_for(copy.deepcopy(plain), x)
+    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    backend = JointBackend()
+    exact, by_site = run(plain, x), run(eager, x)
+    found = run(torch.compile(joined, backend=backend, fullgraph=True), x)
+    assert loka.regions(joined).complete
+    assert backend.count(edge)
+    truth, theirs, ours = (gradients(each) for each in (plain, eager, joined))
+    triples = [(found[0], by_site[0], exact[0]), *((ours[n], theirs[n], truth[n]) for n in truth)]
+    for mine, other, right in triples:
+        assert error(mine, right) <= 1.3 * error(other, right) + 0.02
+
+
+def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu() -> None:
+    graph = Graph()
+    with FakeTensorMode():
+        values = torch.empty(32, 64, device="cuda"), torch.empty(())
+    nodes = [graph.placeholder(name) for name in ("z", "factor")]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    scaled = graph.call_function(aten.mul.Tensor, tuple(nodes))
+    moved = graph.call_function(aten._to_copy.default, (nodes[1],), {"device": torch.device("cuda")})
+    shifted = graph.call_function(aten.add.Tensor, (scaled, moved))
+    for node in (scaled, shifted):
+        node.meta["val"] = values[0]
+    with FakeTensorMode():
+        moved.meta["val"] = torch.empty((), device="cuda")
+    cone = cone_of(shifted, Matrix(rows=32, features=64), {}, set())
+    assert cone.inside == {shifted}
+    assert cone.leaves == {scaled: Kind.FULL, moved: Kind.SCALAR}
