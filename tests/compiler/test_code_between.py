@@ -16,7 +16,7 @@ from torch.fx import Graph
 import loka
 from loka.compiler.cones import Matrix, cone_of
 from loka.kernels.edge.op import edge
-from loka.kernels.edge.program import Kind
+from loka.kernels.edge.program import Kind, program_of
 
 aten = torch.ops.aten
 
@@ -122,3 +122,36 @@ def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu() -> None:
     cone = cone_of(shifted, Matrix(rows=32, features=64), {}, set())
     assert cone.inside == {shifted}
     assert cone.leaves == {scaled: Kind.FULL, moved: Kind.SCALAR}
+
+
+class Cross(nn.Module):
+    """Cross layers with biases of their own: under autocast what they add up is float32."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
+        self.biases = nn.ParameterList(torch.zeros(64) for _ in range(layers))
+
+    def forward(self, x0: torch.Tensor) -> torch.Tensor:
+        x = x0
+        for layer, bias in zip(self.layers, self.biases, strict=True):
+            x = x0 * (layer(x) + bias) + x
+        return x
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layers: int) -> None:
+    """A float32 matrix, written and read, is as many bytes as four of bfloat16."""
+    plain = Cross(layers)
+    x = torch.randn(48, 64).bfloat16()
+    plan = plan_for(copy.deepcopy(plain), x)
+    joined = loka.convert(copy.deepcopy(plain), plan)
+    backend = JointBackend()
+    found, expected = run(torch.compile(joined, backend=backend), x), run(plain, x)
+    assert error(found[0], expected[0]) < 0.1
+    forward = backend.graphs[0]
+    edges = [program_of(node.args[5]) for node in forward.nodes if node.target is edge]  # type: ignore[arg-type]
+    given = [place for place, program in enumerate(edges) if program.values]
+    # Of x1, x2, ...: x4 is made of x0 and four others, x6 of x0, x4 and two others.
+    assert given == ([] if layers == 3 else [3, 5])
+    assert all(program.leaves.count(Kind.FULL) <= 5 for program in edges)

@@ -92,7 +92,7 @@ def _edges(graph: Graph, trained: list[JointSite], low: dict[Node, Low]) -> dict
     sums = [n for n in graph.nodes if n.target is aten.sum.dim_IntList and n not in before]
     taken: set[Node] = set()
     found: dict[Node, Edge] = {}
-    for site in trained:
+    for site in reversed(trained):  # a gradient reads more matrices the further it has come
         matrix = Matrix(rows=site.rows, features=site.outputs)
         free = [total for total in sums if total not in taken]
         mine = {total: inner for total in free if (inner := column_sum(total, matrix)) is not None}

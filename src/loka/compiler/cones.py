@@ -6,8 +6,9 @@ read, a leaf, where
 * no step of a program computes it, or its shape or dtype is none of a program's;
 * backward reads it, and forward made it from more than one matrix: reading it is cheaper than reading those,
   and backward keeps it instead of them;
-* something else needs it in memory anyway, and it takes more than one matrix to compute; but the value that a
-  program is about is computed, and given to who else reads it;
+* something else needs it in memory, and it takes more than one matrix to compute; but the value that a
+  program is about is computed, and given to who else reads it. Nobody needs it in memory where all its
+  readers can compute it anew from fewer bytes than it takes to write and read it (`_cheaper_anew`);
 * backward reads it, and it is a statistic (a number a row or block) of forward: those are small and known.
 
 An input of a joined site that is compared with zero is read in FP8: rounding keeps its sign, so ReLU needs
@@ -128,7 +129,7 @@ def cone_of(
             cut.add(max(more))
             continue
         own = _as_it_is(root)
-        more = {n for n in cone.inside if n not in own and _better_read(n, cone, absorbed)}
+        more = {n for n in cone.inside if n not in own and _better_read(n, root, cone, absorbed)}
         if not more:
             cone.given = [n for n in own if n in cone.inside and _is_given(n, cone, absorbed)]
             return cone
@@ -282,10 +283,16 @@ def _is_given(node: Node, cone: Cone, absorbed: set[Node]) -> bool:
     if all(user in cone.inside or user in absorbed for user in node.users):
         return False
     kind = cone.matrix.kind(node)
-    return kind in (Kind.COLUMN, Kind.BLOCK) or (kind is Kind.FULL and len(_matrices_above(node, cone)) > 1)
+    if kind is not Kind.FULL:
+        return kind in (Kind.COLUMN, Kind.BLOCK)
+    needed = _matrices_above(node, cone)
+    if len(needed) <= 1:
+        return False
+    others = {user for user in readers(node) if user not in cone.inside and user not in absorbed}
+    return not _cheaper_anew(node, {user: needed - _beside(user, node) for user in others}, others)
 
 
-def _better_read(node: Node, cone: Cone, absorbed: set[Node]) -> bool:
+def _better_read(node: Node, root: Node, cone: Cone, absorbed: set[Node]) -> bool:
     if cone.matrix.kind(node) is not Kind.FULL or node.meta["val"].dtype == torch.bool:
         return False
     if passes_on(node):
@@ -295,7 +302,42 @@ def _better_read(node: Node, cone: Cone, absorbed: set[Node]) -> bool:
         return False
     if not in_backward(node):
         return True
-    return any(user not in cone.inside and user not in absorbed for user in readers(node))
+    others = {user for user in readers(node) if user not in cone.inside and user not in absorbed}
+    return bool(others) and not _cheaper_anew(
+        node, {node: needed - _matrices_above(root, cone, node)}, others
+    )
+
+
+def _cheaper_anew(node: Node, more: Mapping[Node, set[Node]], others: set[Node]) -> bool:
+    """Whether each of `more` does better to read its further matrices and to compute `node` from them.
+
+    Else `node` is written once, and read by each. `others` read it besides: they can do the same where they
+    are pointwise code of the same half of the graph; what forward keeps for backward has to be written.
+    """
+    if any(not is_pointwise(user) or in_backward(user) != in_backward(node) for user in others):
+        return False
+    anew = sum(_bytes(matrix) for further in more.values() for matrix in further)
+    return anew < (1 + len(more)) * _bytes(node)
+
+
+def _bytes(node: Node) -> int:
+    return value_of(node).dtype.itemsize  # full values have one number of elements
+
+
+def _beside(user: Node, node: Node) -> set[Node]:
+    """What code above the other operands of `user` reads."""
+    found: set[Node] = set()
+    waiting, seen = [user], {node}
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if is_pointwise(current):
+            waiting += [a for a in operands(current) if isinstance(a, Node)]
+        else:
+            found.add(current)
+    return found
 
 
 def readers(node: Node) -> set[Node]:
@@ -311,9 +353,10 @@ def readers(node: Node) -> set[Node]:
     return found
 
 
-def _matrices_above(node: Node, cone: Cone) -> set[Node]:
+def _matrices_above(node: Node, cone: Cone, without: Node | None = None) -> set[Node]:
+    """The matrices that `node` is computed from, but for those of the value `without` alone."""
     found: set[Node] = set()
-    waiting, seen = [node], set()
+    waiting, seen = [node], {without}
     while waiting:
         current = waiting.pop()
         if current in seen:

@@ -37,6 +37,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     sites, apart = sites_in(graph)
     if not sites:
         return apart
+    mark_backward(graph)
     emitter = Emitter(graph)
     first: dict[Node, Low] = {}  # by the input as it was found
     for site in sites:
@@ -54,7 +55,6 @@ def join_sites(graph: Graph) -> dict[str, str]:
     low = {emitter.now(x): own for x, own in first.items()}
     sites = [replace(site, x=emitter.now(site.x)) for site in sites]
     regions = connected(emitter, sites)
-    mark_backward(graph)
     scales, last = lower_backward(emitter, sites, low, weights)
     mark_runs(emitter, sites, low, weights, scales, last, record_text(regions, apart))
     ordered(graph)
@@ -64,8 +64,8 @@ def join_sites(graph: Graph) -> dict[str, str]:
 
 def _quantize_input(emitter: Emitter, site: JointSite, sites: list[JointSite]) -> Low:
     """x [T, K] of a site, and of those that read it too, in FP8 under a scale of each row."""
-    readers = {each.node for each in sites if emitter.now(each.x) is site.x}
-    cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, readers, forward=True)
+    joined = {each.node for each in sites}  # each input of theirs has such an edge
+    cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, joined, forward=True)
     if not cone.inside:
         return _cast(emitter, site.x)
     writer = Writer(cone, {})
