@@ -12,7 +12,7 @@ from sweeps import sweep
 from torch import nn
 
 import loka
-from loka.compiler.gemm_op import region_gemm
+from loka.compiler.gemms import region_gemm
 from loka.compiler.joint_sites import misfit
 from loka.graph.attach import attach
 from loka.nn.site_ops import site_forward

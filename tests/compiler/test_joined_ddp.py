@@ -20,7 +20,7 @@ from joint import JointBackend
 from small_models import made
 
 import loka
-from loka.compiler.gemm_op import region_gemm
+from loka.compiler.gemms import region_gemm
 from loka.core.plan import Plan
 
 

@@ -18,7 +18,7 @@ from small_models import MODELS, made
 from torch import nn
 
 import loka
-from loka.compiler.gemm_op import region_gemm
+from loka.compiler.gemms import region_gemm
 from loka.kernels.edge.op import edge
 from loka.nn.site_ops import site_backward, site_forward
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from loka.compiler.cones import Cone, Low, Matrix, column_sum, cone_of, extended, readers
 from loka.compiler.emit import Emitter
-from loka.compiler.gemms import Weight, emit_gemm
+from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.compiler.nodes import above, args_of
@@ -38,17 +38,21 @@ class Edge:
 
 
 def lower_backward(
-    emitter: Emitter, sites: list[JointSite], low: dict[Node, Low], weights: dict[Node, Weight]
+    emitter: Emitter,
+    gemms: Gemms,
+    sites: list[JointSite],
+    low: dict[Node, Low],
+    weights: dict[Node, Weight],
 ) -> tuple[dict[Node, Node], Node | None]:
     """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any."""
     trained = [site for site in sites if site.backward is not None]
+    waiting = _scaled_by_readers(gemms, trained)
     edges = _edges(emitter.graph, trained, low)
     for site in trained:
         host = _host(emitter, site, edges) if site.wants_weight else None
         if host is not None:
             host.turns = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
-    one: dict[torch.device, Node] = {}
     last: Node | None = None
     for site in reversed(trained):
         backward, mine = site.backward, edges[site.node]
@@ -59,12 +63,12 @@ def lower_backward(
             weight = weights[site.node]
             if site.wants_input and 0 in results:
                 assert weight.column is not None
-                dx = emit_gemm(
-                    emitter, site, Gemm.GRAD_INPUT, mine.outputs["row"], mine.outputs["r"], weight.column,
-                    weight.scale,
-                )  # fmt: skip
-                emitter.replace(results[0], dx)
-                last = dx
+                row, r = mine.outputs["row"], mine.outputs["r"]
+                scale = r if site.node not in waiting else None
+                last = gemms.call(site, Gemm.GRAD_INPUT, row, scale, weight.column, weight.scale)
+                emitter.replace(results[0], last)
+                if site.node in waiting:
+                    emitter.replace(waiting[site.node], r)
     for site in reversed(trained):
         backward, mine = site.backward, edges[site.node]
         assert backward is not None
@@ -74,16 +78,25 @@ def lower_backward(
         with emitter.like(backward):
             host = next((e for e in edges.values() if e.turns is site), None)
             turned = host.outputs if host is not None else _turn(emitter, site, mine, low[site.x])
-            device = site.x.meta["val"].device
-            if device not in one:
-                one[device] = emitter.call(aten.full.default, [1], 1.0, dtype=torch.float32, device=device)
-            dw = emit_gemm(
-                emitter, site, Gemm.GRAD_WEIGHT, mine.outputs["column"], one[device], turned["turned"],
-                turned["top"],
-            )  # fmt: skip
-            emitter.replace(results[1], dw)
-            last = dw
+            column = mine.outputs["column"]
+            last = gemms.call(site, Gemm.GRAD_WEIGHT, column, None, turned["turned"], turned["top"])
+            emitter.replace(results[1], last)
     return {node: edge.outputs["r"] for node, edge in edges.items()}, last
+
+
+def _scaled_by_readers(gemms: Gemms, trained: list[JointSite]) -> dict[Node, Node]:
+    """Lets what reads a gradient multiply it by its rows' scales, where it can.
+
+    Gives back, by the node of a site, what stands for these scales until there is an edge that makes them.
+    """
+    found: dict[Node, Node] = {}
+    for site in trained:
+        backward = site.backward
+        assert backward is not None
+        dx = next((user for user in backward.users if args_of(user)[1] == 0), None)
+        if site.wants_input and dx is not None and gemms.scaled_by_readers(dx):
+            found[site.node] = gemms.scaled_by_what_comes(dx, backward)
+    return found
 
 
 def _edges(graph: Graph, trained: list[JointSite], low: dict[Node, Low]) -> dict[Node, Edge]:

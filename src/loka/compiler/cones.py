@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka.compiler.aten_steps import is_pointwise, operands, passes_on
-from loka.compiler.nodes import above, args_of, value_of
+from loka.compiler.nodes import BACKWARD, above, args_of, value_of
 from loka.kernels.edge.program import Kind
 
 aten = torch.ops.aten
@@ -36,7 +36,6 @@ _READ = (
     torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool
 )  # fmt: skip
 SUMS = (aten.sum.dim_IntList, aten.mean.dim)
-_BACKWARD = "loka_backward"  # in the meta of a node
 _COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
 
 
@@ -217,11 +216,11 @@ def mark_backward(graph: Graph) -> None:
     """Notes which nodes are computed from gradients that come from outside."""
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangent" in str(node.target)
-        node.meta[_BACKWARD] = tangent or any(in_backward(each) for each in node.all_input_nodes)
+        node.meta[BACKWARD] = tangent or any(in_backward(each) for each in node.all_input_nodes)
 
 
 def in_backward(node: Node) -> bool:
-    return bool(node.meta.get(_BACKWARD, False))
+    return bool(node.meta.get(BACKWARD, False))
 
 
 def reduction_of(node: Node, matrix: Matrix) -> tuple[str, int] | None:

@@ -1,16 +1,96 @@
-"""The GEMMs of joined sites as nodes."""
+"""The GEMMs of a region, from operands that come quantized: the op, and its nodes in a graph.
+
+    output        y  = t (x / t) (W / s)^T s
+    grad_input    dx = r (dy / r) (W^T / s)^T s
+    grad_weight   dW = (dy / r)^T (r x / M) M
+
+A scale of one element is that of a tensor; more are those of rows. Scales of rows, t and r, are powers of 2:
+the code that reads a product multiplies it by them as well as the GEMM does, to the last bit, and a GEMM
+without scales of rows takes less time.
+"""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
+from loka.compiler.aten_steps import is_pointwise
+from loka.compiler.cones import SUMS, readers
 from loka.compiler.emit import Emitter
-from loka.compiler.gemm_op import region_gemm
 from loka.compiler.joint_sites import JointSite
-from loka.core.recipe import Gemm
+from loka.compiler.nodes import BACKWARD, value_of
+from loka.core.problem import Problem, dtype_name, target_of
+from loka.core.recipe import Cast, Format, Gemm, Granularity
+from loka.core.reference import Quantized
+from loka.kernels.launches import note_launch
 from loka.kernels.registry import candidate_named
+from loka.kernels.run import fit, scaled_gemm
+from loka.nn.site_ops import registered
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+TOKEN = 4  # place of the argument that is not read
+_STAND_IN = 99  # no result of an op has this place
+_ROW = Cast(Format.E4M3, Granularity.ROW)
+_TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
+
+
+def _region_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token: torch.Tensor | None,
+    site: str,
+    gemm: str,
+    kernel: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """out [rows, columns] = a [rows.., K] @ b [columns.., K]^T, both float8 and padded with zeros to 16.
+
+    a_scale: float32 [1], or at least [rows] in any shape; b_scale: float32 of at least [columns], all one
+    number where it stands for a tensor. `token` is not read: it keeps alive what counts runs.
+    """
+    note_launch("gemm")
+    if rows == 0:
+        return a.new_empty(0, columns, dtype=dtype)
+    by_rows = a_scale.numel() > 1
+    problem = Problem(
+        gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
+    )
+    run = scaled_gemm(f"{kernel}:{'rowwise' if by_rows else 'tensorwise'}_e4m3", problem)
+    cast = _ROW if by_rows else _TENSOR
+    a, b = fit(a, run.padded_a), fit(b, run.padded_b)
+    if not by_rows:
+        return run(Quantized(a, a_scale.view(1, 1), cast), Quantized(b, b_scale[:1].view(1, 1), cast))
+    scale_a = a_scale.reshape(-1, 1)
+    if scale_a.shape[0] != a.shape[0]:
+        scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, a.shape[0] - scale_a.shape[0]), value=1.0)
+    return run(Quantized(a, scale_a, cast), Quantized(b, b_scale[: b.shape[0]].view(-1, 1), cast))
+
+
+def _region_gemm_fake(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    token: torch.Tensor | None,
+    site: str,
+    gemm: str,
+    kernel: str,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return a.new_empty(rows, columns, dtype=dtype)
+
+
+region_gemm = registered("loka::region_gemm", _region_gemm, _region_gemm_fake)
 
 
 @dataclass(kw_only=True)
@@ -22,14 +102,72 @@ class Weight:
     scale: Node
 
 
-def emit_gemm(
-    emitter: Emitter, site: JointSite, gemm: Gemm, a: Node, a_scale: Node, b: Node, b_scale: Node
-) -> Node:
-    m: int | Node = emitter.side(site.rows)
-    n, dtype = site.outputs, site.x.meta["val"].dtype
-    if gemm is Gemm.GRAD_INPUT:
-        n, dtype = site.inputs, site.grad_output.meta["val"].dtype
-    elif gemm is Gemm.GRAD_WEIGHT:
-        m, n, dtype = site.outputs, site.inputs, site.weight_dtype
-    kernel = candidate_named(site.candidates[list(Gemm).index(gemm)]).kernel.name
-    return emitter.call(region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype)
+class Gemms:
+    """Emits the GEMMs of sites. `joined`: the ops of all sites whose operands edges make."""
+
+    def __init__(self, emitter: Emitter, joined: set[Node]) -> None:
+        self._emitter, self._joined = emitter, joined
+        self._ones: dict[torch.device, Node] = {}
+
+    def call(
+        self, site: JointSite, gemm: Gemm, a: Node, a_scale: Node | None, b: Node, b_scale: Node
+    ) -> Node:
+        """a b^T under the scales of its rows, which is one for None."""
+        emitter = self._emitter
+        m: int | Node = emitter.side(site.rows)
+        n, dtype = site.outputs, value_of(site.x).dtype
+        if gemm is Gemm.GRAD_INPUT:
+            n, dtype = site.inputs, value_of(site.grad_output).dtype
+        elif gemm is Gemm.GRAD_WEIGHT:
+            m, n, dtype = site.outputs, site.inputs, site.weight_dtype
+        kernel = candidate_named(site.candidates[list(Gemm).index(gemm)]).kernel.name
+        a_scale = self._one(site) if a_scale is None else a_scale
+        return emitter.call(
+            region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype
+        )
+
+    def scaled_by_readers(self, product: Node) -> bool:
+        """Whether all that read a product [T, N] can multiply it by its rows' scales.
+
+        Code of the compiler's can; who needs the product in memory would have it written once more. Float16
+        has no room for a product without its scales.
+        """
+        found = readers(product)
+        return (
+            bool(found)
+            and value_of(product).dtype != torch.float16
+            and all(
+                user in self._joined or is_pointwise(user) or user.target in (*SUMS, aten.cat.default)
+                for user in found
+            )
+        )
+
+    def scaled(self, product: Node, scale: Node) -> Node:
+        """The product times the scales [T, 1] of its rows, behind it in the graph."""
+        with self._emitter.graph.inserting_after(product):
+            times = self._emitter.call(aten.mul.Tensor, product, scale)
+        with self._emitter.graph.inserting_after(times):
+            return self._emitter.call(prims.convert_element_type.default, times, value_of(product).dtype)
+
+    def scaled_by_what_comes(self, product: Node, backward: Node) -> Node:
+        """Has all readers read the product times scales of its rows, and gives back what stands for these."""
+        emitter = self._emitter
+        rows = value_of(product).shape[0]
+        with emitter.graph.inserting_after(product):
+            scale = emitter.graph.call_function(operator.getitem, (backward, _STAND_IN))
+        scale.meta["val"] = value_of(product).new_empty((rows, 1), dtype=torch.float32)
+        with emitter.like(backward):
+            scaled = self.scaled(product, scale)
+        (times,) = scaled.all_input_nodes
+        for node in (scale, times, scaled):
+            node.meta[BACKWARD] = True
+        product.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not times)
+        return scale
+
+    def _one(self, site: JointSite) -> Node:
+        device = value_of(site.x).device
+        if device not in self._ones:
+            self._ones[device] = self._emitter.call(
+                aten.full.default, [1], 1.0, dtype=torch.float32, device=device
+            )
+        return self._ones[device]

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.cones import Low, Matrix, cone_of, mark_backward
 from loka.compiler.emit import Emitter, ordered
-from loka.compiler.gemms import Weight, emit_gemm
+from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.notes import record_text
@@ -39,24 +39,25 @@ def join_sites(graph: Graph) -> dict[str, str]:
         return apart
     mark_backward(graph)
     emitter = Emitter(graph)
+    gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
+    weights = _quantize_weights(emitter, sites)
     first: dict[Node, Low] = {}  # by the input as it was found
     for site in sites:
-        if site.x not in first:
-            with emitter.like(site.node):
+        with emitter.like(site.node):
+            if site.x not in first:
                 # An edge before may have given it.
                 first[site.x] = _quantize_input(emitter, replace(site, x=emitter.now(site.x)), sites)
-    weights = _quantize_weights(emitter, sites)
-    for site in sites:
-        own, weight = first[site.x], weights[site.node]
-        with emitter.like(site.node):
-            y = emit_gemm(emitter, site, Gemm.OUTPUT, own.data, own.scale, weight.row, weight.scale)
-        emitter.replace(site.y, y)
+            own, weight = first[site.x], weights[site.node]
+            later = gemms.scaled_by_readers(site.y)
+            scale = None if later else own.scale
+            gemm = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
+            emitter.replace(site.y, gemms.scaled(gemm, own.scale) if later else gemm)
     # An input may have been given by an edge, or be the very output of another site: another node now.
     low = {emitter.now(x): own for x, own in first.items()}
     sites = [replace(site, x=emitter.now(site.x)) for site in sites]
     regions = connected(emitter, sites)
-    scales, last = lower_backward(emitter, sites, low, weights)
-    mark_runs(emitter, sites, low, weights, scales, last, record_text(regions, apart))
+    scales, last = lower_backward(emitter, gemms, sites, low, weights)
+    mark_runs(emitter, sites, low, weights, scales, (gemm, last), record_text(regions, apart))
     ordered(graph)
     graph.eliminate_dead_code()
     return apart

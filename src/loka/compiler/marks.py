@@ -6,8 +6,7 @@ from torch.fx import Node
 
 from loka.compiler.cones import Low
 from loka.compiler.emit import Emitter
-from loka.compiler.gemm_op import TOKEN, region_gemm
-from loka.compiler.gemms import Weight
+from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
@@ -20,12 +19,12 @@ def mark_runs(
     low: dict[Node, Low],
     weights: dict[Node, Weight],
     scales: dict[Node, Node],
-    last: Node | None,
+    last: tuple[Node, Node | None],
     record: str,
 ) -> None:
     """Notes that the sites ran, and scales that are not finite: in forward, and in backward.
 
-    `scales`: r by the node of a site with a backward; `last`: the last GEMM of backward.
+    `scales`: r by the node of a site with a backward; `last`: the last GEMM of forward, and of backward.
     """
     forward = [
         entry
@@ -35,7 +34,7 @@ def mark_runs(
             (site.health, weights[site.node].scale, _place(Gemm.OUTPUT, BAD_B)),
         )
     ]
-    _noted(emitter, emitter.now(sites[-1].y), forward, record)
+    _noted(emitter, last[0], forward, record)
     backward = []
     for site in sites:
         if site.node not in scales:
@@ -51,8 +50,8 @@ def mark_runs(
                 (site.health, r, _place(Gemm.GRAD_WEIGHT, BAD_A)),
                 (site.health, low[site.x].scale, _place(Gemm.GRAD_WEIGHT, BAD_B)),
             ]
-    if last is not None:
-        _noted(emitter, last, backward, record)
+    if last[1] is not None:
+        _noted(emitter, last[1], backward, record)
 
 
 def _noted(emitter: Emitter, gemm: Node, entries: list[tuple[Node, Node, int]], record: str) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+BACKWARD = "loka_backward"
+"""In the meta of a node that is computed from gradients which come from outside."""
+
 
 def args_of(node: Node) -> tuple[Any, ...]:
     """Its arguments, of which the types say no more than that they may be anything."""
