@@ -291,7 +291,7 @@ def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device: torch.de
     for _ in range(2):
         case = silu(32)
         dtypes = ("bfloat16", "bfloat16", "float32")
-        plans.append(fused.plan_of(case.program, dtypes, 64, 0, fused.tile_of(case.program)))
+        plans.append(fused.plan_of(case.program, dtypes, 64, 0))
     assert plans[0].rows.kernel is plans[1].rows.kernel
     assert plans[0].tall.kernel is plans[1].tall.kernel
     for launch in (plans[0].rows, plans[0].tall):

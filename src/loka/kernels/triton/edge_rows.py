@@ -5,9 +5,10 @@ sums over rows and the maximum of a row take no second look. It writes what lies
 transposed is written as bytes row by row here, and turned by edge_tall.py. Where sums over all rows are
 wanted, a program walks through several groups of R rows, and leaves one sum of them.
 
-A row is parts of one shape: [R, C], or [R, B, b] where blocks count: B blocks of b features, padded to a
-power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows.
-The padding of a copy lies behind the last block.
+A row is parts of one shape: [R, C], or [B, R, b] where blocks count: B blocks of b features, padded to a
+power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows:
+Triton shares a tile among warps along its last axis first, then along its first. The padding of a copy lies
+behind the last block.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def row_source(code: Code, launch: RowLaunch) -> str:
 class _Rows(Lines):
     def __init__(self, code: Code, launch: RowLaunch) -> None:
         sides = launch.sides
-        shape = (launch.rows, *(side for side in (sides.blocks, sides.wide) if side))
+        shape = (*((sides.blocks,) if sides.blocks else ()), launch.rows, sides.wide)
         super().__init__(code, shape, shared=(Kind.COLUMN, Kind.SCALAR), rows_even=launch.even)
-        self.launch, self.sides, self.quiet = launch, sides, False
+        self.launch, self.sides = launch, sides
         self.places = row_places(code, staged=launch.staged)
         self.columns = round_up(code.program.features, 16)
         self.parts = [f"_{k}" for k in range(sides.parts)]
@@ -134,10 +135,9 @@ class _Rows(Lines):
             if not launch.even:
                 self.emit("live = q < rows - start")
             self._load("raw", "start", self.live(""))
-        for place in before:
-            for k in self.parts:
-                self._use(place, k)
-        self.compute([p for p in self.places if p not in before], self.parts)
+        if launch.walks:
+            self._load_features(before)
+        self.compute(self.places, self.parts)
         self._scale()
         if launch.walks:
             for name in self._loaded() if launch.ahead else ():
@@ -156,19 +156,24 @@ class _Rows(Lines):
         self.emit(f"q = tl.arange(0, {launch.rows})")
         for number, k in enumerate(self.parts):
             self._columns(number, k)
-        for place in self.code.leaves(before, Kind.ROW):
-            for k in self.parts:
-                inside = None if self.even[int(k[1:])] else f"inside{k}"
-                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + c{k}{mask_of(inside)})")
-        self.quiet = True
-        self.compute(before, self.parts)
-        self.quiet = False
+        if not launch.walks:
+            self._load_features(before)
         if launch.staged:
             self.emit("by = inverse_of_power(top_of(given_ptr, count))")
-        shape = self.shape[self.shape.index(",") + 2 :]
+        blocks, wide = self.sides[1:]
+        shape = f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
         for number in range(len(self.code.program.sums)):
             for k in self.parts:
-                self.let(f"total{number}{k}", f"tl.zeros([{shape}, tl.float32)")
+                self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
+
+    def _load_features(self, places: Sequence[int]) -> None:
+        """Anew for every group: they would take registers for long, and lie in the nearest cache."""
+        if self.launch.walks and self.code.leaves(places, Kind.ROW):
+            self.emit("here = nothing() * 16")
+        for place in self.code.leaves(places, Kind.ROW):
+            for k in self.parts:
+                at = f"leaf{place}_ptr + {'here + ' * self.launch.walks}c{k}{self.columnwise}"
+                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
 
     def _columns(self, number: int, k: str) -> None:
         """Their numbers: V at a time count as neighbours, whatever lies in a thread then."""
@@ -219,16 +224,15 @@ class _Rows(Lines):
     def _blocks(self, start: str, k: str) -> tuple[str, str | None]:
         """Where numbers of blocks lie, and which of them exist."""
         count = self.code.program.features // self.code.program.block
-        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[None, :, None])"
-        return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[None, :, None]"
+        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[:, None, None])"
+        return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[:, None, None]"
 
     # Outputs.
 
     def known(self, place: int, k: str) -> None:
-        if not self.quiet:
-            shared = self.code.kinds[place] in self.shared
-            for part in self.parts if shared else [k]:
-                self._use(place, part)
+        shared = self.code.kinds[place] in self.shared
+        for part in self.parts if shared else [k]:
+            self._use(place, part)
 
     def _use(self, place: int, k: str) -> None:
         program, launch = self.code.program, self.launch
@@ -240,7 +244,7 @@ class _Rows(Lines):
                 text = self.full(place, k)
                 if not launch.even:
                     text = f"tl.where(live{self.rowwise}, {text}, 0.0)"
-                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis=0)")
+                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
         for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
             if place == value:
                 self._store_value(number, place, dtype, k)

@@ -93,9 +93,9 @@ class Lines:
 
     Attributes:
         shared: kinds of which all parts have one value.
+        shape: of a part, as text: [rows, columns] or [blocks, rows, columns of a block].
         rowwise, columnwise: what makes a tile of numbers for rows, and for columns.
-        shape: of a part, as text.
-        wide: sides of a tile that columns take: one, or blocks and what is in them.
+        along, down: the axes of columns, the last first, and that of rows.
         rows_even: whether all rows of tiles exist.
     """
 
@@ -103,9 +103,15 @@ class Lines:
         self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool
     ) -> None:
         self.code, self.shared, self.rows_even = code, shared, rows_even
-        self.wide = len(shape) - 1
-        self.rowwise = f"[:{', None' * self.wide}]"
-        self.columnwise = f"[None{', :' * self.wide}]"
+        if len(shape) == 2:
+            self.rowwise, self.columnwise, self.along, self.down = "[:, None]", "[None, :]", (1,), 0
+        else:
+            self.rowwise, self.columnwise, self.along, self.down = (
+                "[None, :, None]",
+                "[:, None, :]",
+                (2, 0),
+                1,
+            )
         self.shape = f"[{', '.join(map(str, shape))}]"
         self.one = f"[{', '.join('1' for _ in shape)}]"
         self.lines: list[str] = []
@@ -172,7 +178,7 @@ class Lines:
         if len(places) == 1:
             self.let(names[0], f"{self.across('tl.sum({}, axis={})', values[0])}{self.rowwise}")
         if len(places) == 2:
-            for axis in range(self.wide, 0, -1):
+            for axis in self.along:
                 self.let(", ".join(names), f"sums_of({', '.join(values)}, {axis})")
                 values = names
             for name in names:
@@ -194,8 +200,8 @@ class Lines:
         raw = f"raw{place}" if kind in self.shared else f"raw{place}{k}"
         if kind is Kind.SCALAR:
             raw = f"tl.load(leaf{place}_ptr)"
-        elif kind is not Kind.FULL:
-            raw += {Kind.ROW: self.columnwise, Kind.COLUMN: self.rowwise, Kind.BLOCK: ""}[kind]
+        elif kind is Kind.COLUMN:
+            raw += self.rowwise
         if dtype == "bool":
             return f"{raw} != 0"
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
@@ -247,7 +253,7 @@ class Lines:
 
     def across(self, reduction: str, text: str) -> str:
         """A reduction over all columns."""
-        for axis in range(self.wide, 0, -1):
+        for axis in self.along:
             text = reduction.format(text, axis)
         return text
 
