@@ -59,12 +59,14 @@ def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) 
 
 
 def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int) -> None:
-    """Terms in another order, each with an error that is small beside the largest of its row."""
+    """Terms in another order, each with an error that is small beside the largest of its row.
+
+    What overflows may be infinite or NaN: by an FMA, less infinities meet.
+    """
     size = value.float().abs().expand(rows, -1, -1).flatten(1).amax(dim=1)
     bound = size.nan_to_num(0.0, 0.0, 0.0).double().sum() * 1e-5 + 1e-38
-    assert torch.equal(torch.isnan(out), torch.isnan(twin))
     finite = torch.isfinite(twin)
-    assert torch.equal(out[~finite].nan_to_num(), twin[~finite].nan_to_num())
+    assert torch.equal(torch.isfinite(out), finite)
     assert (((out - twin).abs() <= bound) | ~finite).all()
 
 

@@ -66,7 +66,8 @@ def tile_of(code: Code) -> Tile:
     warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
     places = row_places(code, staged=program.turned is not None)
     deep = any(code.kinds[p] is Kind.BLOCK for p in places)
-    held = 8 if deep else 32 if columns <= 512 or any(code.is_row_sum(p) for p in places) else 16
+    summed = any(code.is_row_sum(p) for p in places)
+    held = 8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16
     return Tile(warps=warps, held=held)
 
 
@@ -109,8 +110,8 @@ class Launch(NamedTuple):
 
 
 _RESIDENT: dict[Any, tuple[int, int]] = {}
-_MANY, _TOO_MANY = 128, 176  # registers of a thread, above which a multiprocessor holds less than 16 warps
-_FEW_SPILLS = 8  # words that a thread may keep in memory for that
+_MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
+_FEW_SPILLS = 32  # words that a thread may keep in memory for that
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,16 +137,6 @@ def erf_of(x):
 
 
 @triton.jit
-def nothing():
-    """Zero, which compilers cannot know."""
-    if _COMPILED:
-        zero = tl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        zero = tl.program_id(0) * 0
-    return zero
-
-
-@triton.jit
 def top_of(tops_ptr, count):
     """The maximum of `count` non-negative numbers, NaN if one is; 1 of none."""
     most = tl.zeros([1024], tl.int32)
@@ -319,7 +309,7 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 
 DEVICE_FUNCTIONS = (
     widened, e4m3_number, e5m2_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of, sigmoid_of,
-    tanh_of, erf_of, nothing, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
+    tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
     transposed, store_tops, finish_sums, magnitude_bits, inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}

@@ -135,9 +135,9 @@ class _Rows(Lines):
             if not launch.even:
                 self.emit("live = q < rows - start")
             self._load("raw", "start", self.live(""))
-        if launch.walks:
-            self._load_features(before)
-        self.compute(self.places, self.parts)
+        for place in before:
+            self.known(place, "")
+        self.compute([p for p in self.places if p not in before], self.parts)
         self._scale()
         if launch.walks:
             for name in self._loaded() if launch.ahead else ():
@@ -156,8 +156,11 @@ class _Rows(Lines):
         self.emit(f"q = tl.arange(0, {launch.rows})")
         for number, k in enumerate(self.parts):
             self._columns(number, k)
-        if not launch.walks:
-            self._load_features(before)
+        for place in self.code.leaves(before, Kind.ROW):
+            for k in self.parts:
+                at = f"leaf{place}_ptr + c{k}{self.columnwise}"
+                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
+        self.compute(before, self.parts, use=False)
         if launch.staged:
             self.emit("by = inverse_of_power(top_of(given_ptr, count))")
         blocks, wide = self.sides[1:]
@@ -165,15 +168,6 @@ class _Rows(Lines):
         for number in range(len(self.code.program.sums)):
             for k in self.parts:
                 self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
-
-    def _load_features(self, places: Sequence[int]) -> None:
-        """Anew for every group: they would take registers for long, and lie in the nearest cache."""
-        if self.launch.walks and self.code.leaves(places, Kind.ROW):
-            self.emit("here = nothing() * 16")
-        for place in self.code.leaves(places, Kind.ROW):
-            for k in self.parts:
-                at = f"leaf{place}_ptr + {'here + ' * self.launch.walks}c{k}{self.columnwise}"
-                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
 
     def _columns(self, number: int, k: str) -> None:
         """Their numbers: V at a time count as neighbours, whatever lies in a thread then."""
@@ -230,8 +224,8 @@ class _Rows(Lines):
     # Outputs.
 
     def known(self, place: int, k: str) -> None:
-        shared = self.code.kinds[place] in self.shared
-        for part in self.parts if shared else [k]:
+        kind = self.code.kinds[place]
+        for part in self.parts if kind in self.shared or kind is Kind.ROW else [k]:
             self._use(place, part)
 
     def _use(self, place: int, k: str) -> None:

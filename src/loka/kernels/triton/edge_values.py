@@ -103,6 +103,7 @@ class Lines:
         self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool
     ) -> None:
         self.code, self.shared, self.rows_even = code, shared, rows_even
+        self.along: tuple[int, ...]
         if len(shape) == 2:
             self.rowwise, self.columnwise, self.along, self.down = "[:, None]", "[None, :]", (1,), 0
         else:
@@ -148,8 +149,8 @@ class Lines:
     def name(self, place: int, k: str) -> str:
         return f"v{place}" if self.code.kinds[place] in self.shared else f"v{place}{k}"
 
-    def compute(self, places: Iterable[int], parts: Sequence[str]) -> None:
-        """Values at places that ascend, each from those before it; sums that can be are made at once."""
+    def compute(self, places: Iterable[int], parts: Sequence[str], *, use: bool = True) -> None:
+        """Values, each from those before it; of sums those that can be are made at once."""
         levels = self.code.levels
         waiting: list[int] = []
         for place in sorted(places, key=lambda p: (levels[p], self.code.is_row_sum(p), p)):
@@ -163,7 +164,8 @@ class Lines:
             for k in parts[:1] if self.code.kinds[place] in self.shared else parts:
                 text = self._leaf(place, k) if step is None else self._step(step, k, parts)
                 self.let(self.name(place, k), text)
-                self.known(place, k)
+                if use:
+                    self.known(place, k)
         self._sum_rows(waiting, parts)
 
     def known(self, place: int, k: str) -> None:
