@@ -19,7 +19,7 @@ from loka.kernels.edge.op import unwritten
 from loka.kernels.edge.program import Kind, Program
 from loka.kernels.edge.twin import run_program
 from loka.kernels.triton.edge_device import NAMES
-from loka.kernels.triton.edge_rows import RowLaunch, row_parameters, row_places, row_source, sides_of
+from loka.kernels.triton.edge_rows import RowLaunch, Sides, row_parameters, row_places, row_source, sides_of
 from loka.kernels.triton.edge_tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.triton.edge_values import Code, power_above, power_below
 from loka.kernels.triton.launch import cdiv, launching_on
@@ -39,7 +39,7 @@ class Tile:
         warps: at most, of a program that holds rows; fewer where a row has not as many features.
         vector: neighbours that a thread of it holds.
         held: elements of rows in a thread, about; a row is the least.
-        ahead: whether rows are read while those before are computed, where a program walks.
+        stages: groups of rows that a program which walks holds at once: all but one are still read.
         walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
         direct: bytes of an element's leaves up to which the turned value is computed by the second kernel
             from them, instead of being kept as bytes by the first.
@@ -49,7 +49,7 @@ class Tile:
     warps: int = 4
     vector: int = 8
     held: int = 16
-    ahead: int = 1
+    stages: int = 3
     walkers: int = 0
     direct: int = 1
     high: int = 128
@@ -67,8 +67,9 @@ def tile_of(code: Code) -> Tile:
     places = row_places(code, staged=program.turned is not None)
     deep = any(code.kinds[p] is Kind.BLOCK for p in places)
     summed = any(code.is_row_sum(p) for p in places)
-    held = 8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16
-    return Tile(warps=warps, held=held)
+    if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
+        return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
+    return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
 
 
 class Launch(NamedTuple):
@@ -92,6 +93,7 @@ class Launch(NamedTuple):
             if _MANY < registers <= _TOO_MANY and self._compiled(arguments, _MANY).n_spills <= _FEW_SPILLS:
                 registers = limit = _MANY
             each = min(65536 // (-(-registers // 8) * 8 * 32 * self.warps), 64 // self.warps, 32)
+            each = min(each, _SHARED // (free.metadata.shared + 1024))
             _RESIDENT[key] = max(each, 1) * multiprocessors(device), limit
         return _RESIDENT[key]
 
@@ -111,6 +113,8 @@ class Launch(NamedTuple):
 
 _RESIDENT: dict[Any, tuple[int, int]] = {}
 _MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
+_SHARED = 228 << 10  # bytes of a multiprocessor, of which each program takes 1024 more than its own
+_AHEAD, _MOST_AHEAD = 16 << 10, 160 << 10  # of them, into which a warp and a program may read ahead
 _FEW_SPILLS = 32  # words that a thread may keep in memory for that
 
 
@@ -208,7 +212,7 @@ def _plan(
             sides=sides,
             vector=tile.vector,
             walks=bool(program.sums),
-            ahead=bool(tile.ahead),
+            stages=_stages(code, tile, sides, high, warps, staged=staged) if program.sums else 1,
             even=rows % high == 0,
             copy=copied,
             staged=staged,
@@ -223,6 +227,14 @@ def _plan(
         copied=copied,
         staged=staged,
     )
+
+
+def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
+    """As many as lie in a multiprocessor's memory beside those of other programs."""
+    places, elements = row_places(code, staged=staged), sides.parts * sides.width * high
+    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.FULL))
+    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.BLOCK))
+    return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
 
 
 def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launch | None:

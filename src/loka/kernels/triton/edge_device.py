@@ -60,18 +60,18 @@ def e5m2_number(byte):
 
 @triton.jit
 def maximum_of(a, b):
-    """NaN where either is, as PyTorch has it: comparisons with NaN are false."""
-    return tl.where((a > b) | (a != a), a, b)
+    """NaN where either is, as PyTorch has it."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum_of(a, b):
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def relu_of(x):
-    return tl.where(x <= 0.0, 0.0, x)
+    return maximum_of(x, 0.0)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def tanh_of(x):
 @triton.jit
 def erf_of(x):
     """x P(x^2) / Q(x^2), as Eigen has it: half the instructions of the usual polynomials for two ranges."""
-    x = tl.where(x > 4.0, 4.0, tl.where(x < -4.0, -4.0, x))
+    x = minimum_of(maximum_of(x, -4.0), 4.0)
     square = x * x
     above = -2.72614225801306e-10 * square + 2.77068142495902e-08
     above = above * square - 2.10102402082508e-06

@@ -42,7 +42,7 @@ class RowLaunch:
         rows: R.
         vector: V.
         walks: whether a program has more than one group of R rows.
-        ahead: whether it then reads a group while it computes the one before.
+        stages: groups that it then holds at once: all but one are still read.
         even: whether all rows of groups exist.
         copy: whether the bytes of the gradient are written.
         staged: whether those of the turned value are.
@@ -52,7 +52,7 @@ class RowLaunch:
     sides: Sides
     vector: int
     walks: bool
-    ahead: bool
+    stages: int
     even: bool
     copy: bool
     staged: bool
@@ -118,30 +118,18 @@ class _Rows(Lines):
         before = [p for p in self.places if kinds[p] in (Kind.ROW, Kind.SCALAR)]
         self._open(before)
         if launch.walks:
-            if launch.ahead:
-                self._load("raw", "begin", "q < end - begin")
-            self.emit(f"for group in range(0, (end - begin).to(tl.int32), {launch.rows}):")
+            along = f"0, (end - begin).to(tl.int32), {launch.rows}, num_stages={launch.stages}"
+            self.emit(f"for group in tl.range({along}):")
             self.depth += 1
             self.emit("start = begin + group")
-            if not launch.even:
-                self.emit("live = q < end - start")
-            if launch.ahead:
-                self.emit(f"after = start + {launch.rows}")
-                self.emit("coming = q < end - after")
-                self._load("next", "after", "coming")
-            else:
-                self._load("raw", "start", self.live(""))
-        else:
-            if not launch.even:
-                self.emit("live = q < rows - start")
-            self._load("raw", "start", self.live(""))
+        if not launch.even:
+            self.emit(f"live = q < {'end' if launch.walks else 'rows'} - start")
+        self._load()
         for place in before:
             self.known(place, "")
         self.compute([p for p in self.places if p not in before], self.parts)
         self._scale()
         if launch.walks:
-            for name in self._loaded() if launch.ahead else ():
-                self.let(f"raw{name}", f"next{name}")
             self.depth -= 1
         self._leave_sums()
         return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
@@ -187,30 +175,23 @@ class _Rows(Lines):
 
     # Leaves.
 
-    def _loaded(self) -> list[str]:
-        names = []
-        for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
-            shared = self.code.kinds[place] in self.shared
-            names += [f"{place}{k}" for k in ([""] if shared else self.parts)]
-        return names + ["unit"] * self.launch.staged
-
-    def _load(self, name: str, start: str, live: str | None) -> None:
+    def _load(self) -> None:
         """All leaves of a group before any arithmetic, so that no load waits for it."""
-        live = f"({live})" if live else None
+        start, live = "start", self.live("")
         for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[place]
             if kind is Kind.COLUMN:
-                self.let(f"{name}{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
+                self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
                 continue
             for k in self.parts:
                 if kind is Kind.FULL:
                     at, inside = self._elements(start, f"stride{place}", k), self.here("inside", k)
                 else:
                     at, inside = self._blocks(start, k)
-                mask = mask_of(f"{live}{self.rowwise}" if live else None, inside)
-                self.let(f"{name}{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+                mask = mask_of(self.live("", self.rowwise), inside)
+                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
         if self.launch.staged:
-            self.let(f"{name}unit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
+            self.let("rawunit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
 
     def _elements(self, start: str, stride: str | int, k: str) -> str:
         return f"{start} * {stride} + (q{self.rowwise} * {stride} + c{k}{self.columnwise})"
