@@ -19,7 +19,7 @@ from loka.kernels.edge.op import unwritten
 from loka.kernels.edge.program import Kind, Program
 from loka.kernels.edge.twin import run_program
 from loka.kernels.triton.edge_device import NAMES
-from loka.kernels.triton.edge_rows import RowLaunch, row_parameters, row_places, row_source, sides_of
+from loka.kernels.triton.edge_rows import RowLaunch, Sides, row_parameters, row_places, row_source, sides_of
 from loka.kernels.triton.edge_tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.triton.edge_values import Code, power_above, power_below
 from loka.kernels.triton.launch import cdiv, launching_on
@@ -39,7 +39,7 @@ class Tile:
         warps: at most, of a program that holds rows; fewer where a row has not as many features.
         vector: neighbours that a thread of it holds.
         held: elements of rows in a thread, about; a row is the least.
-        ahead: whether rows are read while those before are computed, where a program walks.
+        stages: groups of rows that a program which walks holds at once: all but one are still read.
         walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
         direct: bytes of an element's leaves up to which the turned value is computed by the second kernel
             from them, instead of being kept as bytes by the first.
@@ -49,8 +49,7 @@ class Tile:
     warps: int = 4
     vector: int = 8
     held: int = 16
-    registers: int = 0
-    ahead: int = 1
+    stages: int = 3
     walkers: int = 0
     direct: int = 1
     high: int = 128
@@ -58,40 +57,65 @@ class Tile:
     tall_warps: int = 4
 
 
+def tile_of(code: Code) -> Tile:
+    """Measured on an H200. Few warps wait for each other less; what they hold has to fit their registers,
+    which sums over rows of all features take for themselves."""
+    program = code.program
+    columns = round_up(program.features, 16)
+    most = 32 if len(program.sums) < 2 else 24  # elements of a row in a thread
+    warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
+    places = row_places(code, staged=program.turned is not None)
+    deep = any(code.kinds[p] is Kind.BLOCK for p in places)
+    summed = any(code.is_row_sum(p) for p in places)
+    if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
+        return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
+    return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
+
+
 class Launch(NamedTuple):
     kernel: Any
     parameters: list[str]
     programs: int
     warps: int
-    registers: int = 0
 
-    def run(self, arguments: dict[str, Any], programs: int) -> None:
-        self.kernel[(programs,)](*self._values(arguments), **self._options())
+    def run(self, arguments: dict[str, Any], programs: int, registers: int = 0) -> None:
+        self.kernel[(programs,)](*self._values(arguments), **self._options(registers))
 
-    def resident(self, arguments: dict[str, Any]) -> int:
-        """How many programs the GPU holds at once, by their registers."""
-        device = arguments["leaf0_ptr"].device
+    def resident(self, arguments: dict[str, Any]) -> tuple[int, int]:
+        """How many programs the GPU holds at once, and the limit of registers by which it is so many."""
         if INTERPRETED:
-            return 3
-        key = self.kernel, self.warps, self.registers, device
+            return 3, 0
+        device = arguments["leaf0_ptr"].device
+        key = self.kernel, self.warps, device
         if key not in _RESIDENT:
-            values = self._values(arguments)
-            compiled = self.kernel.warmup(*values, grid=(1,), **self._options())
-            compiled._init_handles()
-            registers = -(-max(compiled.n_regs, 24) // 8) * 8 * 32 * self.warps
-            each = min(65536 // registers, 64 // self.warps, 32)
-            _RESIDENT[key] = max(each, 1) * multiprocessors(device)
+            free = self._compiled(arguments, 0)
+            registers, limit = free.n_regs, 0
+            if _MANY < registers <= _TOO_MANY and self._compiled(arguments, _MANY).n_spills <= _FEW_SPILLS:
+                registers = limit = _MANY
+            each = min(65536 // (-(-registers // 8) * 8 * 32 * self.warps), 64 // self.warps, 32)
+            each = min(each, _SHARED // (free.metadata.shared + 1024))
+            _RESIDENT[key] = max(each, 1) * multiprocessors(device), limit
         return _RESIDENT[key]
 
-    def _options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
+    def _compiled(self, arguments: dict[str, Any], registers: int) -> Any:
+        values, options = self._values(arguments), self._options(registers)
+        compiled = self.kernel.warmup(*values, grid=(1,), **options)
+        compiled._init_handles()
+        return compiled
+
+    def _options(self, registers: int) -> dict[str, int]:
+        return {"num_warps": self.warps, **({"maxnreg": registers} if registers else {})}
 
     def _values(self, arguments: dict[str, Any]) -> list[Any]:
         spare = arguments["leaf0_ptr"]  # for what this program has not
         return [spare if (value := arguments.get(name)) is None else value for name in self.parameters]
 
 
-_RESIDENT: dict[Any, int] = {}
+_RESIDENT: dict[Any, tuple[int, int]] = {}
+_MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
+_SHARED = 228 << 10  # bytes of a multiprocessor, of which each program takes 1024 more than its own
+_AHEAD, _MOST_AHEAD = 16 << 10, 160 << 10  # of them, into which a warp and a program may read ahead
+_FEW_SPILLS = 32  # words that a thread may keep in memory for that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +124,8 @@ class Plan:
 
     Attributes:
         high: rows that a program of the first kernel holds.
-        walks: whether it goes through several groups of them.
+        walks, walkers: whether it goes through several groups of them, and how many programs do; 0 for what
+            the GPU holds.
         copied: whether the first kernel writes the gradient's bytes.
         staged: whether it writes the turned value's.
     """
@@ -109,6 +134,7 @@ class Plan:
     tall: Launch | None
     high: int
     walks: bool
+    walkers: int
     copied: bool
     staged: bool
 
@@ -126,8 +152,7 @@ def run_program_fused(
         return run_program(program, leaves, rows, input_scale, unit, tops)
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
     dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
-    tile = tile_of(program)
-    plan, walkers = plan_of(program, dtypes, rows, scales, tile), tile.walkers
+    plan = plan_of(program, dtypes, rows, scales)
     outputs = unwritten(program, rows, leaves[0].device)
     named = dict(zip(program.outputs, outputs, strict=True))
     given = {"input_scale": input_scale, "unit": unit, "given": tops}
@@ -152,25 +177,29 @@ def run_program_fused(
     with launching_on(leaves[0]):
         if plan.rows is not None:
             groups = cdiv(rows, plan.high)
-            turns = cdiv(groups, walkers or plan.rows.resident(arguments)) if plan.walks else 1
+            walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, 0)
+            turns = cdiv(groups, plan.walkers or walkers) if plan.walks else 1
             programs = cdiv(groups, turns)
             arguments |= {"span": turns * plan.high, "parts": programs}
             if program.sums:
                 size = len(program.sums), programs, program.features
                 arguments["part_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
-            plan.rows.run(arguments, programs)
+            plan.rows.run(arguments, programs, registers)
         if plan.tall is not None:
             plan.tall.run(arguments, plan.tall.programs)
     return outputs
 
 
-def tile_of(program: Program) -> Tile:
-    return replace(Tile(), **TILE)
+def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int) -> Plan:
+    return _plan(program, dtypes, rows, scales, tuple(TILE.items()))
 
 
 @functools.lru_cache(maxsize=8192)
-def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tile: Tile) -> Plan:
+def _plan(
+    program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tiles: tuple[tuple[str, int], ...]
+) -> Plan:
     code = Code(program, dtypes)
+    tile = replace(tile_of(code), **dict(tiles))
     staged = _is_staged(code, tile)
     copied = program.row or program.column
     first, high = None, 0
@@ -183,22 +212,29 @@ def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int, t
             sides=sides,
             vector=tile.vector,
             walks=bool(program.sums),
-            ahead=bool(tile.ahead),
+            stages=_stages(code, tile, sides, high, warps, staged=staged) if program.sums else 1,
             even=rows % high == 0,
             copy=copied,
             staged=staged,
         )
-        first = Launch(
-            _row_kernel(program, dtypes, rows_launch), row_parameters(code), 0, warps, tile.registers
-        )
+        first = Launch(_row_kernel(program, dtypes, rows_launch), row_parameters(code), 0, warps)
     return Plan(
         rows=first,
         tall=_tall(code, rows, scales, staged, tile),
         high=high,
         walks=bool(program.sums),
+        walkers=tile.walkers,
         copied=copied,
         staged=staged,
     )
+
+
+def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
+    """As many as lie in a multiprocessor's memory beside those of other programs."""
+    places, elements = row_places(code, staged=staged), sides.parts * sides.width * high
+    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.FULL))
+    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.BLOCK))
+    return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
 
 
 def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launch | None:

@@ -60,18 +60,18 @@ def e5m2_number(byte):
 
 @triton.jit
 def maximum_of(a, b):
-    """NaN where either is, as PyTorch has it: comparisons with NaN are false."""
-    return tl.where((a > b) | (a != a), a, b)
+    """NaN where either is, as PyTorch has it."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def minimum_of(a, b):
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def relu_of(x):
-    return tl.where(x <= 0.0, 0.0, x)
+    return maximum_of(x, 0.0)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def tanh_of(x):
 @triton.jit
 def erf_of(x):
     """x P(x^2) / Q(x^2), as Eigen has it: half the instructions of the usual polynomials for two ranges."""
-    x = tl.where(x > 4.0, 4.0, tl.where(x < -4.0, -4.0, x))
+    x = minimum_of(maximum_of(x, -4.0), 4.0)
     square = x * x
     above = -2.72614225801306e-10 * square + 2.77068142495902e-08
     above = above * square - 2.10102402082508e-06
@@ -299,9 +299,9 @@ def store_tops(r_ptr, scale_ptr, tops_ptr, group, rows, SCALES: tl.constexpr):
 def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: tl.constexpr):
     """Sums over the first side of `parts` [parts, FEATURES], of WIDE columns from `first` on."""
     c = first + tl.arange(0, WIDE)
-    p = tl.arange(0, 256)
-    total = tl.zeros([256, WIDE], tl.float32)
-    for begin in range(0, parts, 256):
+    p = tl.arange(0, 512)
+    total = tl.zeros([512, WIDE], tl.float32)
+    for begin in range(0, parts, 512):
         at = part_ptr + (begin + p)[:, None] * FEATURES + c[None, :]
         total += tl.load(at, mask=(begin + p < parts)[:, None] & (c < FEATURES)[None, :], other=0.0)
     tl.store(sum_ptr + c, tl.sum(total, axis=0), mask=c < FEATURES)
@@ -309,8 +309,8 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 
 DEVICE_FUNCTIONS = (
     widened, e4m3_number, e5m2_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of, sigmoid_of,
-    tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed, transposed,
-    store_tops, finish_sums, magnitude_bits, inverse_of_power,
+    tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
+    transposed, store_tops, finish_sums, magnitude_bits, inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}
 """What a generated kernel's text refers to."""

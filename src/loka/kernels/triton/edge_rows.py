@@ -5,9 +5,10 @@ sums over rows and the maximum of a row take no second look. It writes what lies
 transposed is written as bytes row by row here, and turned by edge_tall.py. Where sums over all rows are
 wanted, a program walks through several groups of R rows, and leaves one sum of them.
 
-A row is parts of one shape: [R, C], or [R, B, b] where blocks count: B blocks of b features, padded to a
-power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows.
-The padding of a copy lies behind the last block.
+A row is parts of one shape: [R, C], or [B, R, b] where blocks count: B blocks of b features, padded to a
+power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows:
+Triton shares a tile among warps along its last axis first, then along its first. The padding of a copy lies
+behind the last block.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RowLaunch:
         rows: R.
         vector: V.
         walks: whether a program has more than one group of R rows.
-        ahead: whether it then reads a group while it computes the one before.
+        stages: groups that it then holds at once: all but one are still read.
         even: whether all rows of groups exist.
         copy: whether the bytes of the gradient are written.
         staged: whether those of the turned value are.
@@ -51,7 +52,7 @@ class RowLaunch:
     sides: Sides
     vector: int
     walks: bool
-    ahead: bool
+    stages: int
     even: bool
     copy: bool
     staged: bool
@@ -96,9 +97,9 @@ def row_source(code: Code, launch: RowLaunch) -> str:
 class _Rows(Lines):
     def __init__(self, code: Code, launch: RowLaunch) -> None:
         sides = launch.sides
-        shape = (launch.rows, *(side for side in (sides.blocks, sides.wide) if side))
+        shape = (*((sides.blocks,) if sides.blocks else ()), launch.rows, sides.wide)
         super().__init__(code, shape, shared=(Kind.COLUMN, Kind.SCALAR), rows_even=launch.even)
-        self.launch, self.sides, self.quiet = launch, sides, False
+        self.launch, self.sides = launch, sides
         self.places = row_places(code, staged=launch.staged)
         self.columns = round_up(code.program.features, 16)
         self.parts = [f"_{k}" for k in range(sides.parts)]
@@ -117,31 +118,18 @@ class _Rows(Lines):
         before = [p for p in self.places if kinds[p] in (Kind.ROW, Kind.SCALAR)]
         self._open(before)
         if launch.walks:
-            if launch.ahead:
-                self._load("raw", "begin", "q < end - begin")
-            self.emit(f"for group in range(0, (end - begin).to(tl.int32), {launch.rows}):")
+            along = f"0, (end - begin).to(tl.int32), {launch.rows}, num_stages={launch.stages}"
+            self.emit(f"for group in tl.range({along}):")
             self.depth += 1
             self.emit("start = begin + group")
-            if not launch.even:
-                self.emit("live = q < end - start")
-            if launch.ahead:
-                self.emit(f"after = start + {launch.rows}")
-                self.emit("coming = q < end - after")
-                self._load("next", "after", "coming")
-            else:
-                self._load("raw", "start", self.live(""))
-        else:
-            if not launch.even:
-                self.emit("live = q < rows - start")
-            self._load("raw", "start", self.live(""))
+        if not launch.even:
+            self.emit(f"live = q < {'end' if launch.walks else 'rows'} - start")
+        self._load()
         for place in before:
-            for k in self.parts:
-                self._use(place, k)
+            self.known(place, "")
         self.compute([p for p in self.places if p not in before], self.parts)
         self._scale()
         if launch.walks:
-            for name in self._loaded() if launch.ahead else ():
-                self.let(f"raw{name}", f"next{name}")
             self.depth -= 1
         self._leave_sums()
         return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
@@ -158,17 +146,16 @@ class _Rows(Lines):
             self._columns(number, k)
         for place in self.code.leaves(before, Kind.ROW):
             for k in self.parts:
-                inside = None if self.even[int(k[1:])] else f"inside{k}"
-                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + c{k}{mask_of(inside)})")
-        self.quiet = True
-        self.compute(before, self.parts)
-        self.quiet = False
+                at = f"leaf{place}_ptr + c{k}{self.columnwise}"
+                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
+        self.compute(before, self.parts, use=False)
         if launch.staged:
             self.emit("by = inverse_of_power(top_of(given_ptr, count))")
-        shape = self.shape[self.shape.index(",") + 2 :]
+        blocks, wide = self.sides[1:]
+        shape = f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
         for number in range(len(self.code.program.sums)):
             for k in self.parts:
-                self.let(f"total{number}{k}", f"tl.zeros([{shape}, tl.float32)")
+                self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
 
     def _columns(self, number: int, k: str) -> None:
         """Their numbers: V at a time count as neighbours, whatever lies in a thread then."""
@@ -188,30 +175,23 @@ class _Rows(Lines):
 
     # Leaves.
 
-    def _loaded(self) -> list[str]:
-        names = []
-        for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
-            shared = self.code.kinds[place] in self.shared
-            names += [f"{place}{k}" for k in ([""] if shared else self.parts)]
-        return names + ["unit"] * self.launch.staged
-
-    def _load(self, name: str, start: str, live: str | None) -> None:
+    def _load(self) -> None:
         """All leaves of a group before any arithmetic, so that no load waits for it."""
-        live = f"({live})" if live else None
+        start, live = "start", self.live("")
         for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[place]
             if kind is Kind.COLUMN:
-                self.let(f"{name}{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
+                self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
                 continue
             for k in self.parts:
                 if kind is Kind.FULL:
                     at, inside = self._elements(start, f"stride{place}", k), self.here("inside", k)
                 else:
                     at, inside = self._blocks(start, k)
-                mask = mask_of(f"{live}{self.rowwise}" if live else None, inside)
-                self.let(f"{name}{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+                mask = mask_of(self.live("", self.rowwise), inside)
+                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
         if self.launch.staged:
-            self.let(f"{name}unit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
+            self.let("rawunit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
 
     def _elements(self, start: str, stride: str | int, k: str) -> str:
         return f"{start} * {stride} + (q{self.rowwise} * {stride} + c{k}{self.columnwise})"
@@ -219,16 +199,15 @@ class _Rows(Lines):
     def _blocks(self, start: str, k: str) -> tuple[str, str | None]:
         """Where numbers of blocks lie, and which of them exist."""
         count = self.code.program.features // self.code.program.block
-        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[None, :, None])"
-        return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[None, :, None]"
+        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[:, None, None])"
+        return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[:, None, None]"
 
     # Outputs.
 
     def known(self, place: int, k: str) -> None:
-        if not self.quiet:
-            shared = self.code.kinds[place] in self.shared
-            for part in self.parts if shared else [k]:
-                self._use(place, part)
+        kind = self.code.kinds[place]
+        for part in self.parts if kind in self.shared or kind is Kind.ROW else [k]:
+            self._use(place, part)
 
     def _use(self, place: int, k: str) -> None:
         program, launch = self.code.program, self.launch
@@ -240,7 +219,7 @@ class _Rows(Lines):
                 text = self.full(place, k)
                 if not launch.even:
                     text = f"tl.where(live{self.rowwise}, {text}, 0.0)"
-                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis=0)")
+                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
         for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
             if place == value:
                 self._store_value(number, place, dtype, k)

@@ -165,9 +165,9 @@ class _Tall(Lines):
         places = code.reached([turned])
         for k in QUARTERS:
             self._load(places, k)
-        mask = mask_of(None if self.columns_even else "inside")
         for place in code.leaves(places, Kind.ROW):
-            self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + c{mask})")
+            mask = mask_of(self.here("inside"))
+            self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + c{self.columnwise}{mask})")
         self.compute([p for p in places if code.kinds[p] in self.shared], ("",))
         for k in QUARTERS:
             self.compute([p for p in places if code.kinds[p] not in self.shared], (f"_{k}",))

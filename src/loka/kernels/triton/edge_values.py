@@ -93,9 +93,9 @@ class Lines:
 
     Attributes:
         shared: kinds of which all parts have one value.
+        shape: of a part, as text: [rows, columns] or [blocks, rows, columns of a block].
         rowwise, columnwise: what makes a tile of numbers for rows, and for columns.
-        shape: of a part, as text.
-        wide: sides of a tile that columns take: one, or blocks and what is in them.
+        along, down: the axes of columns, the last first, and that of rows.
         rows_even: whether all rows of tiles exist.
     """
 
@@ -103,9 +103,16 @@ class Lines:
         self, code: Code, shape: tuple[int, ...], *, shared: tuple[Kind, ...], rows_even: bool
     ) -> None:
         self.code, self.shared, self.rows_even = code, shared, rows_even
-        self.wide = len(shape) - 1
-        self.rowwise = f"[:{', None' * self.wide}]"
-        self.columnwise = f"[None{', :' * self.wide}]"
+        self.along: tuple[int, ...]
+        if len(shape) == 2:
+            self.rowwise, self.columnwise, self.along, self.down = "[:, None]", "[None, :]", (1,), 0
+        else:
+            self.rowwise, self.columnwise, self.along, self.down = (
+                "[None, :, None]",
+                "[:, None, :]",
+                (2, 0),
+                1,
+            )
         self.shape = f"[{', '.join(map(str, shape))}]"
         self.one = f"[{', '.join('1' for _ in shape)}]"
         self.lines: list[str] = []
@@ -142,8 +149,8 @@ class Lines:
     def name(self, place: int, k: str) -> str:
         return f"v{place}" if self.code.kinds[place] in self.shared else f"v{place}{k}"
 
-    def compute(self, places: Iterable[int], parts: Sequence[str]) -> None:
-        """Values at places that ascend, each from those before it; sums that can be are made at once."""
+    def compute(self, places: Iterable[int], parts: Sequence[str], *, use: bool = True) -> None:
+        """Values, each from those before it; of sums those that can be are made at once."""
         levels = self.code.levels
         waiting: list[int] = []
         for place in sorted(places, key=lambda p: (levels[p], self.code.is_row_sum(p), p)):
@@ -157,7 +164,8 @@ class Lines:
             for k in parts[:1] if self.code.kinds[place] in self.shared else parts:
                 text = self._leaf(place, k) if step is None else self._step(step, k, parts)
                 self.let(self.name(place, k), text)
-                self.known(place, k)
+                if use:
+                    self.known(place, k)
         self._sum_rows(waiting, parts)
 
     def known(self, place: int, k: str) -> None:
@@ -172,7 +180,7 @@ class Lines:
         if len(places) == 1:
             self.let(names[0], f"{self.across('tl.sum({}, axis={})', values[0])}{self.rowwise}")
         if len(places) == 2:
-            for axis in range(self.wide, 0, -1):
+            for axis in self.along:
                 self.let(", ".join(names), f"sums_of({', '.join(values)}, {axis})")
                 values = names
             for name in names:
@@ -194,8 +202,8 @@ class Lines:
         raw = f"raw{place}" if kind in self.shared else f"raw{place}{k}"
         if kind is Kind.SCALAR:
             raw = f"tl.load(leaf{place}_ptr)"
-        elif kind is not Kind.FULL:
-            raw += {Kind.ROW: self.columnwise, Kind.COLUMN: self.rowwise, Kind.BLOCK: ""}[kind]
+        elif kind is Kind.COLUMN:
+            raw += self.rowwise
         if dtype == "bool":
             return f"{raw} != 0"
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
@@ -247,7 +255,7 @@ class Lines:
 
     def across(self, reduction: str, text: str) -> str:
         """A reduction over all columns."""
-        for axis in range(self.wide, 0, -1):
+        for axis in self.along:
             text = reduction.format(text, axis)
         return text
 
