@@ -9,12 +9,14 @@ import pytest
 import torch
 from converted import error, gradients, plan_for, run
 from joint import JointBackend
+from small_models import made
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 import loka
-from loka.compiler.cones import Matrix, cone_of
+from loka.compiler.cones import cone_of
+from loka.compiler.nodes import Matrix
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of
 
@@ -155,3 +157,25 @@ def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layer
     # Of x1, x2, ...: x4 is made of x0 and four others, x6 of x0, x4 and two others.
     assert given == ([] if layers == 3 else [3, 5])
     assert all(program.leaves.count(Kind.FULL) <= 5 for program in edges)
+
+
+@pytest.mark.parametrize("name", ["residual", "gated"])
+def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -> None:
+    """What a norm makes of it, and copies in float32, are computed anew; sums for norms come out of edges."""
+    plain = nn.Sequential(made(name), made(name))
+    x = torch.randn(48, 64).bfloat16()
+    plan = plan_for(copy.deepcopy(plain), x)
+    backend = JointBackend()
+    run(torch.compile(loka.convert(plain, plan), backend=backend), x)
+    forward = [program_of(n.args[5]) for n in backend.graphs[0].nodes if n.target is edge]  # type: ignore[arg-type]
+    for program in forward:
+        matrices = [
+            dtype
+            for place, dtype in zip(program.values, program.value_dtypes, strict=True)
+            if program.kinds[place] is Kind.FULL
+        ]
+        assert matrices in ([], ["bfloat16"])
+    summed = [node for node in backend.graphs[1].nodes if node.target is aten.sum.dim_IntList]
+    over_rows = [node for node in summed if 0 in node.args[1]]  # type: ignore[operator]
+    first_norm = 1 if name == "gated" else 2  # no site below it
+    assert len(over_rows) == first_norm

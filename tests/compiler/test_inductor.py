@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import loka
-from loka.compiler.install import install
+from loka.compiler import install
 from loka.compiler.joint_pass import RegionPass
 
 ROOT = Path(__file__).parents[2]

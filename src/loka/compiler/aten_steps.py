@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ _SAME = {
 }  # fmt: skip
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "square"}
+SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 
 Value = int | float
 """A place in a program, or a constant."""
@@ -110,3 +112,18 @@ def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Va
                 value = push(Step(op, (value, float(bound))))
         return value
     return push(Step(_SAME[target], tuple(values)))
+
+
+def computed_from(node: Node) -> list[Node | float]:
+    """What a node inside of a cone is computed from."""
+    if node.target in SUMS:
+        return [args_of(node)[0]]
+    if (made := variance_of(node)) is not None:
+        return [args_of(made)[0]]
+    return operands(node)
+
+
+def variance_of(node: Node) -> Node | None:
+    """The var_mean that this is a result of: 0 the variance, 1 the mean; None where it is no such thing."""
+    made = args_of(node)[0] if node.target is operator.getitem else None
+    return made if isinstance(made, Node) and made.target is aten.var_mean.correction else None

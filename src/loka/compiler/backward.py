@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from loka.compiler.cones import Cone, Low, Matrix, column_sum, cone_of, extended, readers
+from loka.compiler.cones import column_sum, cone_of, extended
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
-from loka.compiler.nodes import above, args_of
+from loka.compiler.nodes import Cone, Low, Matrix, above, args_of
+from loka.compiler.traffic import readers
 from loka.compiler.writer import Writer, written
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
@@ -49,7 +50,7 @@ def lower_backward(
     waiting = _scaled_by_readers(gemms, trained)
     edges = _edges(emitter.graph, trained, low)
     for site in trained:
-        host = _host(emitter, site, edges) if site.wants_weight else None
+        host = _host(site, edges) if site.wants_weight else None
         if host is not None:
             host.turns = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
@@ -140,10 +141,10 @@ def _only_summed(sums: set[Node]) -> set[Node]:
     return found
 
 
-def _host(emitter: Emitter, site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
+def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
     """The edge that writes (r x)^T of `site`: that of the latest site which made x."""
     matrix = Matrix(rows=site.rows, features=site.inputs)
-    by_y = {emitter.now(edge.site.y): edge for edge in edges.values() if edge.turns is None}
+    by_y = {edge.site.y: edge for edge in edges.values() if edge.turns is None}
     before = above(site.grad_output)
     for maker in makers_of(site.x, set(by_y)):
         edge = by_y[maker]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from loka.compiler.aten_steps import is_pointwise
-from loka.compiler.cones import SUMS, readers
+from loka.compiler.aten_steps import SUMS, is_pointwise
 from loka.compiler.emit import Emitter
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.nodes import BACKWARD, value_of
+from loka.compiler.traffic import readers
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.reference import Quantized

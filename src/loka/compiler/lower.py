@@ -18,11 +18,12 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
-from loka.compiler.cones import Low, Matrix, cone_of, mark_backward
+from loka.compiler.cones import cone_of
 from loka.compiler.emit import Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
+from loka.compiler.nodes import Low, Matrix, mark_backward
 from loka.compiler.notes import record_text
 from loka.compiler.writer import Writer
 from loka.core.recipe import Gemm
@@ -42,6 +43,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
     first: dict[Node, Low] = {}  # by the input as it was found
+    products: list[Node] = []
     for site in sites:
         with emitter.like(site.node):
             if site.x not in first:
@@ -50,14 +52,15 @@ def join_sites(graph: Graph) -> dict[str, str]:
             own, weight = first[site.x], weights[site.node]
             later = gemms.scaled_by_readers(site.y)
             scale = None if later else own.scale
-            gemm = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
-            emitter.replace(site.y, gemms.scaled(gemm, own.scale) if later else gemm)
+            product = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
+            products.append(product)
+            emitter.replace(site.y, gemms.scaled(product, own.scale) if later else product)
     # An input may have been given by an edge, or be the very output of another site: another node now.
     low = {emitter.now(x): own for x, own in first.items()}
-    sites = [replace(site, x=emitter.now(site.x)) for site in sites]
-    regions = connected(emitter, sites)
+    sites = [replace(s, x=emitter.now(s.x), y=y) for s, y in zip(sites, products, strict=True)]
+    regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
-    mark_runs(emitter, sites, low, weights, scales, (gemm, last), record_text(regions, apart))
+    mark_runs(emitter, sites, low, weights, scales, (products[-1], last), record_text(regions, apart))
     ordered(graph)
     graph.eliminate_dead_code()
     return apart

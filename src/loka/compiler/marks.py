@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from loka.compiler.cones import Low
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite
+from loka.compiler.nodes import Low
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
 from loka.kernels.quantizer import BAD_A, BAD_B
@@ -64,9 +64,9 @@ def _place(gemm: Gemm, slot: int) -> int:
     return FLAGS * list(Gemm).index(gemm) + slot
 
 
-def connected(emitter: Emitter, sites: list[JointSite]) -> list[list[str]]:
+def connected(sites: list[JointSite]) -> list[list[str]]:
     """The regions: sites whose values reach each other without passing through another one."""
-    by_y = {emitter.now(site.y): site for site in sites}
+    by_y = {site.y: site for site in sites}
     regions: list[list[JointSite]] = []
     for site in sites:
         makers = [by_y[maker] for maker in makers_of(site.x, set(by_y))]

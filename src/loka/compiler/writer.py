@@ -5,18 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from loka.compiler.aten_steps import Value, operands, steps_of
-from loka.compiler.cones import (
-    SUMS,
-    Cone,
-    Matrix,
-    computed_from,
-    reduction_of,
-    variance_along,
-    variance_of,
-)
+from loka.compiler.aten_steps import SUMS, Value, computed_from, operands, steps_of, variance_of
+from loka.compiler.cones import reduction_of, variance_along
 from loka.compiler.emit import Emitter
-from loka.compiler.nodes import args_of, value_of
+from loka.compiler.nodes import Cone, Matrix, args_of, value_of
 from loka.core.problem import dtype_name
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, Program, Step

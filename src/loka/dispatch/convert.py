@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from loka.compiler.install import install
+from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import forget
 from loka.core.device import fingerprint

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.compiler.install import install
+from loka.compiler import install
 from loka.compiler.joint_sites import IN_REGIONS, misfit
 from loka.compiler.listing import regions
 from loka.compiler.notes import forget
