@@ -21,7 +21,7 @@ from loka.core.timing import Race
 from loka.probe import Settings, region_times
 from loka.probe import timed as timing
 from loka.probe.cache import TimesCache
-from loka.probe.region_times import region_key, time_region
+from loka.probe.region_times import LAYERS, region_key, time_region
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timers import FakeTimer, install
@@ -43,6 +43,11 @@ def layer_of(sides: tuple[int, int], *, first: bool = False, frozen: bool = Fals
 
 def shape(sides: tuple[int, int], *, bias: bool = True) -> LinearShape:
     return LinearShape(in_features=sides[0], out_features=sides[1], bias=bias)
+
+
+def of_all(**runs: int) -> dict[str, int]:
+    """Of each layer in a cell."""
+    return {f"layers.{i}/{gemm}": count for i in range(LAYERS) for gemm, count in runs.items()}
 
 
 class Spy(FakeTimer):
@@ -76,13 +81,13 @@ def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
     found = time_region(layer, shape((32, 48)), device=CPU, settings=QUICK)
     assert set(found) == {HP, REGION}
     assert found[REGION].speedup.value == pytest.approx(2.0, rel=0.01)
-    assert found[REGION].microseconds.value == pytest.approx(50, rel=0.01)
-    assert found[HP].microseconds.value == pytest.approx(100, rel=0.01)
+    assert found[REGION].microseconds.value == pytest.approx(50 / LAYERS, rel=0.01)
+    assert found[HP].microseconds.value == pytest.approx(100 / LAYERS, rel=0.01)
     assert found[REGION].rounds
     assert spy.options == [{"keep": [HP, REGION], "max_rounds": 9, "deadline": None}]
-    assert regions(spy.cells[REGION]).applied == (("layer",),)
+    assert regions(spy.cells[REGION]).applied == tuple((f"layers.{i}",) for i in range(LAYERS))
     runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
-    assert runs == {f"layer/{gemm}": 3 for gemm in ("output", "grad_input", "grad_weight")}
+    assert runs == of_all(output=3, grad_input=3, grad_weight=3)
     assert not regions(spy.cells[HP]).planned
     for cell in spy.cells.values():
         assert {p.grad.dtype for p in cell.parameters()} == {torch.float32}
@@ -96,7 +101,7 @@ def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
     assert found[REGION].speedup
     assert all(p.grad is None for cell in spy.cells.values() for p in cell.parameters())
     runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
-    assert runs == {"layer/output": 3, "layer/grad_input": 3, "layer/grad_weight": 0}
+    assert runs == of_all(output=3, grad_input=3, grad_weight=0)
 
 
 @pytest.fixture
@@ -123,7 +128,7 @@ def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(
 def test_a_first_layer_gives_its_input_no_gradient(uncompiled: Spy) -> None:
     time_region(layer_of((32, 16), first=True), shape((32, 16)), device=CPU, settings=QUICK)
     runs = {site: counts["runs"] for site, counts in loka.health_of(uncompiled.cells[REGION]).items()}
-    assert runs == {"layer/output": 3, "layer/grad_input": 0, "layer/grad_weight": 3}
+    assert runs == of_all(output=3, grad_input=0, grad_weight=3)
 
 
 def test_a_cell_that_is_not_joined_is_no_region(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
