@@ -16,6 +16,7 @@ from torch.fx import Graph
 
 import loka
 from loka.compiler.cones import cone_of
+from loka.compiler.gemms import region_gemm
 from loka.compiler.nodes import Matrix
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of
@@ -179,3 +180,24 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -
     over_rows = [node for node in summed if 0 in node.args[1]]  # type: ignore[operator]
     first_norm = 1 if name == "gated" else 2  # no site below it
     assert len(over_rows) == first_norm
+
+
+@pytest.mark.parametrize("width", [512, 2048])
+def test_readers_scale_products_of_short_sums_to_the_last_bit(width: int) -> None:
+    """Scales are powers of two; a GEMM of long sums has them of its own, and gives what it gives eagerly."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))
+    x = torch.randn(48, width).bfloat16() * torch.exp2(torch.arange(48) - 24)[:, None]
+    plan = plan_for(copy.deepcopy(plain), x)
+    eager, joined = (loka.convert(copy.deepcopy(plain), plan) for _ in range(2))
+    products: list[torch.Tensor] = []
+    eager[0].register_forward_hook(lambda module, args, y: products.append(y.detach()))
+    run(eager, x)
+    backend = JointBackend()
+    run(torch.compile(joined, backend=backend), x)
+    first = next(n for n in backend.graphs[0].nodes if n.target is region_gemm)
+    assert (first.args[1].meta["val"].numel() == 1) == (width == 512)  # type: ignore[union-attr]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        inner = torch.compile(joined[0], backend=JointBackend())
+        twice = torch.compile(lambda z: inner(z) * 2.0, backend=JointBackend())(x)
+    assert torch.equal(twice, products[0] * 2.0)

@@ -95,7 +95,7 @@ def _scaled_by_readers(gemms: Gemms, trained: list[JointSite]) -> dict[Node, Nod
         backward = site.backward
         assert backward is not None
         dx = next((user for user in backward.users if args_of(user)[1] == 0), None)
-        if site.wants_input and dx is not None and gemms.scaled_by_readers(dx):
+        if site.wants_input and dx is not None and gemms.scaled_by_readers(dx, site.outputs):
             found[site.node] = gemms.scaled_by_what_comes(dx, backward)
     return found
 

@@ -50,7 +50,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
                 # An edge before may have given it.
                 first[site.x] = _quantize_input(emitter, replace(site, x=emitter.now(site.x)), sites)
             own, weight = first[site.x], weights[site.node]
-            later = gemms.scaled_by_readers(site.y)
+            later = gemms.scaled_by_readers(site.y, site.inputs)
             scale = None if later else own.scale
             product = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
             products.append(product)
