@@ -34,9 +34,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 TOKEN = 4  # place of the argument that is not read
 _STAND_IN = 99  # no result of an op has this place
 
-# Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM of 8,192 rows and
-# more takes 8 to 35 % less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024; from 1,024 x 2,816 on as
-# long, or up to 13 % longer.
+# Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM takes 8 to 35 %
+# less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024, and up to 13 % more from 1,024 x 2,816 on.
 _SHORT = 1024
 _ROW = Cast(Format.E4M3, Granularity.ROW)
 _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
