@@ -110,6 +110,7 @@ def effects_of(
     terms = terms.where(finite, 0)
     weights = finite.transpose(1, 2).double()  # [sites, recipes, m]
     sums = [weights.sum(2, keepdim=True), terms.sum(1).unsqueeze(2), terms.square().sum(1).unsqueeze(2)]
+    sums.append(terms.pow(3).sum(1).unsqueeze(2))
     sums.append(_spread(terms, weights, clusters).unsqueeze(2))
     sums.append(weights @ predicted.to(s))
     if signed is not None:
@@ -145,7 +146,7 @@ def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor |
 def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    (count,), (total,), (squares,), (spread,), probabilities, *shift = parts
+    (count,), (total,), (squares,), (cubes,), (spread,), probabilities, *shift = parts
     if not count:
         return Effect(count=0, spread=0, total=0.0, squares=0.0, probabilities=())
     pulls, curvatures = shift or ((), ())
@@ -155,6 +156,7 @@ def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
         spread=spread,
         total=total,
         squares=squares,
+        cubes=cubes,
         probabilities=probabilities,
         pulls=pulls,
         curvatures=curvatures,

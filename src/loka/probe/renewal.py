@@ -42,7 +42,7 @@ Forward = Callable[[nn.Module, Any], Any]
 Clusters = Callable[[Any], torch.Tensor]
 """A batch -> int64 [B]: rows of one number, such as a user's, may be alike."""
 
-SAMPLES, PER_BATCH = 512, 64
+SAMPLES, PER_BATCH = 1536, 192
 
 
 def renew_effects(
