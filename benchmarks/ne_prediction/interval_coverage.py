@@ -11,9 +11,9 @@ Fixed before the runs that are reported: seeds 200, 201, 202 (100 to 104 were us
 rows and of the logarithm alone; the form of today's was chosen by resampling the terms of seeds 0, 1 and
 2); 120,000 rows in batches of 256, one pass; a probe at every 10th step; 1,536 fresh rows in 8 batches for
 renewals, the default; 65,536 fresh rows behind those for the actual KL/H, by the `output` GEMM of one site
-emulated at a time, at every site and in each recipe with such a GEMM. H is that of the labels trained on so far in predictions (the
-teacher's 1 % in "fading"), and of the labels of those 65,536 rows in the actual value. A point is a site and
-recipe of one seed, model and moment.
+emulated at a time, at every site and in each recipe with such a GEMM. H is that of the labels trained on so
+far in predictions (the teacher's 1 % in "fading"), and of the labels of those 65,536 rows in the actual
+value. A point is a site and recipe of one seed, model and moment.
 
     fading     samples of the probe's sampled steps, as `Probe.stats()` states them: as it was before
     renewed    `renew_effects` on the model as it is; at the end from 512 rows too, as it was before

@@ -40,7 +40,7 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class JointEffect:
-    """`measured` is the plan's joint effect in NE on `rows` rows, with the interval of the choice of rows;
+    """`measured` is the plan's joint effect as KL/H on `rows` rows, with the interval of the choice of rows;
     `predicted` the plan's sum. `unknown` names FP8 sites that the sum lacks."""
 
     measured: Estimate
@@ -70,7 +70,7 @@ class JointEffect:
         return None if self.budget is None else self.measured.high <= self.budget
 
     def __str__(self) -> str:
-        lines = [f"joint effect of {self.sites} FP8 output GEMMs on {self.rows} rows: NE +{self.measured}"]
+        lines = [f"joint effect of {self.sites} FP8 output GEMMs on {self.rows} rows: KL/H {self.measured}"]
         if self.predicted is not None and self.ratio is not None:
             verdict = {
                 True: f"additive: within {ADDITIVE[0]} and {ADDITIVE[1]}",
@@ -100,7 +100,7 @@ def joint_effect(
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
         forward: (model, batch) -> logits [B] or [B, T]; `model(batch.dense, batch.sparse)` by default.
-        base_rate: share of positive labels, for the entropy that NE is relative to; by default that of the
+        base_rate: share of positive labels, for the entropy that KL is relative to; by default that of the
             mean prediction. Give it what `Probe` was given.
 
     Raises:
@@ -144,7 +144,7 @@ def joint_effect(
     rates = [base_rate] * plain.shape[1] if base_rate is not None else plain.sigmoid().mean(dim=0).tolist()
     entropy = sum(_entropy(rate) for rate in rates)
     if not entropy > 0:
-        raise DataRefused("the predictions have no entropy, so NE is not defined on these rows")
+        raise DataRefused("the predictions have no entropy, so KL/H is not defined on these rows")
     return JointEffect(
         measured=_mean(rows / entropy),
         predicted=plan.ne,
