@@ -23,10 +23,10 @@ def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_budget_is_spent_and_told(folder: Path) -> None:
     text = loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
-    assert "Predicted increase of NE" in text
+    assert "Predicted KL/H" in text
     assert "the budget is 0.001" in text
     nothing = loka("plan", "report.json", "--ne", "0", "--out", "none.json", cwd=folder)
-    assert "NE +" in nothing, "each output says what it would have cost"
+    assert "is above the whole budget of 0" in nothing, "each output says what it would have cost"
     content = json.loads((folder / "plan.json").read_text())
     assert '"ne": 0.001' in json.dumps(content)
 

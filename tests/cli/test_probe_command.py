@@ -28,10 +28,12 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_effects_are_of_rows_behind_those_of_training(tmp_path: Path) -> None:
     text = loka("probe", *FEW, "--every", 6, "--out", "stats", cwd=tmp_path)
-    assert "effects on KL/H: of 6 of 6 sites from 499 rows that training has not used" in text
+    assert "effects on KL/H: of 6 of 6 sites from 595 rows that training has not used" in text
     for layer in Stats.load(tmp_path / "stats").layers.values():
         for effect in layer.effects.values():
-            assert (effect.count, effect.spread) == (499, 499), "none has faded; the last batch is short"
+            assert (effect.count, effect.spread) == (595, 595), (
+                "none has faded; a row of each batch is left out"
+            )
             assert effect.log_variance > 0, "H is that of the labels, counted"
             assert 0.05 < effect.probabilities[0] / effect.count < 0.5
 
@@ -43,11 +45,12 @@ def test_a_checkpoint_is_probed_as_it_is(folder: Path) -> None:
     assert "no weight moved" in text
     assert digests(folder / "run") == before
     stats = Stats.load(folder / "stats")
+    assert stats.final_rate == 0, "its rate fell along a cosine to the end"
     assert not stats.skipped
     for layer in stats.layers.values():
         assert set(layer.operands) == {"input", "weight", "grad_output"}
         assert layer.rows == 128
-        assert max(effect.count for effect in layer.effects.values()) == 127 + 87
+        assert max(effect.count for effect in layer.effects.values()) == 127 + 127 + 87
     again = loka("probe", *FEW, "--checkpoint", "run/step-00000019", "--out", "again", cwd=folder)
     assert "step-00000019" in again
     assert Stats.load(folder / "again").digest() == stats.digest()

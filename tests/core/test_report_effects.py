@@ -1,4 +1,4 @@
-"""Why effects on NE are not known, or old, in the report and its file."""
+"""Why effects on KL/H are not known, or old, in the report and its file."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_reasons_are_told_once_and_kept(tmp_path: Path) -> None:
         no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch", "d": OLD + "no logits"}
     )
     assert report.unknown_effects() == [
-        "effect on NE not known: a, b: no logits",
-        "effect on NE not known: c: a norm over the batch",
-        "effect on NE known from earlier steps, not renewed by the latest: d: no logits",
+        "effect on KL/H not known: a, b: no logits",
+        "effect on KL/H not known: c: a norm over the batch",
+        "effect on KL/H known from earlier steps, not renewed by the latest: d: no logits",
     ]
-    assert "note: effect on NE not known: a, b: no logits" in str(report)
+    assert "note: effect on KL/H not known: a, b: no logits" in str(report)
     report.save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json") == report
 

@@ -1,4 +1,4 @@
-"""Hand-made reports with effects on NE. hp takes 100 us at each site."""
+"""Hand-made reports with effects on KL/H. hp takes 100 us at each site."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_without_times_it_claims_none() -> None:
 
 
 def test_without_estimates_it_says_how_to_get_them() -> None:
-    with pytest.raises(LokaError, match="estimate of its effect on NE") as caught:
+    with pytest.raises(LokaError, match="estimate of its KL/H") as caught:
         frontier(outputs(a={ROW: measured(28, 50)}))
     assert "docs/ne.md" in str(caught.value)
 

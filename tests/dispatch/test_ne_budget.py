@@ -1,4 +1,4 @@
-"""One budget of NE for the model: who gets it, what the plan says of it, and what it leaves alone."""
+"""One budget of KL/H for the model: who gets it, what the plan says of it, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -47,10 +47,24 @@ def test_the_plan_carries_what_it_costs(tmp_path: Path) -> None:
     # Both sites were estimated on the same rows, so the ends add up, not the variances.
     assert plan.ne == total_effect([effect(1e-5, 4e-6), effect(2e-5, 1e-6)])
     assert plan.ne.high == pytest.approx(3.5e-5)
-    assert "Predicted increase of NE: 3e-05 [2.5e-05, 3.5e-05]; the budget is 0.0001." in plan.summary()
+    assert "Predicted KL/H: 3e-05 [2.5e-05, 3.5e-05]; the budget is 0.0001." in plan.summary()
     assert "1.0e-05" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert loka.Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("rate", "told"), [(0.0, "0 of the peak, so by that it is"), (0.7, "NO: its"), (None, "Not known")]
+)
+def test_a_plan_says_whether_the_model_was_annealed(rate: float | None, told: str, tmp_path: Path) -> None:
+    """KL/H tells the change of NE by the labels only of a model whose rate has decayed."""
+    report = dataclasses.replace(outputs(a={ROW: costing(60, effect(1e-5))}), final_rate=rate)
+    report.save(tmp_path / "report.json")
+    plan = loka.plan(loka.Report.load(tmp_path / "report.json"), Budget(ne=1e-4))
+    asked = [note for note in plan.notes if "is this model annealed?" in note]
+    assert len(asked) == 1
+    assert told in asked[0]
+    assert not any("annealed" in note for note in loka.plan(report).notes), "without KL/H it is not asked"
 
 
 def test_without_a_budget_plans_are_what_they_were(tmp_path: Path) -> None:
@@ -196,9 +210,9 @@ def test_a_sum_of_which_nothing_is_known_is_not_passed_over() -> None:
     report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
     forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
     assert forced.ne is None
-    told = "Predicted increase of NE: unknown, 2 without an estimate; the budget is 0.0001."
+    told = "Predicted KL/H: unknown, 2 without an estimate; the budget is 0.0001."
     assert forced.summary().endswith(told)
     assert "NE" not in loka.plan(report, Budget(ne=1e-4)).summary(), "all in hp: nothing is spent"
     assert "NE" not in loka.plan(report).summary(), "nobody asked"
     wild = loka.plan(outputs(a={ROW: costing(60, NOT_KNOWN[0])}))
-    assert wild.summary().endswith("Predicted increase of NE: unknown, 1 without an estimate.")
+    assert wild.summary().endswith("Predicted KL/H: unknown, 1 without an estimate.")

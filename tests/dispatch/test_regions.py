@@ -237,7 +237,7 @@ def test_a_region_costs_what_its_recipe_does_at_output() -> None:
     assert all(d.candidate in IN_REGIONS for d in plan.decisions.values())
     assert plan.ne.value == pytest.approx(2e-4)
     assert plan.ne_unknown == ()
-    assert "Predicted increase of NE" in plan.summary()
+    assert "Predicted KL/H" in plan.summary()
 
 
 def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other() -> None:

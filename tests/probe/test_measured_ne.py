@@ -64,7 +64,7 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     assert low == ["0"], "the first layer has 64 times the multiplications of the second"
     assert plan.ne is not None
     assert spends(plan.ne) <= budget.ne
-    assert "Predicted increase of NE" in plan.summary()
+    assert "Predicted KL/H" in plan.summary()
 
 
 def test_what_is_not_known_is_told_where_it_matters() -> None:

@@ -26,7 +26,8 @@ from loka.probe.sensitivity import CASTS
 from loka.train.joint import emulated
 
 RECIPE = "rowwise_e4m3"
-ROWS, BATCH = 512, 96
+BATCH = 96
+ROWS = 8 * (BATCH - 1)  # fewer than the default takes; a row of each batch is left out
 
 
 class Foreign(nn.Module):
@@ -261,6 +262,73 @@ def test_h_is_that_of_the_labels_and_its_error_widens(trained: tuple[nn.Module, 
     assert counted.ne().value == pytest.approx(known.ne().value)
     assert counted.ne().high > 1.1 * known.ne().high
     assert counted.log_variance == pytest.approx((math.log(99) * 0.01 / counted.entropy) ** 2 * 0.99 / 20)
+
+
+class Tasks(nn.Module):
+    """Logits [B, 2] of two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.inner(x)))
+
+
+def test_each_task_has_its_own_rate() -> None:
+    torch.manual_seed(0)
+    model = Tasks()
+    with loka.Probe(model, every=1, logits=lambda z: z) as probe:
+        model(batches(1)[0]).sum().backward()
+    stats, click, buy = probe.stats(), LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
+
+    def known(rate: object) -> Effect:
+        return renewed(model, stats, base_rate=rate).layers["out"].effects[RECIPE]
+
+    def entropy(q: float) -> float:
+        return -q * math.log(q) - (1 - q) * math.log1p(-q)
+
+    own, both = known((click, buy)), known(click)
+    assert own.entropy == pytest.approx(entropy(0.3) + entropy(0.01))
+    assert both.entropy == pytest.approx(2 * entropy(0.3)), "one rate is that of both"
+    assert own.loss().value == both.loss().value
+    parts = [(entropy(rate.share), rate.log_variance) for rate in (click, buy)]
+    wanted = sum(h**2 * v for h, v in parts) / sum(h for h, _ in parts) ** 2
+    assert own.log_variance == pytest.approx(wanted)
+    assert known((click, 0.01)).entropy == pytest.approx(own.entropy)
+    none = renewed(model, stats, base_rate=(click, LabelRate(positives=0, rows=2000)))
+    assert "task 1: all 2000 labels are negative" in none.layers["out"].no_effect
+    with pytest.raises(ValueError, match="3 shares, and the logits are of 2 tasks"):
+        known((0.1, 0.1, 0.1))
+    with pytest.raises(ValueError, match="share of labels"):
+        known((0.1, 1.5))
+
+
+def test_rows_weigh_as_in_the_loss(trained: tuple[nn.Module, loka.Stats]) -> None:
+    """A row that weighs twice is as two rows of one cluster; a constant factor changes nothing."""
+    torch.manual_seed(0)
+    s, signs = torch.randn(400, 3).exp(), torch.ones(400, 1)
+    p = torch.rand(400, 1)
+    twice = torch.arange(400) % 3 == 0
+    weights = torch.where(twice, 2.0, 1.0).double()
+    at = torch.cat([torch.arange(400), torch.arange(400)[twice]])
+    (weighed,) = effects_of([s], p, signs, weighing=weights / weights.mean())
+    (copied,) = effects_of([s[at]], p[at], signs[at], at)
+    for one, other in zip(weighed, copied, strict=True):
+        assert one.loss().value == pytest.approx(other.loss().value)
+        assert one.entropy == pytest.approx(other.entropy)
+        assert one.common() == pytest.approx(other.common())
+        assert one.skewness == pytest.approx(other.skewness)
+        assert one.sampling_variance == pytest.approx(other.sampling_variance, rel=0.02)
+    model, stats = trained
+    plain = renewed(model, stats).layers["out"].effects[RECIPE]
+    alike = renewed(model, stats, weights=lambda x: torch.full((len(x),), 3.0)).layers["out"].effects[RECIPE]
+    few = renewed(model, stats, weights=lambda x: (x[:, 0] > 0).float()).layers["out"].effects[RECIPE]
+    assert alike.ne().high == pytest.approx(plain.ne().high)
+    assert few.samples < 0.65 * plain.samples
+    for bad in (-1.0, math.nan, 0.0):
+        with pytest.raises(ValueError, match="weights of rows"):
+            renewed(model, stats, weights=lambda x, bad=bad: torch.full((len(x),), bad))
 
 
 def test_what_tells_nothing_leaves_the_old_effects(trained: tuple[nn.Module, loka.Stats]) -> None:

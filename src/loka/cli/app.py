@@ -164,7 +164,7 @@ def plan(
         str, typer.Option(help="default, or paper: MERE below 0.2 and a speed-up above 1.05, nothing else.")
     ] = "default",
     ne: Annotated[
-        float | None, typer.Option(min=0, help="Increase of NE allowed in all, absolute, such as 2e-4.")
+        float | None, typer.Option(min=0, help="KL/H allowed in all, absolute, such as 2e-4.")
     ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
@@ -178,7 +178,7 @@ def plan(
         list[str] | None, typer.Option(help="SITE=CANDIDATE, for debugging; SITE may be a pattern.")
     ] = None,
     frontier: Annotated[
-        bool, typer.Option("--frontier", help="NE against time over budgets, instead of one plan.")
+        bool, typer.Option("--frontier", help="KL/H against time over budgets, instead of one plan.")
     ] = False,
 ) -> None:
     """Decide every site within a budget, with the reasons. Needs no GPU."""
@@ -193,7 +193,7 @@ def plan(
     loaded = Report.load(report)
     if frontier:
         if ne is not None or force:
-            raise LokaError("a frontier plans at many budgets of NE", way_out="leave --ne and --force out")
+            raise LokaError("a frontier plans at many budgets of KL/H", way_out="leave --ne and --force out")
         show_frontier(loaded, allowed, out)
         return
     out = out or Path("plan.json")
@@ -219,7 +219,7 @@ def drift(
         list[Path], typer.Argument(help="Folders written by `loka probe` since, the oldest first.")
     ],
     before: Annotated[
-        Path | None, typer.Option(help="The statistics behind the plan; without them effects on NE alone.")
+        Path | None, typer.Option(help="The statistics behind the plan; without them effects on KL/H alone.")
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="The report behind the plan: which decisions would change.")

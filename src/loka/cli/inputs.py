@@ -156,9 +156,9 @@ def share_of_labels(base_rate: float | None) -> float | None:
 
 
 def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict[str, Any]:
-    """What a Probe is told of NE's base rate: the given one, or that of the labels of `source`.
+    """What a Probe is told of H's base rate: the given one, or that of the labels of `source`.
 
-    Without one there is no NE: an effect by the mean prediction would promise what does not exist.
+    Without one there is no KL/H: an effect by the mean prediction would promise what does not exist.
     """
     rate = _share_in_rows(source, batch_size) if base_rate is None else base_rate
     return {"effect_samples": 0} if rate is None else {"base_rate": rate}
@@ -169,7 +169,7 @@ def _share_in_rows(source: Source, batch_size: int) -> float | None:
     labels = count_labels(source, batch_size=batch_size)
     if labels.rate is None:
         say(
-            f"{labels}: NE is not defined on these rows, so no effect on it is measured and none is "
+            f"{labels}: H is 0 on these rows, so no KL/H is measured and none is "
             "promised. Check which column is the label, or say --base-rate"
         )
     else:

@@ -1,4 +1,4 @@
-"""What the command line does with budgets of NE: naming one, the frontier, drift."""
+"""What the command line does with budgets of KL/H: naming one, the frontier, drift."""
 
 from __future__ import annotations
 

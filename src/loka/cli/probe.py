@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,7 @@ from loka.train import TrainConfig
 from loka.train import train as train_model
 from loka.train.as_it_is import as_they_are, learn, rate_of, renew, told
 from loka.train.checkpoint import load_one
-from loka.train.state import labels_in, restore_model
+from loka.train.state import labels_in, rate_in, restore_model
 
 
 def probe(
@@ -99,6 +100,7 @@ def probe(
         stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
         for line in told(stats, time.perf_counter() - began):
             say(line)
+        stats = replace(stats, final_rate=result.final_rate)
     stats.save(out)
     for path, reason in stats.skipped.items():
         say(f"not probed: {path}: {reason}")
@@ -125,4 +127,4 @@ def _of_checkpoint(
     say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
     for line in told(stats, time.perf_counter() - began):
         say(line)
-    return stats
+    return replace(stats, final_rate=rate_in(found.state))

@@ -102,9 +102,7 @@ def train(
         int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are judged apart.")
     ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
-    ne: Annotated[
-        float | None, typer.Option(min=0, help="Of --auto: increase of NE allowed, absolute; 2e-4.")
-    ] = None,
+    ne: Annotated[float | None, typer.Option(min=0, help="Of --auto: KL/H allowed, absolute; 2e-4.")] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
     min_speedup: Annotated[
         float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")
@@ -219,7 +217,7 @@ def _known_share(source: Source, batch_size: int) -> float:
     labels = count_labels(source, batch_size=batch_size)
     if labels.rate is None:
         raise LokaError(
-            f"--auto plans by what FP8 costs in NE, and {labels}: NE is not defined on these rows",
+            f"--auto plans by what FP8 costs in KL/H, and {labels}: H is 0 on these rows",
             way_out="check which column is the label, or say --base-rate; without --auto such rows train",
         )
     say(labels)

@@ -17,10 +17,10 @@ class Budget:
     """Limits that every FP8 decision of a plan keeps.
 
     Attributes:
-        ne: limit on the predicted increase of the model's NE by all FP8 `output` GEMMs together, in
-            absolute NE (0.02 % of an NE of 0.8 is 1.6e-4), spent where it saves most time. Each
-            site counts with the upper end of its estimate, `spends`; a site without an estimate stays in
-            hp. None: no such limit (docs/budget.md).
+        ne: limit on the predicted KL/H of all FP8 `output` GEMMs together, absolute, spent where it saves
+            most time. In a calibrated, annealed model NE by the labels rises as much in the mean, and 0.02 %
+            of an NE of 0.8 is 1.6e-4. Each site counts with the upper end of its estimate, `spends`; a site
+            without an estimate stays in hp. None: no such limit (docs/budget.md).
         min_sqnr_db: floor on the lower end of a site's `sqnr_db` interval. e4m3 on both
             operands gives about 28.5 dB, e5m2 gradients about 24.5 dB; the default admits the
             first and refuses the second, whose bias costs NE in training (docs/plan.md).

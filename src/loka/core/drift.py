@@ -2,10 +2,10 @@
 
     amax shift  = log2( max amax after / max amax before )         octaves, by operand
     rms shift   = log2( rms after / rms before )
-    growth      = predicted NE effect after / before               at the recipe that the plan runs
+    growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
 The valve closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
-more than an octave, or its effect on NE more than doubled, beyond the intervals of both, to more than a
+more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
 site's fair half of the budget. A falling amax does no harm: scales follow. One unsafe window closes a layer;
 three safe ones in a row open it again. A window that does not tell the effect of an FP8 layer, or did not
 see it, is no sign that all is well: such layers are `unknown`.
@@ -103,8 +103,8 @@ class Drift:
             "input",
             "weight",
             "grad_output",
-            "NE before",
-            "NE now",
+            "KL/H before",
+            "KL/H now",
             "growth",
             "valve",
         )
@@ -122,7 +122,7 @@ class Drift:
                 )
             )
         lines = [
-            "Shift of amax (of rms), in octaves, and of the predicted increase of NE",
+            "Shift of amax (of rms), in octaves, and of the predicted KL/H",
             format_table(header, rows),
         ]
         if self.total is not None:
@@ -132,7 +132,7 @@ class Drift:
                 else ""
             )
             planned = ", what is unknown as before" if self.unknown else ""
-            lines.append(f"the plan now costs NE +{self.total}{planned}{state}")
+            lines.append(f"the plan now costs KL/H {self.total}{planned}{state}")
         lines += [f"unknown: {path}: {self.layers[path].unknown}" for path in self.unknown]
         return "\n".join(lines)
 
@@ -141,7 +141,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     """How `after` differs from what `plan` was made from.
 
     Args:
-        before: the statistics behind the plan; without them only effects on NE are compared, with those
+        before: the statistics behind the plan; without them only effects on KL/H are compared, with those
             that the plan carries.
 
     Raises:
@@ -187,7 +187,7 @@ def valve(history: Sequence[Drift], *, limits: Limits | None = None) -> frozense
 
 
 def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:
-    """Layer -> recipe -> predicted increase of NE, where it is known."""
+    """Layer -> recipe -> predicted KL/H, where it is known."""
     found: dict[str, dict[str, Estimate]] = {}
     for path, layer in stats.layers.items():
         estimates = {name: effect.ne() for name, effect in layer.effects.items()}
@@ -230,7 +230,7 @@ def _layer(
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and spends(new) > negligible:
-            unsafe.append(f"its effect on NE grew {new.value / max(old.value, 1e-300):.1f} times")
+            unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -250,7 +250,7 @@ def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -
         return ""
     reason = after.layers[path].no_effect
     if now is None:
-        return f"this window has no effect of {recipe} on NE{_because(reason)}"
+        return f"this window has no effect of {recipe} on KL/H{_because(reason)}"
     return reason  # beside an effect: why the latest steps did not refresh it
 
 

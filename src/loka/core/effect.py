@@ -7,13 +7,19 @@ J_it is the gradient of logit t of sample i at the site's output and dY_i the er
 Gauss-Newton form of the loss (Martens, arXiv 1412.1193), whose first-order part has no sign to trust
 at the sizes of FP8. Effects of several sites add up. H is the entropy of the base rate, which a calibrated
 model predicts on average (in place of p_it there may stand the known rate); with several tasks,
-loss and H are summed over them. A few samples carry most of the sum (the terms' standard deviation
-is 2 to 4 times their mean), so the interval is one of the logarithm of the mean, which stays positive:
+loss and H are summed over them. A few samples carry most of the sum (the terms' standard deviation is 2 to 4
+times their mean, their skewness 10 to 30), so most draws lack some of those that carry it: the mean is more
+often too low than too high, and far. The lower end is one of the logarithm, which stays positive; the
+upper one inverts the cubic that takes the skewness out of Student's statistic (Hall, JRSS B 54, 1992), where
+that lies further out:
 
-    [v / e, v e],   e = exp(t_95 sqrt(sd^2 / (mean^2 n) + u))
+    low  = v / exp(t sqrt(c^2 / n + u)),          c = sd / mean,  t = t_95(n - 1)
+    high = v exp(sqrt(max(t c / sqrt(n), ln h)^2 + t^2 u))
+    h    = 1 + c / sqrt(n) (3 / a) (1 - cbrt(1 - a (t + a / 6))),     a = skewness / sqrt(n)
 
 u is the variance that ln v has beyond the sampling of rows (`log_variance`): what the model moves until the
-prediction is used (probe/movement.py), and what the labels' rate, hence H, is unsure by.
+prediction is used (probe/movement.py), and what the labels' rate, hence H, is unsure by. Records of before
+hold no third moment (`cubes` is 0); their upper end is that of the logarithm.
 
 What does not add up is what an error does to all samples alike, a shift of the logit: the rounding
 error of a weight is the same for every row. Shifts add before they are squared (`joint_loss`):
@@ -41,7 +47,7 @@ OLD = "not by the latest sampled steps: "  # begins the reason why effects are k
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """Weighted sums over samples: of the terms, of their squares, and per task of the predictions.
+    """Weighted sums over samples: of the terms, their squares and `cubes`, and per task of the predictions.
 
     `count` is the sum of the weights and `spread` that of their squares: both are the number of
     samples where all weigh 1, and count^2 / spread is the number that the interval reckons with.
@@ -59,6 +65,7 @@ class Effect:
     pulls: tuple[float, ...] = ()
     curvatures: tuple[float, ...] = ()
     log_variance: float = 0.0
+    cubes: float = 0.0
 
     @classmethod
     def of(
@@ -80,6 +87,7 @@ class Effect:
             spread=len(kept),
             total=math.fsum(kept),
             squares=math.fsum(term * term for term in kept),
+            cubes=math.fsum(term**3 for term in kept),
             probabilities=_sums(probabilities, finite),
             pulls=_sums(pulls or (), finite),
             curvatures=_sums(curvatures or (), finite),
@@ -104,6 +112,18 @@ class Effect:
         mean = self.total / self.count
         return max(self.squares / self.count / mean**2 - 1, 0.0) / (samples - 1)
 
+    @property
+    def skewness(self) -> float:
+        """Of the terms, E (term - mean)^3 / sd^3; 0 where it is not known, or nothing scatters."""
+        if not self.count or not self.cubes:
+            return 0.0
+        mean = self.total / self.count
+        variance = self.squares / self.count - mean**2
+        if not variance > 1e-12 * mean**2:
+            return 0.0
+        third = self.cubes / self.count - 3 * mean * self.squares / self.count + 2 * mean**3
+        return third / variance**1.5
+
     def loss(self) -> Estimate:
         """The mean loss added, in nats a sample, with its 95 % interval."""
         if self.count == 0:
@@ -114,9 +134,11 @@ class Effect:
             return Estimate(mean, 0.0, math.inf)
         if mean == 0:
             return Estimate(0.0, 0.0, 0.0)
-        half = student_t_95(math.floor(samples) - 1) * math.sqrt(self.sampling_variance + self.log_variance)
-        factor = math.exp(min(half, _WIDEST))
-        return Estimate(mean, mean / factor, mean * factor)
+        t = student_t_95(math.floor(samples) - 1)
+        by_samples, beyond = t * math.sqrt(self.sampling_variance), t * math.sqrt(self.log_variance)
+        above = max(by_samples, math.log(_upper(by_samples, self.skewness / math.sqrt(samples), t)))
+        below, above = math.hypot(by_samples, beyond), math.hypot(above, beyond)
+        return Estimate(mean, mean / math.exp(min(below, _WIDEST)), mean * math.exp(min(above, _WIDEST)))
 
     def ne(self) -> Estimate:
         """KL/H, absolute, with its 95 % interval; nan where predictions have no entropy."""
@@ -147,6 +169,7 @@ class Effect:
             spread=self.spread + other.spread,
             total=self.total + other.total,
             squares=self.squares + other.squares,
+            cubes=self.cubes + other.cubes,
             probabilities=tuple(mine + theirs for mine, theirs in pairs),
             pulls=_added(self.pulls, other.pulls),
             curvatures=_added(self.curvatures, other.curvatures),
@@ -161,6 +184,7 @@ class Effect:
             spread=self.spread * factor**2,
             total=self.total * factor,
             squares=self.squares * factor,
+            cubes=self.cubes * factor,
             probabilities=tuple(p * factor for p in self.probabilities),
             pulls=tuple(pull * factor for pull in self.pulls),
             curvatures=tuple(curvature * factor for curvature in self.curvatures),
@@ -169,8 +193,9 @@ class Effect:
 
     def to_json(self) -> dict[str, Any]:
         found = {name: list(v) if isinstance(v, tuple) else v for name, v in self.__dict__.items()}
-        if not self.log_variance:  # a record is written as before there was one
-            del found["log_variance"]
+        for name in ("log_variance", "cubes"):  # a record is written as before there was one
+            if not found[name]:
+                del found[name]
         return found
 
     @classmethod
@@ -183,10 +208,17 @@ class Effect:
         found = cls(**{**content, **lists})
         numbers = (found.count, found.spread, found.total, found.squares, *found.probabilities)
         fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
-        numbers = (*numbers, *found.curvatures, found.log_variance)
+        numbers = (*numbers, *found.curvatures, found.log_variance, found.cubes)
         if not fits or not all(math.isfinite(n) and n >= 0 for n in numbers):
             raise ValueError(f"{found} is no effect")
         return found
+
+
+def _upper(half: float, a: float, t: float) -> float:
+    """Hall's upper end over the mean, at least 1: `half` is t c / sqrt(n), `a` the skewness / sqrt(n)."""
+    if abs(a) < 1e-9:
+        return 1 + half
+    return max(1 + half / t * (3 / a) * (1 - math.cbrt(1 - a * (t + a / 6))), 1.0)
 
 
 def merged(effects: Mapping[str, Effect], others: Mapping[str, Effect]) -> dict[str, Effect]:

@@ -9,6 +9,7 @@ than a third, and H of it likewise: then nothing that is relative to H can be pr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST = 10
@@ -53,5 +54,49 @@ class LabelRate:
         q = self.share
         if not 0 < q < 1:
             return math.inf
-        entropy = -q * math.log(q) - (1 - q) * math.log1p(-q)
-        return (math.log((1 - q) / q) / entropy) ** 2 * q * (1 - q) / self.rows
+        return (math.log((1 - q) / q) / _entropy(q)) ** 2 * q * (1 - q) / self.rows
+
+
+BaseRate = float | LabelRate | Sequence[float | LabelRate]
+"""A share of positive labels that is known, or labels counted; one for all tasks, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRates:
+    """`shares` of positive labels by task; `log_variance` of ln H, where H is summed over tasks;
+    `unsupported` is why H is not known, "" where it is."""
+
+    shares: tuple[float, ...]
+    log_variance: float = 0.0
+    unsupported: str = ""
+
+
+def task_rates(base_rate: BaseRate, tasks: int) -> TaskRates:
+    """Of `tasks` tasks. One rate holds for all of them; of several each has its own, counted independently:
+
+        Var(ln H) = sum_t H_t^2 Var(ln H_t) / (sum_t H_t)^2
+
+    Raises:
+        ValueError: another number of rates than tasks, or one that is no share.
+    """
+    several = tuple(base_rate) if isinstance(base_rate, Sequence) else (base_rate,) * tasks
+    if len(several) != tasks:
+        raise ValueError(f"base_rate has {len(several)} shares, and the logits are of {tasks} tasks")
+    shares = tuple(rate.share if isinstance(rate, LabelRate) else rate for rate in several)
+    for place, rate in enumerate(several):
+        if isinstance(rate, LabelRate) and rate.unsupported:
+            which = f"task {place}: " if isinstance(base_rate, Sequence) and tasks > 1 else ""
+            return TaskRates(shares=shares, unsupported=which + rate.unsupported)
+        if not isinstance(rate, LabelRate) and not 0 < rate < 1:
+            raise ValueError(f"base_rate is {rate}; a share of labels lies between 0 and 1")
+    if not isinstance(base_rate, Sequence):
+        return TaskRates(
+            shares=shares, log_variance=base_rate.log_variance if isinstance(base_rate, LabelRate) else 0.0
+        )
+    known = [(rate.share, rate.log_variance) for rate in several if isinstance(rate, LabelRate)]
+    total = math.fsum(_entropy(share) for share in shares)
+    return TaskRates(shares=shares, log_variance=math.fsum(_entropy(q) ** 2 * v for q, v in known) / total**2)
+
+
+def _entropy(q: float) -> float:
+    return -q * math.log(q) - (1 - q) * math.log1p(-q)

@@ -42,7 +42,7 @@ class Decision:
     they are of the GEMM by itself, with both its operands quantized for it alone; in a region the time is
     its share of what the layer takes there, and the speed-up is that of the layer with the code around it.
     `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
-    increase of the model's NE, of an FP8 `output` GEMM where the probe estimated it.
+    KL/H, of an FP8 `output` GEMM where the probe estimated it.
     """
 
     path: str
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def ne(self) -> Estimate | None:
-        """The predicted increase of the model's NE: the sum over what runs in FP8. None where nothing
+        """The predicted KL/H of the model: the sum over what runs in FP8. None where nothing
         of it was estimated; `ne_unknown` names what the sum lacks."""
         effects = map(known_effect, (d.ne for d in self.decisions.values()))
         known = [effect for effect in effects if effect is not None]
@@ -118,7 +118,7 @@ class Plan:
 
     @property
     def ne_unknown(self) -> tuple[str, ...]:
-        """FP8 `output` sites without an estimate of their effect on NE, or with one that says nothing, such
+        """FP8 `output` sites without an estimate of their KL/H, or with one that says nothing, such
         as nan or an interval without an upper end."""
         return tuple(
             d.site
@@ -130,7 +130,7 @@ class Plan:
         header = ["site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why"]
         rows = [list(_row(decision)) for decision in self.decisions.values()]
         if any(decision.ne for decision in self.decisions.values()):
-            header.insert(4, "ne")
+            header.insert(4, "KL/H")
             for row, decision in zip(rows, self.decisions.values(), strict=True):
                 row.insert(4, _show(decision.ne, "{:.1e}"))
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
@@ -164,16 +164,16 @@ class Plan:
         return self.coverage.planned_lines(runs)
 
     def _spent(self) -> str:
-        """What the plan costs in NE, if anything of it is known or asked for."""
+        """What the plan costs in KL/H, if anything of it is known or asked for."""
         missing = len(self.ne_unknown)
         told = self.budget.ne is not None or any(d.ne is not None for d in self.decisions.values())
         if self.ne is None and not (missing and told):
             return ""
         limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
         if self.ne is None:
-            return f" Predicted increase of NE: unknown, {missing} without an estimate{limit}."
+            return f" Predicted KL/H: unknown, {missing} without an estimate{limit}."
         lacks = f", and {missing} without an estimate" if missing else ""
-        return f" Predicted increase of NE: {self.ne}{lacks}{limit}."
+        return f" Predicted KL/H: {self.ne}{lacks}{limit}."
 
 
 def known_effect(effect: Estimate | None) -> Estimate | None:

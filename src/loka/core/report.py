@@ -88,7 +88,8 @@ class Report:
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
         region_times: by layer, the time of "hp" and of "region": all its GEMMs and the code around them,
             compiled (probe/region_times.py). Only of timed layers.
-        no_effect: by layer, why its effect on the model's NE is not known, or is old.
+        final_rate: as the statistics have it: the last learning rate as a share of its peak.
+        no_effect: by layer, why its effect on KL/H is not known, or is old.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -102,6 +103,7 @@ class Report:
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
     coverage: Coverage | None = None
     region_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
+    final_rate: float | None = None
     no_effect: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
@@ -140,7 +142,7 @@ class Report:
         return "\n".join(lines)
 
     def unknown_effects(self) -> list[str]:
-        """A line for each reason why effects on NE are not known, or known from earlier steps only."""
+        """A line for each reason why effects on KL/H are not known, or known from earlier steps only."""
         layers: dict[str, list[str]] = {}
         for path, reason in self.no_effect.items():
             layers.setdefault(reason, []).append(path)
@@ -160,8 +162,8 @@ def _region_line(path: str, times: Mapping[str, Measurement]) -> str | None:
 def _unknown(paths: str, why: str) -> str:
     if why.startswith(OLD):
         why = why.removeprefix(OLD)
-        return f"effect on NE known from earlier steps, not renewed by the latest: {paths}: {why}"
-    return f"effect on NE not known: {paths}: {why}"
+        return f"effect on KL/H known from earlier steps, not renewed by the latest: {paths}: {why}"
+    return f"effect on KL/H not known: {paths}: {why}"
 
 
 # Columns of the table: the measure, and how it is written.
@@ -297,6 +299,7 @@ def _to_json(report: Report) -> dict[str, Any]:
         "sharing": sharing,
         **({"region_times": _region_times_to_json(report)} if report.region_times else {}),
         **({"coverage": report.coverage.to_json()} if report.coverage else {}),
+        **({"final_rate": report.final_rate} if report.final_rate is not None else {}),
         **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
         "notes": list(report.notes),
         "complete": report.complete,
@@ -340,6 +343,7 @@ def _from_json(content: Mapping[str, Any]) -> Report:
             for path, times in content.get("region_times", {}).items()
         },
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
+        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
         no_effect=content.get("no_effect", {}),
         notes=tuple(content["notes"]),
         complete=content["complete"],

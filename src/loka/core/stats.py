@@ -68,7 +68,8 @@ class Stats:
     """Statistics of a model. `skipped` says why a layer has none.
 
     `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
-    any.
+    any. `final_rate` is the learning rate, as a share of its peak, of the model that effects are of; None
+    where nobody said.
     """
 
     model: ModelSignature
@@ -77,6 +78,7 @@ class Stats:
     layers: Mapping[str, LinearStats]
     skipped: Mapping[str, str] = field(default_factory=dict)
     coverage: Coverage | None = None
+    final_rate: float | None = None
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
@@ -180,6 +182,8 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     }
     if stats.coverage is not None:
         content["coverage"] = stats.coverage.to_json()
+    if stats.final_rate is not None:
+        content["final_rate"] = stats.final_rate
     return content, tensors
 
 
@@ -209,4 +213,5 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
         layers=layers,
         skipped=content["skipped"],
         coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
+        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
     )

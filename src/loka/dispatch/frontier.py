@@ -1,4 +1,4 @@
-"""What each budget of NE buys: plans over a range of `Budget.ne`, so that a user picks the knee.
+"""What each budget of KL/H buys: plans over a range of `Budget.ne`, so that a user picks the knee.
 
     saved(plan) = sum over FP8 sites of (hp time - time)
 
@@ -64,7 +64,7 @@ class Frontier:
     def __str__(self) -> str:
         header = (
             "budget",
-            "predicted NE",
+            "predicted KL/H",
             "upper end",
             "sites in FP8",
             "time",
@@ -119,20 +119,20 @@ class Frontier:
 def frontier(
     report: Report, budget: Budget | None = None, *, limits: Iterable[float] | None = None, count: int = 24
 ) -> Frontier:
-    """Plans `report` at each limit of NE, everything else as `budget` says.
+    """Plans `report` at each limit of KL/H, everything else as `budget` says.
 
     Args:
         limits: values of `Budget.ne`; by default 0 and `count` of them in even ratios, from what the cheapest
             site costs to what all together do, over four decades at most.
 
     Raises:
-        LokaError: no site of the report has an estimate of its effect on NE.
+        LokaError: no site of the report has an estimate of its KL/H.
     """
     budget = budget or Budget()
     everything = plan(report, replace(budget, ne=_UNLIMITED))
     if everything.ne is None:
         raise LokaError(
-            f"no FP8 candidate of {report.model.name} has an estimate of its effect on NE within this budget",
+            f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )

@@ -1,11 +1,11 @@
-"""Spending `Budget.ne`: what each layer's `output` GEMM may cost the model in NE.
+"""Spending `Budget.ne`: what each layer's `output` GEMM may cost the model in KL/H.
 
-    effect of a plan = sum over FP8 output GEMMs of their predicted increase of NE
+    effect of a plan = sum over FP8 output GEMMs of their predicted KL/H
 
 The effects of sites add up (docs/budget.md), so one limit for the model is a knapsack over its layers
 (dispatch/knapsack.py). A layer's ways are its allowed choices of all three GEMMs, the best one for each
 effect its `output` GEMM can have; gradients have none, and keep their own rules. Of times within the noise
-the one that costs less NE is taken. Without times a GEMM's multiplications stand for them, halved in FP8.
+the one that costs less KL/H is taken. Without times a GEMM's multiplications stand for them, halved in FP8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def grant(report: Report, budget: Budget, layers: Mapping[str, Layer]) -> Grante
     spent = sum(way.effect for way in taken.values())
     notes = tuple(report.unknown_effects())
     if spent > budget.ne * (1 + 1e-9):
-        notes += (f"what was forced spends {spent:.2g} of NE by itself, above the budget of {budget.ne:g}",)
+        notes += (f"what was forced spends {spent:.2g} of KL/H by itself, above the budget of {budget.ne:g}",)
     return Granted(layers={path: taken[path].effect for path in layers}, notes=notes)
 
 

@@ -6,7 +6,7 @@ the layer, each faster than hp by `min_speedup` (dispatch/joint.py). Where nothi
 the candidate with the smallest error wins. Everything else stays in hp. What is equal within
 the noise goes to the first name, so that every rank and every run decides alike.
 
-A budget of NE is spent first (dispatch/ne_budget.py): it grants each layer what its `output`
+A budget of KL/H is spent first (dispatch/ne_budget.py): it grants each layer what its `output`
 GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from loka.core.annealing import annealing_note
 from loka.core.budget import Budget, spends
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.plan import Decision, Plan
@@ -66,6 +67,8 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
     decisions = _decisions(report, opened, budget, granted.layers if granted else None)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes]
+    if budget.ne is not None:
+        notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
     return Plan(
@@ -102,7 +105,7 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
 def _decisions(
     report: Report, layers: Mapping[str, Layer], budget: Budget, granted: Mapping[str, float] | None
 ) -> dict[str, Decision]:
-    """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of NE."""
+    """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of KL/H."""
     decided = {
         decision.site: decision
         for path, layer in layers.items()
@@ -151,7 +154,7 @@ def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> lis
         for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
             if cost_of(site, name) <= granted:
                 continue
-            reason = f"NE +{site.measurements[name].errors['ne']} is better spent elsewhere"
+            reason = f"KL/H {site.measurements[name].errors['ne']} is better spent elsewhere"
             if gemm in fixed:
                 fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
             else:
@@ -310,11 +313,11 @@ def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str
 
 
 def _least_effect(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
-    """As `_most_exact`, by what a candidate spends of the budget of NE."""
+    """As `_most_exact`, by what a candidate spends of the budget of KL/H."""
     effects = {name: m.errors["ne"] for name, m in admitted.items()}
     chosen = min(effects, key=lambda name: (spends(effects[name]), name))
-    lost = {name: f"costs more: NE +{effect}" for name, effect in effects.items() if name != chosen}
-    return chosen, "smallest effect on NE; not timed", lost
+    lost = {name: f"costs more: KL/H {effect}" for name, effect in effects.items() if name != chosen}
+    return chosen, "smallest KL/H; not timed", lost
 
 
 def _ties(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from loka.dispatch.plan import plan
 
 
 def with_effects(report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> Report:
-    """`report` with other effects on NE: by layer and recipe, as `core.drift.effects_of` gives them.
+    """`report` with other effects on KL/H: by layer and recipe, as `core.drift.effects_of` gives them.
 
     A candidate whose recipe is not in `effects` keeps its own; times and errors stay as they are.
     """

@@ -95,11 +95,13 @@ def effects_of(
     predicted: torch.Tensor,
     signed: torch.Tensor | None,
     clusters: torch.Tensor | None = None,
+    weighing: torch.Tensor | None = None,
 ) -> list[list[Effect]]:
     """For each s [m, recipes] of the same samples the effect of each recipe, on the term s^2 / 2.
 
     `predicted` [m, T]; `signed` [m, T] takes the signs out of s (core/effect.py `pulls`), where it is known.
     `clusters` [m] int64, from 0 on, names the samples that may be alike; without it all are independent.
+    `weighing` [m], of mean 1: what each counts in every sum; without it all count alike.
     A sample whose term is not finite is left out. Waits for the device once, for all of them.
     """
     if not changes:
@@ -109,52 +111,66 @@ def effects_of(
     finite = terms.isfinite()
     terms = terms.where(finite, 0)
     weights = finite.transpose(1, 2).double()  # [sites, recipes, m]
-    sums = [weights.sum(2, keepdim=True), terms.sum(1).unsqueeze(2), terms.square().sum(1).unsqueeze(2)]
-    sums.append(_spread(terms, weights, clusters).unsqueeze(2))
+    if weighing is not None:
+        weights = weights * weighing.to(weights)
+    by_row = weights.transpose(1, 2)
+    sums = [weights.sum(2, keepdim=True)]
+    sums += [(by_row * terms.pow(power)).sum(1).unsqueeze(2) for power in (1, 2, 3)]
+    alike = weighing is None and clusters is None
+    spread = weights.sum(2) if alike else _spread(terms, weights, clusters)
+    sums.append(spread.unsqueeze(2))
     sums.append(weights @ predicted.to(s))
     if signed is not None:
         signs = signed.to(s)
-        sums += [s.where(finite, 0).transpose(1, 2) @ signs, weights @ signs.square()]
+        sums += [(by_row * s.where(finite, 0)).transpose(1, 2) @ signs, weights @ signs.square()]
     sizes = [part.shape[2] for part in sums]
     return [[_effect(line, sizes) for line in site] for site in torch.cat(sums, dim=2).tolist()]
 
 
 def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor | None) -> torch.Tensor:
-    """[sites, recipes]: n, or of clustered `terms` [sites, m, recipes] n times what clusters cost.
+    """[sites, recipes]: of clustered or weighted `terms` [sites, m, recipes] n times what that costs.
 
-    That is the cluster-robust variance of the mean over that of independent samples (Liang and Zeger 1986,
-    with the factor C / (C - 1)), and at least n / C: no more samples count than there are clusters.
+    That is the variance of the weighted mean, by clusters of rows where they are named (Liang and Zeger 1986,
+    with the factor C / (C - 1)), over that of n independent samples that weigh 1,
+
+        sum_c (sum_i in c w_i (t_i - m))^2 / sum_i w_i (t_i - m)^2
+
+    and at least sum_c W_c^2 / n with W_c the weight of a cluster, n / C where they are of one size: no more
+    samples count than there are clusters (Kish's effective number).
     """
     count = weights.sum(2)
-    if clusters is None:
-        return count
     kept = weights.transpose(1, 2)
-    mean = terms.sum(1) / count.clamp_min(1)
+    mean = (kept * terms).sum(1) / count.clamp_min(1e-300)
     rest = (terms - mean.unsqueeze(1)) * kept
+    if clusters is None:
+        within = (rest * (terms - mean.unsqueeze(1))).sum(1)
+        cost = rest.square().sum(1) / within.where(within > 0, 1.0)
+        return count * torch.maximum(cost, weights.square().sum(2) / count.clamp_min(1e-300))
     at, most = clusters.to(terms.device), int(clusters.max()) + 1
     shape = (terms.shape[0], most, terms.shape[2])
     sums = rest.new_zeros(shape).index_add_(1, at, rest)
-    number = (rest.new_zeros(shape).index_add_(1, at, kept) > 0).sum(1)
-    within = rest.square().sum(1)
+    sizes = rest.new_zeros(shape).index_add_(1, at, kept)
+    number = (sizes > 0).sum(1)
+    within = (rest * (terms - mean.unsqueeze(1))).sum(1)
     cost = sums.square().sum(1) / within.where(within > 0, 1.0)
     cost = cost * number / (number - 1).clamp_min(1)
-    cost = torch.maximum(cost, count / number.clamp_min(1)).clamp_min(1)
-    return count * cost
+    return count * torch.maximum(cost, sizes.square().sum(1) / count.clamp_min(1e-300))
 
 
 def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
     parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    (count,), (total,), (squares,), (spread,), probabilities, *shift = parts
+    (count,), (total,), (squares,), (cubes,), (spread,), probabilities, *shift = parts
     if not count:
         return Effect(count=0, spread=0, total=0.0, squares=0.0, probabilities=())
     pulls, curvatures = shift or ((), ())
     assert math.isfinite(total)
     return Effect(
-        count=int(count),
+        count=count if count % 1 else int(count),
         spread=spread,
         total=total,
         squares=squares,
+        cubes=cubes,
         probabilities=probabilities,
         pulls=pulls,
         curvatures=curvatures,

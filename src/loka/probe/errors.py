@@ -5,7 +5,7 @@ operands (core/gemm_error.py, and for gradients core/direction.py). Draws go on 
 of every `sqnr_db`, and of every `shrink` and `bias` of a gradient, is narrow enough.
 
 At `output` the error "ne" stands beside them: what the candidate's recipe is predicted to add to the
-model's NE. It is not drawn but learnt while probing (probe/effects.py), where it could be.
+model's KL/H. It is not drawn but learnt while probing (probe/effects.py), where it could be.
 """
 
 from __future__ import annotations

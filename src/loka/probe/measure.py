@@ -89,6 +89,7 @@ def measure(
         sites={},
         skipped=dict(stats.skipped),
         coverage=stats.coverage,
+        final_rate=stats.final_rate,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         complete=False,
     )

@@ -22,7 +22,7 @@ from torch import nn
 
 from loka.core.effect import NO_PROMISE, OLD
 from loka.core.exceptions import NotConverted, PlanMismatch
-from loka.core.label_rate import LabelRate
+from loka.core.label_rate import BaseRate, task_rates
 from loka.core.stats import LinearStats, Stats
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
@@ -41,8 +41,10 @@ from loka.probe.untouched import as_evaluated
 Forward = Callable[[nn.Module, Any], Any]
 Clusters = Callable[[Any], torch.Tensor]
 """A batch -> int64 [B]: rows of one number, such as a user's, may be alike."""
+Weights = Callable[[Any], torch.Tensor]
+"""A batch -> [B], not negative: what each row weighs in the loss."""
 
-SAMPLES, PER_BATCH = 512, 64
+SAMPLES, PER_BATCH = 1536, 192
 
 
 def renew_effects(
@@ -51,9 +53,10 @@ def renew_effects(
     batches: Iterable[Any],
     *,
     logits: Logits | None = None,
-    base_rate: float | LabelRate | None = None,
+    base_rate: BaseRate | None = None,
     forward: Forward | None = None,
     clusters: Clusters | None = None,
+    weights: Weights | None = None,
     horizon: Horizon | None = None,
     samples: int = SAMPLES,
     per_batch: int = PER_BATCH,
@@ -71,11 +74,13 @@ def renew_effects(
         batches: rows that training has not used, in batches as large as training's: scales of whole tensors
             depend on it. No more are read than `samples` takes.
         logits: function from what `forward` returns to logits; as for `Probe`.
-        base_rate: share of positive labels, or the labels counted, whose error then widens intervals; by
-            default the mean prediction.
+        base_rate: share of positive labels, or the labels counted, whose error then widens intervals; of
+            several tasks one for all or a sequence of one for each; by default the mean prediction.
         forward: (model, batch) -> what the model returns; by default a `data.Batch` goes in as in training,
             a tuple as arguments, anything else as the one argument.
         clusters: which rows may be alike; by default all are independent.
+        weights: of rows in the loss; by default all weigh alike. KL/H is then a weighted mean over the
+            weighted labels' H, so `base_rate` has to be of weighted labels too. Histograms stay unweighted.
         horizon: until when the effects are to hold while training goes on, and what is known of how the
             model moves (`Horizon.of_probe`). None: for the model as it is.
         samples: rows in all, of which each batch gives `per_batch` at most.
@@ -84,12 +89,13 @@ def renew_effects(
     Raises:
         PlanMismatch: `stats` is of another model.
         NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
-        ValueError: a base rate that is no share, or no samples.
+        ValueError: a base rate that is no share, another number of them than tasks, no samples, or weights
+            that are negative, not finite or all 0.
     """
     if samples < 1 or per_batch < 1:
         raise ValueError(f"samples is {samples}, per_batch {per_batch}; each must be at least 1")
-    if isinstance(base_rate, float) and not 0 < base_rate < 1:
-        raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+    if base_rate is not None:  # of one that cannot be nothing has to run
+        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
     differences = signature(model, like=stats.model).differences(stats.model)
     if differences:
         raise PlanMismatch(
@@ -107,16 +113,17 @@ def renew_effects(
         rows.missed = dict.fromkeys(stats.layers, str(reason))
     else:
         run = forward or _as_in_training
-        _read(unwrap(model), stats, batches, rows, logits, run, clusters, samples, per_batch, seed)
+        _read(unwrap(model), stats, batches, rows, logits, run, (clusters, weights), samples, per_batch, seed)
     return _renewed(stats, rows, base_rate, horizon)
 
 
 @dataclass
 class _Rows:
-    """What the batches showed: one `Found` for each, its clusters, and why sites show nothing."""
+    """What the batches showed: one `Found` for each, its clusters and weights, and why sites show nothing."""
 
     found: list[Found] = field(default_factory=list)
     clusters: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
     missed: dict[str, str] = field(default_factory=dict)
     count: int = 0
 
@@ -128,11 +135,12 @@ def _read(
     rows: _Rows,
     logits: Logits | None,
     forward: Forward,
-    clusters: Clusters | None,
+    by_row: tuple[Clusters | None, Weights | None],
     samples: int,
     per_batch: int,
     seed: int,
 ) -> None:
+    clusters, weights = by_row
     linears, _ = find_linears(model)
     traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
     found: list[Found] = []
@@ -167,34 +175,37 @@ def _read(
             rows.count += len(fresh.picks)
             if clusters is not None:
                 rows.clusters.append(clusters(batch).to("cpu", torch.int64)[fresh.picks])
+            if weights is not None:
+                rows.weights.append(weights(batch).to("cpu", torch.float64)[fresh.picks])
         found.clear()
         if rows.count >= samples:
             return
 
 
-def _renewed(
-    stats: Stats, rows: _Rows, base_rate: float | LabelRate | None, horizon: Horizon | None
-) -> Stats:
+def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None) -> Stats:
     if not rows.found:
         reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
         return replace(
             stats, layers={p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
         )
     z = torch.cat([found.logits for found in rows.found])
-    refused = no_promise(z, base_rate)
+    rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
+    refused = no_promise(z, rates)
     if refused:
         told = NO_PROMISE + refused
         return replace(stats, layers={p: _without(layer, told) for p, layer in stats.layers.items()})
-    share = base_rate.share if isinstance(base_rate, LabelRate) else base_rate
-    predicted = z.sigmoid() if share is None else torch.full_like(z, share, dtype=torch.float64)
+    predicted = z.sigmoid()
+    if rates is not None:
+        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
     signed = torch.cat([found.signed for found in rows.found])
     groups = torch.cat(rows.clusters).unique(return_inverse=True)[1] if rows.clusters else None
     paths = [path for path in stats.layers if any(path in found.sites for found in rows.found)]
     changes = [_over_batches(rows.found, path) for path in paths]
-    known = dict(zip(paths, effects_of(changes, predicted, signed, groups), strict=True))
+    weighing = _of_mean_one(torch.cat(rows.weights)) if rows.weights else None
+    known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
     now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
     now = {path: effects for path, effects in now.items() if any(e.count for e in effects.values())}
-    variance = base_rate.log_variance if isinstance(base_rate, LabelRate) else 0.0
+    variance = rates.log_variance if rates is not None else 0.0
     moves = dict.fromkeys(now, 0.0)
     if horizon is not None:
         moves = added_variance({path: stats.layers[path].effects for path in now}, now, horizon)
@@ -208,6 +219,12 @@ def _renewed(
             told = rows.missed.get(path, "no fresh row reaches it")
             layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else told)
     return replace(stats, layers=layers)
+
+
+def _of_mean_one(weights: torch.Tensor) -> torch.Tensor:
+    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+        raise ValueError("weights of rows are finite, not negative, and not all 0")
+    return weights / weights.mean()
 
 
 def _over_batches(found: Sequence[Found], path: str) -> torch.Tensor:

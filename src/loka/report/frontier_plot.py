@@ -1,4 +1,4 @@
-"""The picture of a frontier: linear-layer time against predicted NE, with the knee marked."""
+"""The picture of a frontier: linear-layer time against predicted KL/H, with the knee marked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         smallest = min((value for value in spent if value > 0), default=1e-6)
         axis.set_xscale("symlog", linthresh=smallest)
         axis.set_xlim(left=0)
-        axis.set_xlabel("predicted increase of NE (upper end; the bar is the 95 % interval)")
+        axis.set_xlabel("predicted KL/H (upper end; the bar is the 95 % interval)")
         unit = "linear-layer time" if frontier.unit == "us" else "multiplications, halved in FP8 (not timed)"
         axis.set_ylabel(f"{unit}, % of hp")
         axis.grid(True, color="#e6e6e6", linewidth=0.7)

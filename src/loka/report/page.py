@@ -69,7 +69,7 @@ def _header(name: str, stats: Stats | None, report: Report | None, plan: Plan | 
         ("quality", "quality"),
         ("curves", "training curves"),
         ("plan", "where FP8 runs"),
-        ("frontier", "NE against speed"),
+        ("frontier", "KL/H against speed"),
         ("sites", "sites"),
         ("depths", "distributions"),
         ("timeline", "time line"),

@@ -58,9 +58,9 @@ def plan_section(plan: Plan) -> Html:
         *_time_tiles(plan),
     ]
     if plan.ne is not None:
-        known.append(("predicted increase of NE", f"{plan.ne.value:.2g}", ""))
+        known.append(("predicted KL/H", f"{plan.ne.value:.2g}", ""))
     if plan.budget.ne is not None:
-        known.append(("budget of NE", f"{plan.budget.ne:g}", ""))
+        known.append(("budget of KL/H", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
     if low:
@@ -114,7 +114,7 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
 
 
 def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
-    header = ("layer", "saves us", "hp us", *(gemm.value for gemm in Gemm), "sqnr dB", "NE", "why")
+    header = ("layer", "saves us", "hp us", *(gemm.value for gemm in Gemm), "sqnr dB", "KL/H", "why")
     return table(
         header,
         [_layer(row) for row in rows],

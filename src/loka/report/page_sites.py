@@ -1,4 +1,4 @@
-"""Of a page: error and time of every site, and the frontier of NE against time."""
+"""Of a page: error and time of every site, and the frontier of KL/H against time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loka.dispatch.frontier import Frontier, frontier
 from loka.report.html import Cell, Html, code, figure, join, missing, number, paragraph, section, table
 from loka.report.svg import Frame, fit
 
-SITES, FRONTIER = "Error and time of every site", "NE against speed"
+SITES, FRONTIER = "Error and time of every site", "KL/H against speed"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Best:
 
     @property
     def effect(self) -> float:
-        """On NE, 0 where it is not known."""
+        """On KL/H, 0 where it is not known."""
         return self.measured.errors["ne"].value if "ne" in self.measured.errors else 0.0
 
 
@@ -105,7 +105,7 @@ def _scatter(found: list[Best]) -> Html:
 
 
 def _table(found: list[Best], *, timed: bool) -> Html:
-    header = ("site", "MxNxK", "hp us", "us", "speed-up", "sqnr dB", "MERE", "NE", "candidate")
+    header = ("site", "MxNxK", "hp us", "us", "speed-up", "sqnr dB", "MERE", "KL/H", "candidate")
     rows = []
     for best in found:
         problem, measured = best.site.problem, best.measured
@@ -125,7 +125,7 @@ def _table(found: list[Best], *, timed: bool) -> Html:
             )
         )
     return table(
-        header, rows, caption="Sites by their time in hp" if timed else "Sites by their effect on NE"
+        header, rows, caption="Sites by their time in hp" if timed else "Sites by their predicted KL/H"
     )
 
 
@@ -145,8 +145,8 @@ def frontier_section(report: Report, plan: Plan | None) -> Html:
         "frontier",
         FRONTIER,
         paragraph(
-            "What each budget of NE buys. A step is a plan; its bar is the 95 % interval of the predicted "
-            "increase of NE. The knee is the last plan up to which NE buys more than average."
+            "What each budget of KL/H buys. A step is a plan; its bar is the 95 % interval of the predicted "
+            "KL/H. The knee is the last plan up to which KL/H buys more than average."
         ),
         figure(_frontier(found, plan), _told(found)),
         _points_table(found),
@@ -167,7 +167,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     for point, percent in zip(found.points, share, strict=True):
         if point.spent > 0:
             frame.interval(max(point.ne.low, left), point.ne.high, percent, "shade", width=5)
-        told = f"budget {point.budget:.1e}: {point.fp8} sites, {percent:.1f} % of hp, NE +{point.ne}"
+        told = f"budget {point.budget:.1e}: {point.fp8} sites, {percent:.1f} % of hp, KL/H +{point.ne}"
         frame.dot(max(point.spent, left), percent, "a", told)
     knee = found.knee
     at = 100 * knee.time / found.base
@@ -178,8 +178,8 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
         frame.text(plan.budget.ne, frame.y.high, "budget", dx=4, dy=10)
     unit = "linear-layer time" if found.unit == "us" else "multiplications, halved in FP8"
     return frame.draw(
-        label="time against predicted increase of NE",
-        x_title="predicted increase of NE, upper end",
+        label="time against predicted KL/H",
+        x_title="predicted KL/H, upper end",
         y_title=f"{unit}, % of hp",
         x_format=lambda v: "0" if v == left else f"{v:.0e}".replace("e-0", "e-"),
         x_ticks=[left, *(tick for tick in frame.x.ticks() if tick > 1.5 * left)],
@@ -193,7 +193,7 @@ def _told(found: Frontier) -> str:
 
 
 def _points_table(found: Frontier) -> Html:
-    header = ("budget of NE", "predicted NE", "sites in FP8", "% of hp", "")
+    header = ("budget of KL/H", "predicted KL/H", "sites in FP8", "% of hp", "")
     rows = [
         (
             number(point.budget, "{:.1e}"),

@@ -25,12 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from loka.core.annealing import ANNEALED_RATE
 from loka.core.error import Estimate
 from loka.core.report import estimate_to_json, required_estimate
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.train.validate_runs import HeldOut
 
-RATE = 0.1
+RATE = ANNEALED_RATE
 GAIN = 0.1
 """Percent of the loss, five times the line of 0.02 %."""
 

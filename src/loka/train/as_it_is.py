@@ -30,7 +30,7 @@ _WATCHED_BATCHES = 16
 
 
 def batches_needed(batch_size: int) -> int:
-    """How many a renewal reads at most: 8, or of small ones as many as hold its 512 rows.
+    """How many a renewal reads at most: 8, or of small ones as many as hold its rows.
 
     One row of a batch is left out, as probe/sensitivity.py says.
     """

@@ -43,6 +43,7 @@ from loka.probe.settings import Settings
 from loka.train.as_it_is import as_they_are, batches_needed, renew, told
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Companion, Run
+from loka.train.schedule import rate_factor
 from loka.train.step import Sight
 from loka.train.timeline import Timeline, events_from_json
 
@@ -222,7 +223,8 @@ class Auto(Companion):
         self._probe = None
         run.close()  # compiled code and graphs of bf16 are of no more use
         stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
-        merged = gather_stats(stats)  # exchanges by itself
+        rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
+        merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
         together(lambda: self._save(merged))
         self._stats = merged
         self.phase = "measure"

@@ -13,7 +13,7 @@ rounded exactly, and what tensor cores accumulate less exactly is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
+from loka.core.label_rate import task_rates
 from loka.core.plan import Plan
 from loka.core.report import HP
 from loka.core.signature import LinearShape
@@ -40,7 +41,7 @@ Forward = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class JointEffect:
-    """`measured` is the plan's joint effect in NE on `rows` rows, with the interval of the choice of rows;
+    """`measured` is the plan's joint effect as KL/H on `rows` rows, with the interval of the choice of rows;
     `predicted` the plan's sum. `unknown` names FP8 sites that the sum lacks."""
 
     measured: Estimate
@@ -70,7 +71,7 @@ class JointEffect:
         return None if self.budget is None else self.measured.high <= self.budget
 
     def __str__(self) -> str:
-        lines = [f"joint effect of {self.sites} FP8 output GEMMs on {self.rows} rows: NE +{self.measured}"]
+        lines = [f"joint effect of {self.sites} FP8 output GEMMs on {self.rows} rows: KL/H {self.measured}"]
         if self.predicted is not None and self.ratio is not None:
             verdict = {
                 True: f"additive: within {ADDITIVE[0]} and {ADDITIVE[1]}",
@@ -90,7 +91,7 @@ def joint_effect(
     batches: Iterable[Any],
     *,
     forward: Forward | None = None,
-    base_rate: float | None = None,
+    base_rate: float | Sequence[float] | None = None,
 ) -> JointEffect:
     """Runs `model` on each batch as it is and with the plan's FP8 `output` GEMMs emulated.
 
@@ -100,8 +101,8 @@ def joint_effect(
     Args:
         batches: of one device with the model; `data.Batch`, or whatever `forward` takes.
         forward: (model, batch) -> logits [B] or [B, T]; `model(batch.dense, batch.sparse)` by default.
-        base_rate: share of positive labels, for the entropy that NE is relative to; by default that of the
-            mean prediction. Give it what `Probe` was given.
+        base_rate: share of positive labels, for the entropy that KL is relative to; by default that of the
+            mean prediction. Give it what the effects were given: one share, or one for each task.
 
     Raises:
         PlanMismatch: the plan was made for another model.
@@ -111,8 +112,8 @@ def joint_effect(
             values lie between 0 and 1, which are probabilities; predictions without entropy.
         ValueError: a base rate that is no share.
     """
-    if base_rate is not None and not 0 < base_rate < 1:
-        raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+    if base_rate is not None:
+        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
     candidates = {path: f"emulated:{recipe}" for path, recipe in plan.output_recipes.items()}
     differences = signature(model, like=plan.model).differences(plan.model)
     if differences:
@@ -141,10 +142,12 @@ def joint_effect(
             why=["those are probabilities; their sigmoid would make the effect many times too small"],
             way_out="give forward= that returns logits, such as lambda model, x: model(x).logit()",
         )
-    rates = [base_rate] * plain.shape[1] if base_rate is not None else plain.sigmoid().mean(dim=0).tolist()
+    rates = plain.sigmoid().mean(dim=0).tolist()
+    if base_rate is not None:
+        rates = list(task_rates(base_rate, plain.shape[1]).shares)
     entropy = sum(_entropy(rate) for rate in rates)
     if not entropy > 0:
-        raise DataRefused("the predictions have no entropy, so NE is not defined on these rows")
+        raise DataRefused("the predictions have no entropy, so KL/H is not defined on these rows")
     return JointEffect(
         measured=_mean(rows / entropy),
         predicted=plan.ne,

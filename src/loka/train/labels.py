@@ -1,9 +1,9 @@
-"""The share of positive labels, which NE is relative to: counted from the labels, not from predictions.
+"""The share of positive labels, which NE and KL/H are relative to: counted, not taken from predictions.
 
     H = -q ln q - (1 - q) ln(1 - q),   q the share;   undefined where all labels are equal
 
 A model at the start of training predicts anything: at one positive in a thousand its mean prediction may be
-thirty times off, and an effect in NE would be wrong by as much.
+thirty times off, and KL/H would be wrong by as much.
 """
 
 from __future__ import annotations

@@ -59,6 +59,16 @@ def labels_in(state: Mapping[str, Any]) -> tuple[float, int]:
     return float(state["running"]["sums"][0, 2]), int(state["running"]["rows"])
 
 
+def rate_in(state: Mapping[str, Any]) -> float | None:
+    """The dense learning rate that the next step would have, as a share of its peak; None of a record of
+    before there were schedules."""
+    for optimizer in state["optimizers"].values():
+        for group in optimizer["param_groups"]:
+            if group.get("initial_lr"):
+                return float(group["lr"]) / float(group["initial_lr"])
+    return None
+
+
 def restore(
     state: Mapping[str, Any],
     model: nn.Module,

@@ -1,0 +1,304 @@
+"""The proof: six models on ten million synthetic rows, annealed, bf16 against plans, naive FP8 and itself.
+
+    python benchmarks/quality/proof.py --out runs/proof --device cuda
+    python benchmarks/quality/proof.py --out /tmp/tiny --device cpu --rows 20000 --held-out 6000 \\
+        --batch-size 500 --models dlrm --pairs 2 --workers 1
+
+What is run, how often and by what it is judged was fixed beforehand: PROOF.md. For each model
+
+    probe    a run in bf16 with a seed of its own; then effects from fresh rows on the trained model
+             (train/as_it_is.py), errors, and two plans: --ne 2e-4 and --ne 5e-5. On the held-out rows the
+             change of the trained model by each arm's forward: KL/H, and NE by the labels, in one table
+    single   each site alone in FP8: the same two for 2 recipes
+    pairs    bf16, plan, tight, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
+             weights over the same rows; verdicts by train/validate_spread.py and validate_judge.py
+
+Tasks go to processes that share the device. What is done is kept: a second start does what is missing. The
+summary, without predictions of single rows, is `--out`/summary.json; `proof_table.py` prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import proof_runs
+import torch
+from proof_judge import changes_of, judged, summed
+from proof_models import MODELS, model_named
+from proof_settings import PROBE_SEED, Settings, parts, start, write
+from proof_sites import single
+from torch import nn
+
+from loka import Budget, convert, plan, revert
+from loka.core.label_rate import LabelRate
+from loka.core.plan import Plan
+from loka.core.recipe import RECIPES
+from loka.graph.attach import detach
+from loka.nn.linears import signature
+from loka.probe import measure
+from loka.probe.effects import joint_ne, predicted_ne
+from loka.probe.settings import COARSE
+from loka.train.as_it_is import learn
+from loka.train.validate_arms import by_recipe, nudged
+
+PLANS = {"plan": 2e-4, "tight": 5e-5}
+BESIDE = ("naive", "nudged")  # arms that need no plan
+
+
+def probe(settings: Settings, name: str) -> str:
+    """The probed run of a model, its plans, and what each arm's forward does to the trained model."""
+    folder, began = settings.folder(name), time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out, fresh = parts(settings)
+    config = settings.config(PROBE_SEED)
+    said: list[str] = []
+    trained = proof_runs.train_arms(
+        lambda: model_named(name), [lambda model: None], train, held_out, config=config, say=said.append
+    )[0]
+    seconds = {"train": time.perf_counter() - began}
+    model, labels = trained.model, held_out.label.cpu().numpy()
+    rate = LabelRate(positives=float(train.label.sum().item()), rows=train.rows)
+    stats = learn(model, fresh, config=config, base_rate=rate)
+    seconds["effects"] = time.perf_counter() - began - sum(seconds.values())
+    kernel = "torch" if settings.device == "cuda" else "emulated"
+    report = measure(
+        stats,
+        device=settings.device,
+        candidates=[f"{kernel}:rowwise_e4m3", f"{kernel}:tensorwise_e4m3"],
+        settings=COARSE,
+        errors_only=True,
+    )
+    seconds["errors"] = time.perf_counter() - began - sum(seconds.values())
+    plans = {arm: plan(report, Budget(ne=ne, regions=False)) for arm, ne in PLANS.items()}
+    for arm, found in plans.items():
+        found.save(folder / f"{arm}.json")
+    everywhere = {path: "tensorwise_e4m3" for path in linear_paths(model) if path in stats.layers}
+    recipes: dict[str, Mapping[str, str]] = {arm: found.output_recipes for arm, found in plans.items()}
+    recipes["naive"] = everywhere
+    in_full = proof_runs.evaluate(model, held_out, config, bf16=False)
+    changes: dict[str, Any] = {}
+    for arm, chosen in recipes.items():
+        put_in = by_recipe("naive", rows=settings.batch_size).apply if arm == "naive" else None
+        if put_in is None:
+            convert(model, plans[arm], regions=False)
+        else:
+            put_in(model)
+        changed = proof_runs.evaluate(model, held_out, config)
+        detach(model) if put_in else revert(model)
+        effects = {path: predicted_ne(stats.layers[path], RECIPES[recipe]) for path, recipe in chosen.items()}
+        changes[arm] = {
+            **changes_of(trained.logits, changed, labels),
+            "predicted": summed([effect for effect in effects.values() if effect is not None]),
+            "predicted_joint": joint_ne(stats.layers, {p: RECIPES[r] for p, r in chosen.items()}),
+            "sites": len(chosen),
+            "unknown": [path for path, effect in effects.items() if effect is None],
+            "largest": sorted(
+                ((path, effect.value) for path, effect in effects.items() if effect), key=lambda e: -e[1]
+            )[:4],
+            "gemms": sum(d.candidate != "hp" for d in plans[arm].decisions.values())
+            if arm in plans
+            else None,
+            "of": len(plans["plan"].decisions),
+        }
+    seconds["changes"] = time.perf_counter() - began - sum(seconds.values())
+    content = {
+        "model": name,
+        "bf16": changes_of(in_full, trained.logits, labels),
+        "changes": changes,
+        "no_effect": {path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
+        "seconds": seconds,
+        "step": [trained.how, *said],
+    }
+    torch.save(model.state_dict(), folder / "probe.pt")
+    stats.save(folder / "stats")
+    report.save(folder / "report.json")
+    write(folder / "probe.json", content)
+    told = ", ".join(
+        f"{arm} KL/H {100 * c['kl'][0]:.4f} % (predicted {100 * c['predicted'][0]:.4f})"
+        for arm, c in changes.items()
+    )
+    return f"{name} probed in {time.perf_counter() - began:.0f} s: {told}; {said}"
+
+
+def linear_paths(model: nn.Module) -> list[str]:
+    return list(signature(model).layers)
+
+
+def train(settings: Settings, name: str, seed: int, arms: tuple[str, ...]) -> str:
+    """`arms` of one seed, those that are missing."""
+    folder, began = settings.folder(name), time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [arm for arm in arms if not logits_file(folder, arm, seed).exists()]
+    if not missing:
+        return f"{name} {seed} {arms}: there"
+    rows, held_out, _ = parts(settings)
+    said: list[str] = []
+    found = proof_runs.train_arms(
+        lambda: model_named(name),
+        [arm_of(settings, folder, arm) for arm in missing],
+        rows,
+        held_out,
+        config=settings.config(seed),
+        averaged=missing.index("bf16") if "bf16" in missing else None,
+        say=said.append,
+    )
+    for arm, one in zip(missing, found, strict=True):
+        np.savez(
+            folder / f"{arm}-{seed}.part.npz",
+            logits=one.logits,
+            **({"mean_logits": one.mean_logits} if one.mean_logits is not None else {}),
+        )
+        (folder / f"{arm}-{seed}.part.npz").rename(logits_file(folder, arm, seed))
+    took = time.perf_counter() - began
+    return f"{name} seed {seed} {'+'.join(missing)}: {took:.0f} s, {said[0]}; {found[0].how}"
+
+
+def arm_of(settings: Settings, folder: Path, arm: str) -> Callable[[nn.Module], object]:
+    if arm == "bf16":
+        return lambda model: None
+    if arm == "nudged":
+        return nudged().apply
+    if arm == "naive":
+        return by_recipe("naive", rows=settings.batch_size).apply
+    made = Plan.load(folder / f"{arm}.json")
+    if all(decision.candidate == "hp" for decision in made.decisions.values()):
+        return lambda model: None
+    return lambda model: convert(model, made, regions=False)
+
+
+def logits_file(folder: Path, arm: str, seed: int) -> Path:
+    return folder / f"{arm}-{seed}.npz"
+
+
+def judge(settings: Settings, name: str, seeds: list[int]) -> str:
+    """Verdicts of what is there of a model; kept in its folder."""
+    folder = settings.folder(name)
+    _, held_out, _ = parts(settings)
+    found = judged(folder, ["bf16", *PLANS, *BESIDE], seeds, held_out.label.cpu().numpy())
+    write(folder / "verdicts.json", found)
+    lines = [
+        f"{name} {arm}: {one['ne_percent']} {one['verdict']}; pairs {one['pairs']}"
+        for arm, one in found["arms"].items()
+    ]
+    return "\n".join([f"{name}: {found['annealed']}", *lines])
+
+
+def summarize(out: Path, settings: Settings, models: list[str]) -> None:
+    content: dict[str, Any] = {"settings": vars(settings), "torch": torch.__version__, "models": {}}
+    if settings.device == "cuda":
+        content["gpu"] = torch.cuda.get_device_name()
+    for name in models:
+        files = {
+            what: settings.folder(name) / f"{what}.json"
+            for what in ("probe", "verdicts", "single", "budgets")
+        }
+        content["models"][name] = {what: json.loads(f.read_text()) for what, f in files.items() if f.exists()}
+    write(out / "summary.json", content)
+
+
+WEIGHT = (
+    "dlrm",
+    "dlrm_dcn",
+    "dcnv2",
+    "wukong",
+    "dhen",
+    "interformer",
+)  # the fastest first: it may be cut off
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rows", type=int, default=1221 * 8192)
+    parser.add_argument("--held-out", type=int, default=305 * 8192)
+    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is begun after these")
+    given = parser.parse_args()
+    began = time.perf_counter()
+    settings = Settings(
+        out=str(given.out),
+        device=given.device,
+        rows=given.rows,
+        held_out=given.held_out,
+        batch_size=given.batch_size,
+        lr=given.lr,
+    )
+
+    def say(text: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {text}", flush=True)
+
+    proof_runs.generate(given.out / "rows", rows=settings.generated, seed=0, workers=given.workers)
+    say(f"{settings.generated} rows")
+    seeds = list(range(given.pairs))
+    every = ("bf16", *PLANS, *BESIDE)
+    light_first = sorted(given.models, key=WEIGHT.index)
+    tasks: list[tuple[tuple[int, ...], str, Callable[..., str], tuple[Any, ...]]] = []
+    left = dict.fromkeys(given.models, len(seeds))  # tasks after which a model is judged, less one
+
+    def add(order: int, name: str, what: Callable[..., str], *arguments: Any) -> None:
+        tasks.append(((order, light_first.index(name)), name, what, (settings, name, *arguments)))
+        tasks.sort(key=lambda task: task[0])
+
+    def after_probe(name: str, *, resumed: bool = False) -> None:
+        for seed in seeds:  # of the first seed the others train already
+            add(2 + 2 * seed, name, train, seed, every if seed or resumed else tuple(PLANS))
+        if not (settings.folder(name) / "budgets.json").exists():
+            add(5, name, single)
+
+    for name in given.models:
+        if (settings.folder(name) / "probe.json").exists():
+            after_probe(name, resumed=True)
+            left[name] -= 1
+        else:
+            add(0, name, probe)
+            add(1, name, train, 0, ("bf16", *BESIDE))
+    late = False
+    running: dict[Future[str], tuple[str, Callable[..., str]]] = {}
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        given.workers, mp_context=fresh, initializer=start, initargs=(settings,)
+    ) as pool:
+        while tasks or running:
+            if time.perf_counter() - began > given.seconds and not late:
+                late = True
+                tasks = [task for task in tasks if task[2] is judge]
+                for name in [name for name, n in left.items() if n >= 0]:
+                    add(0, name, judge, seeds)  # what is there; again when more is
+            while tasks and len(running) < given.workers:
+                _, name, what, arguments = tasks.pop(0)
+                running[pool.submit(what, *arguments)] = name, what
+            done, _ = wait(running, return_when=FIRST_COMPLETED, timeout=5)
+            for job in done:
+                name, what = running.pop(job)
+                try:
+                    say(job.result())
+                except Exception:
+                    say(f"{name} {what.__name__} FAILED: {traceback.format_exc(limit=-4)}")
+                    continue
+                if what is probe:
+                    after_probe(name)
+                elif what is train:
+                    left[name] -= 1
+                if what is train and (left[name] < 0 or late):
+                    add(0, name, judge, seeds)
+                summarize(given.out, settings, given.models)
+        summarize(given.out, settings, given.models)
+    say("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The six models of the proof, and their rows: five of the zoo with the mods, and TorchRec's DLRM_DCN.
+
+`DlrmDcn` computes what torchrec.models.dlrm.DLRM_DCN does, in plain PyTorch (TorchRec need not be there):
+MLPs of Linear and ReLU, and LowRankCrossNet, raw parameters that F.linear reads:
+
+    x_l+1 = x_0 * (W_l (V_l x_l) + b_l) + x_l
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from loka import mods
+from loka.data.synthetic import VOCAB_SIZES
+from loka.zoo import build
+from loka.zoo.layers import Embeddings
+
+DENSE = 13
+MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())  # what the command line puts in
+ZOO = ("dlrm", "dcnv2", "wukong", "dhen", "interformer")
+MODELS = (*ZOO, "dlrm_dcn")
+
+
+class DlrmDcn(nn.Module):
+    """dense [B, 13], sparse [B, 26] ids -> logits [B]."""
+
+    def __init__(
+        self,
+        *,
+        dim: int = 16,
+        bottom: Sequence[int] = (64,),
+        over: Sequence[int] = (256, 128, 64),
+        rank: int = 64,
+    ) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(VOCAB_SIZES, dim)
+        self.dense_arch = perceptrons([DENSE, *bottom, dim])
+        width = (len(VOCAB_SIZES) + 1) * dim
+        self.V_kernels, self.W_kernels, self.bias = (
+            nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(2))
+            for shape in ((rank, width), (width, rank), (width,))
+        )
+        for kernel in (*self.V_kernels, *self.W_kernels):
+            nn.init.xavier_normal_(kernel)
+        for bias in self.bias:
+            nn.init.zeros_(bias)
+        self.over_arch = perceptrons([width, *over])
+        self.logit = nn.Linear(over[-1], 1)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([self.dense_arch(dense).unsqueeze(1), self.embeddings(sparse)], dim=1)
+        x_0 = x = tokens.flatten(1)
+        for down, up, bias in zip(self.V_kernels, self.W_kernels, self.bias, strict=True):
+            x = x_0 * (F.linear(F.linear(x, down), up) + bias) + x
+        return self.logit(self.over_arch(x)).squeeze(1)
+
+
+def perceptrons(widths: Sequence[int]) -> nn.Sequential:
+    return nn.Sequential(
+        *(part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU()))
+    )
+
+
+def model_named(name: str) -> nn.Module:
+    """A fresh one, from torch's seed."""
+    if name == "dlrm_dcn":
+        return DlrmDcn()
+    model = build(name, dense_features=DENSE, vocab_sizes=VOCAB_SIZES)
+    mods.apply(model, MODS)
+    return model
