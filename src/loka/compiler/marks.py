@@ -11,7 +11,7 @@ from loka.compiler.gemms import Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
-from loka.kernels.quantizer import BAD_A, BAD_B
+from loka.kernels.quantized_side import BAD_A, BAD_B
 
 
 def mark_runs(

@@ -20,7 +20,8 @@ from loka.core.recipe import Gemm
 from loka.core.reference import Quantized
 from loka.core.report import HP
 from loka.core.timing import Timing, first_line, still_usable, time_interleaved
-from loka.kernels.quantizer import BAD_A, BAD_B, quantize_operand
+from loka.kernels.quantized_side import BAD_A, BAD_B
+from loka.kernels.quantizer import quantize_operand
 from loka.kernels.registry import Candidate, candidate_named
 from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.probe.operands import Operands, sides
