@@ -44,7 +44,7 @@ def default_folder() -> Path:
 def sources_digest() -> str:
     """Of every kernel and of what times them."""
     kernels = Path(loka.kernels.__file__).parent
-    compiler = (kernels.parent / "compiler").glob("*.py")
+    compiler = (kernels.parent / "compiler").rglob("*.py")
     files = [*kernels.rglob("*.py"), *compiler, *(kernels.parent / name for name in _OTHER_SOURCES)]
     digest = hashlib.sha256()
     for file in sorted(files):
