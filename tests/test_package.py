@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import loka
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +104,15 @@ def test_nothing_loads_what_can_execute() -> None:
         assert not forbidden.search(plain), path
         for call in re.findall(r"\btorch\.load\((.*)\)", text):
             assert "weights_only=True" in call, path
+
+
+def test_the_checkout_stays_small() -> None:
+    """Raw results are release assets (benchmarks/README.md); tables stay."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=True)
+    there = [name for name in listed.stdout.split("\0") if (ROOT / name).is_file()]
+    sizes = {name: (ROOT / name).stat().st_size for name in there}
+    results = [name for name in there if name.startswith("benchmarks/") and not name.endswith(".py")]
+    assert sum(map(sizes.__getitem__, results)) < 1.5e6, sorted(results, key=sizes.__getitem__)[-5:]
+    assert sum(sizes.values()) < 5e6, sorted(sizes, key=sizes.__getitem__)[-5:]
