@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.codec import sparse
 from loka.core.error import Estimate
 from loka.core.problem import Problem
 from loka.core.recipe import SHARED, Cast, Gemm
@@ -37,7 +38,7 @@ class SharingTimes:
 
     saved: Mapping[str, Mapping[str, Estimate]]
     failures: Mapping[str, str]
-    cut_short: bool
+    cut_short: bool = sparse(False)
 
 
 def sharing_casts(

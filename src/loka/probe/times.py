@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from loka.core.codec import sparse
 from loka.core.error import Estimate, sqnr_db
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
@@ -53,7 +54,7 @@ class SiteTimes:
     timings: Mapping[str, Timing]
     pinned: Mapping[str, str]
     failures: Mapping[str, str]
-    cut_short: bool
+    cut_short: bool = sparse(False)
 
 
 def rivals_of(errors: Mapping[str, Mapping[str, Estimate]]) -> dict[str, list[str]]:
