@@ -47,9 +47,10 @@ def test_the_readme_code_is_ten_lines() -> None:
     assert len([line for line in block.splitlines() if line.strip()]) <= 11  # the import and ten
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ("README.md", "log.md")], ids=lambda p: p.stem
-)
+OF_A_KIND = [page for page in PAGES if page.name not in ("README.md", "log.md")]
+
+
+@pytest.mark.parametrize("page", OF_A_KIND, ids=lambda page: page.stem)
 def test_a_page_says_of_which_kind_it_is(page: Path) -> None:
     kinds = "Tutorial|How-to|Concept|Reference"
     third = page.read_text().splitlines()[2]
