@@ -86,14 +86,12 @@ def install(
     monkeypatch: pytest.MonkeyPatch, *, measured: Times, confirmed: Times | None = None, saved: float = 0.0
 ) -> ByResult:
     """`measure` and `confirm` time on the CPU, by these tables; returns the timer of `confirm`."""
-    names = ("measure", "times", "sharing", "confirm", "timed")
-    modules = {name: sys.modules[f"loka.probe.{name}"] for name in names}
     timer = ByResult(measured if confirmed is None else confirmed)
-    monkeypatch.setattr(modules["measure"], "timeable", lambda device: True)
-    monkeypatch.setattr(modules["times"], "time_interleaved", ByResult(measured))
-    monkeypatch.setattr(modules["sharing"], "time_interleaved", Passes(saved))
-    monkeypatch.setattr(modules["confirm"], "time_interleaved", timer)
-    monkeypatch.setattr(modules["timed"], "time_region", _in_regions)
+    monkeypatch.setattr(sys.modules["loka.probe.measure"], "timeable", lambda device: True)
+    monkeypatch.setattr("loka.probe.times.time_interleaved", ByResult(measured))
+    monkeypatch.setattr("loka.probe.sharing.time_interleaved", Passes(saved))
+    monkeypatch.setattr("loka.probe.confirm.time_interleaved", timer)
+    monkeypatch.setattr("loka.probe.timed.time_region", _in_regions)
     return timer
 
 

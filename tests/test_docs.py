@@ -9,7 +9,7 @@ import pytest
 from forked import run_script
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 TESTED_APART = {"planted_bug.py"}  # tests/dispatch/test_planted_bug.py
@@ -45,3 +45,20 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_readme_code_is_ten_lines() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     assert len([line for line in block.splitlines() if line.strip()]) <= 11  # the import and ten
+
+
+OF_A_KIND = [page for page in PAGES if page.name not in ("README.md", "log.md")]
+
+
+@pytest.mark.parametrize("page", OF_A_KIND, ids=lambda page: page.stem)
+def test_a_page_says_of_which_kind_it_is(page: Path) -> None:
+    kinds = "Tutorial|How-to|Concept|Reference"
+    third = page.read_text().splitlines()[2]
+    assert re.match(rf"\*({kinds})( and ({kinds.lower()}))?\.\*", third), "the line below the title"
+
+
+def test_every_page_is_in_the_list_of_pages() -> None:
+    listed = (ROOT / "docs" / "README.md").read_text()
+    for page in PAGES[1:]:
+        path = page.relative_to(ROOT / "docs").as_posix()
+        assert path == "README.md" or f"]({path})" in listed, path

@@ -41,13 +41,13 @@ from loka import mods
 from loka.cli.demo import MODS
 from loka.cli.inputs import choose_device, model_builder, open_data
 from loka.core.budget import Budget, total_effect
+from loka.core.codec import decode, encode
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import read_record, write_record
 from loka.core.plan import Plan
 from loka.core.recipe import RECIPES
-from loka.core.report import estimate_from_json, estimate_to_json
 from loka.core.stats import Stats
 from loka.core.table import format_table
 from loka.data.batch import Batch
@@ -232,7 +232,7 @@ def time_all(bench: Bench, arms: Mapping[Key, ArmSpec], record: Record) -> None:
 
     def keep(found: StepTime) -> None:
         print(f"{found.name}: {found.failure or f'{found.microseconds} us, {found.speedup}x'}", flush=True)
-        measured = {name: estimate_to_json(getattr(found, name)) for name in ("microseconds", "speedup")}
+        measured = {name: encode(getattr(found, name)) for name in ("microseconds", "speedup")}
         by_emulation = emulated.get(found.name, 0)
         times[found.name] = {**measured, "emulated_gemms": by_emulation, "failure": found.failure}
         record.write()
@@ -286,7 +286,7 @@ def table(content: Mapping[str, Any]) -> str:
 def _row(content: Mapping[str, Any], key: Key, runs: Sequence[Run]) -> tuple[str, ...]:
     mine = [run for run in runs if run.arm == name_of(key)]
     ne, broken = [run.quality.ne for run in mine if run.quality], sum(bool(run.broke) for run in mine)
-    predicted = estimate_from_json(content["settings"][key[0]]["predicted"].get(key[1]))
+    predicted = decode(Estimate | None, content["settings"][key[0]]["predicted"].get(key[1]))
     judged = content["judged"].get(name_of(key), {})
     step = content.get("step_times", {}).get(name_of(key))
     return (
@@ -301,7 +301,7 @@ def _row(content: Mapping[str, Any], key: Key, runs: Sequence[Run]) -> tuple[str
 
 
 def _timed(step: Mapping[str, Any]) -> str:
-    microseconds, speedup = (estimate_from_json(step[name]) for name in ("microseconds", "speedup"))
+    microseconds, speedup = (decode(Estimate, step[name]) for name in ("microseconds", "speedup"))
     if microseconds is None:
         return str(step["failure"])
     slow = f", {step['emulated_gemms']} GEMMs emulated" if step["emulated_gemms"] else ""
@@ -376,7 +376,7 @@ def main() -> None:
         if setting["same_as"] is None:
             plan, naive = plan_for(bench, name, given)
             setting["plan"] = plan.summary()
-            setting["predicted"] = {NAIVE: estimate_to_json(naive), "plan": estimate_to_json(plan.ne)}
+            setting["predicted"] = {NAIVE: encode(naive), "plan": encode(plan.ne)}
             for precision in (UNCHANGED, by_recipe(NAIVE, rows=given.batch_size), by_plan(plan)):
                 arms[name, precision.name] = arm_of((name, precision.name), precision)
         record.content["settings"][name] = setting

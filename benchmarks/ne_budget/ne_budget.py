@@ -22,7 +22,8 @@ bf16 and by recipe is
 
     t = a + b MNK + c (MN + MK + NK)
 
-fitted to what was measured on an H200 (benchmarks/gemm_suite/report.json.gz: the fastest kernel of each
+fitted to what was measured on an H200 (gemm_suite/report.json.gz of the raw results, which
+benchmarks/README.md says how to get: the fastest kernel of each
 recipe, quantization included). The output holds the fit and its error. All arms use the same times.
 """
 

@@ -41,8 +41,8 @@ from loka.core.stats import LinearStats
 from loka.core.table import format_table
 from loka.data import SyntheticClicks, open_table
 from loka.data.batch import Batch, Source
+from loka.probe.effect_casts import CASTS
 from loka.probe.effects import depth_ne, joint_ne
-from loka.probe.sensitivity import CASTS
 from loka.train import TrainConfig, train
 from loka.zoo import build
 

@@ -21,7 +21,8 @@ from loka.core.files import write_record
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.table import format_table
 from loka.core.timing import time_interleaved
-from loka.kernels.quantizer import Side, quantize_pair
+from loka.kernels.quantized_side import Side
+from loka.kernels.quantizer import quantize_pair
 
 SHAPES = [
     (8192, 2048, torch.bfloat16),

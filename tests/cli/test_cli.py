@@ -12,12 +12,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import typer.main
 from command_line import SMALL, loka, measure_coarsely
 from forked import start_loka
 
 from loka import cli as loka_cli
-from loka.cli import arms, demo
+from loka.cli import app, arms, demo
 from loka.cli.terminal import printable
+from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
 from loka.core.files import write_record
 from loka.train import newest_step
@@ -128,6 +130,15 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(
     monkeypatch.setattr(demo, "measure", measure_coarsely)
     arguments = ("demo", "--model", "dlrm", *SMALL, "--pairs", 2, "--out", "out")
     text = loka(*arguments, cwd=tmp_path)
+    end = text[text.index("\nfound\n") :].strip().splitlines()
+    assert len(end) < 25, "one screen"
+    assert all(f"\n{title}\n" in text for title in ("found", "saves", "costs", "next"))
+    for part in ("GEMMs may run in FP8", "times need a GPU", "over 2 pairs", "out/report.html", "--verbose"):
+        assert part in text
+    for command in (line.partition("  ")[0] for line in end if line.startswith("loka ")):
+        name, arguments_of = typer.main.get_command(app.app).commands[command.split()[1]], command.split()[2:]
+        assert name.make_context(command, arguments_of).params, command
+    details = (tmp_path / "out" / "details.txt").read_text()
     for part in (
         "Plan for DLRM",
         "FP8 GEMMs that ran",
@@ -135,15 +146,21 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(
         "mean of 2 pairs",
         "calibration",
     ):
-        assert part in text
-    assert "never ran" not in text
+        assert part in details
+        assert part not in text or part == "calibration"
+    assert "never ran" not in details
+    for page in (tmp_path / "out" / "report.html", tmp_path / "out" / "dlrm" / "report.html"):
+        assert page.read_text().startswith("<!doctype html>")
+    assert 'href="dlrm/report.html"' in (tmp_path / "out" / "report.html").read_text()
     made = tmp_path / "out" / "dlrm"
     assert {"stats", "report.json", "plan.json", "train.json"} <= {p.name for p in made.iterdir()}
     content = json.loads((made / "train.json").read_text())["content"]
     assert len(content["pairs"]) == 2
     assert content["pairs"][0]["fp8"]["runs"]
-    again = loka(*arguments, cwd=tmp_path)
-    assert again.splitlines()[-12:] == text.splitlines()[-12:] or "paired difference" in again
+    again = loka(*arguments, "--verbose", cwd=tmp_path)
+    assert again.endswith("\n".join(end) + "\n")
+    assert "paired difference" in again
+    assert (tmp_path / "out" / "details.txt").read_text() == details
     assert json.loads((made / "train.json").read_text())["content"]["pairs"] == content["pairs"]
     other = loka("demo", "--model", "dlrm", "--rows", 4000, "--out", "out", cwd=tmp_path, fails=True)
     assert "holds another demo" in other
@@ -243,3 +260,15 @@ def test_every_command_prints_by_way_of_it() -> None:
         if path.name != "terminal.py" and re.search(r"(?<![\w.])print\b", path.read_text())
     ]
     assert bare == []
+
+
+def test_commands_that_write_into_a_folder_are_alone_in_it(net: str, tmp_path: Path) -> None:
+    with alone_in(tmp_path / "out", "working"):
+        for command in (
+            ("probe", "--model", net, *SMALL),
+            ("bench", "gemm", "--rounds", 9, "--model", "dlrm"),
+            ("demo", "--model", net, *SMALL),
+        ):
+            text = loka(*command, "--out", "out", cwd=tmp_path, fails=2)
+            assert "FolderInUse: another process is" in text
+            assert "choose another folder" in text

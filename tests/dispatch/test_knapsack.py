@@ -33,7 +33,7 @@ def brute(items: dict[str, list[Way]], limit: float) -> float:
     return min(
         math.fsum(w.time for w in ways)
         for ways in itertools.product(*items.values())
-        if math.fsum(w.effect for w in ways) <= limit
+        if math.fsum(w.effect for w in ways) <= limit * (1 + 1e-9)  # as `spend` rounds
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import loka
+from loka.core.codec import encode
 from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, write_record
 from loka.core.plan import Plan
@@ -137,7 +138,7 @@ def test_a_plan_without_them_and_the_budget_of_before(
 ) -> None:
     plan, file = loka.plan(report), tmp_path / "plan.json"
     plan.save(file)
-    budget = {**plan.budget.to_json(), "chains": allowed, "chain_recipes": ["e4m3_row_z8", "e4m3_row"]}
+    budget = {**encode(plan.budget), "chains": allowed, "chain_recipes": ["e4m3_row_z8", "e4m3_row"]}
     aged(file, chains={}, crosses={}, turned={}, budget=budget)
     assert Plan.load(file) == plan
     aged(file, chains={}, budget={**budget, "min_sqnr": 3})

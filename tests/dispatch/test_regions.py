@@ -20,6 +20,7 @@ import loka
 from loka.compiler import notes
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.compiler.notes import record_text
+from loka.core.codec import decode, encode
 from loka.core.coverage import Coverage
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
@@ -360,5 +361,5 @@ def test_a_budget_without_regions_plans_by_what_sites_take_alone() -> None:
     assert names(loka.plan(report)) == BY_GEMM
     plan = loka.plan(report, loka.Budget(regions=False))
     assert set(names(plan).values()) == {FAST}
-    assert loka.Budget.from_json(plan.budget.to_json()) == plan.budget
-    assert "regions" not in loka.Budget().to_json()
+    assert decode(loka.Budget, encode(plan.budget)) == plan.budget
+    assert "regions" not in encode(loka.Budget())

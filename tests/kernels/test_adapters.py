@@ -355,9 +355,8 @@ def test_precompile_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -
     deep_gemm.precompile(asked[:2], lambda: done.append(1))  # a process takes seconds to start
     assert len(done) == 2
     assert not deep_gemm._compiled
-    script = (
-        "from loka.kernels import deep_gemm; deep_gemm._compile = lambda p, d: None if p.k < 256 else 'no'"
-    )
+    stand_in = "lambda p, d: None if p.k < 256 else 'no'"
+    script = f"from loka.kernels import deep_gemm; deep_gemm._compile = {stand_in}"
     real = deep_gemm.subprocess.Popen
     started: list[str] = []
 

@@ -16,8 +16,9 @@ from cases import on_gpu_or_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loka.kernels.fp8_weights import DTYPES, GROUP, Copies, fp8_weights, quantize_weight, unwritten
+from loka.kernels.fp8_weights import DTYPES, GROUP, fp8_weights
 from loka.kernels.launches import launches, reset_launches
+from loka.kernels.weight_copies import Copies, quantize_weight, unwritten
 
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # by their bytes
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from loka.core.recipe import Cast, Format, Granularity
-from loka.kernels.quantizer import BAD_A, BAD_B, RUNS, Side, quantize_operand, quantize_pair
+from loka.kernels.quantized_side import BAD_A, BAD_B, RUNS, Side
+from loka.kernels.quantizer import quantize_operand, quantize_pair
 
 TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 ROW = Side(cast=TENSOR, padded=(2, 3))

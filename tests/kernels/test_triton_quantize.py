@@ -14,6 +14,7 @@ from cases import combinations, on_gpu_or_cpu
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.reference import Quantized, dequantize, expand_scale, quantize
 from loka.kernels import quantizer
+from loka.kernels.quantized_side import Side
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.triton.quantize")
@@ -58,8 +59,8 @@ def check_pair(
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])
     sides = (
-        quantizer.Side(cast=row, padded=padded) if row else None,
-        quantizer.Side(cast=column, padded=turned) if column else None,
+        Side(cast=row, padded=padded) if row else None,
+        Side(cast=column, padded=turned) if column else None,
     )
     scale = given.to(device) if given is not None else None
     out_row, out_column = fused.quantize_pair_fused(placed, row=sides[0], column=sides[1], given=scale)
@@ -128,8 +129,8 @@ def test_copies_may_be_padded_differently(device: torch.device) -> None:
     hp = nasty(70, 150, torch.bfloat16, transposed=False)
     for row, column in ((Granularity.TENSOR, Granularity.ROW), (Granularity.GROUP_1X128,) * 2):
         sides = (
-            quantizer.Side(cast=E4M3[row], padded=(72, 512)),
-            quantizer.Side(cast=E4M3[column], padded=(160, 384)),
+            Side(cast=E4M3[row], padded=(72, 512)),
+            Side(cast=E4M3[column], padded=(160, 384)),
         )
         first, second = fused.quantize_pair_fused(hp.to(device), row=sides[0], column=sides[1])
         check(first, quantize(hp, E4M3[row], padded=(72, 512)), (70, 150))
@@ -142,7 +143,7 @@ def test_a_given_scale_saturates_and_reports_the_maximum(cast: Cast, device: tor
     hp = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
     given = hp.abs().amax().view(1) / cast.format.max / 2
     check_pair(hp, cast, cast, (80, 256), device, given=given)
-    side = quantizer.Side(cast=cast, padded=(70, 150))
+    side = Side(cast=cast, padded=(70, 150))
     seen = torch.zeros(1, dtype=torch.int32, device=device)
     out, _ = fused.quantize_pair_fused(
         hp.to(device), row=side, column=None, given=given.to(device), seen=seen
@@ -159,8 +160,8 @@ def test_a_given_scale_hides_nothing(bad: float, device: torch.device) -> None:
     hp = torch.randn(70, 150)
     hp[40, 130] = bad
     cast = E4M3[Granularity.TENSOR]
-    row = quantizer.Side(cast=cast, padded=(70, 150), flag=1, count=0)
-    column = quantizer.Side(cast=cast, padded=(150, 70), flag=5, count=3)
+    row = Side(cast=cast, padded=(70, 150), flag=1, count=0)
+    column = Side(cast=cast, padded=(150, 70), flag=5, count=3)
     given = torch.full((1,), 0.01)
     for run in (fused.quantize_pair_fused, quantizer.quantize_pair):
         place = device if run is fused.quantize_pair_fused else torch.device("cpu")
@@ -197,8 +198,8 @@ def test_nan_stays_and_raises_the_flag(
 ) -> None:
     hp = torch.randn(40, 200, device=device)
     hp = hp.t().contiguous().t() if transposed else hp
-    row = quantizer.Side(cast=E4M3[granularity], padded=(48, 256), flag=2)
-    column = quantizer.Side(cast=E4M3[granularity], padded=(256, 48), flag=7, count=6)
+    row = Side(cast=E4M3[granularity], padded=(48, 256), flag=2)
+    column = Side(cast=E4M3[granularity], padded=(256, 48), flag=7, count=6)
     health = torch.zeros(3, 3, dtype=torch.int64, device=device)
     fused.quantize_pair_fused(hp, row=row, column=column, health=health)
     assert health.tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0]]
@@ -231,7 +232,7 @@ def test_the_largest_element_may_lie_anywhere(
     granularity: Granularity, transposed: bool, places: tuple[int, ...], device: torch.device
 ) -> None:
     columns = places[-1] + 1
-    side = quantizer.Side(cast=E4M3[granularity], padded=(16, -(-columns // 16) * 16))
+    side = Side(cast=E4M3[granularity], padded=(16, -(-columns // 16) * 16))
     for place in places:
         hp = torch.ones(columns, 8, device=device).t()
         hp = hp if transposed else hp.contiguous()
@@ -245,8 +246,8 @@ def test_the_largest_element_may_lie_anywhere(
 def test_scales_lie_as_the_libraries_read_them() -> None:
     """1x128 column-major with rows padded to 4; 128x128 with columns padded to 4 (kernels/layouts.py)."""
     hp = torch.randn(90, 640, device="cuda")
-    group = quantizer.Side(cast=E4M3[Granularity.GROUP_1X128], padded=(90, 640))
-    block = quantizer.Side(cast=E4M3[Granularity.BLOCK_128X128], padded=(640, 256))
+    group = Side(cast=E4M3[Granularity.GROUP_1X128], padded=(90, 640))
+    block = Side(cast=E4M3[Granularity.BLOCK_128X128], padded=(640, 256))
     first, second = fused.quantize_pair_fused(hp, row=group, column=block)
     assert (first.scale.shape, first.scale.stride()) == ((90, 5), (1, 92))
     assert (second.scale.shape, second.scale.stride()) == ((5, 2), (4, 1))
@@ -258,7 +259,7 @@ def test_scales_lie_as_the_libraries_read_them() -> None:
 def test_the_largest_numbers_have_the_scales_of_the_twin(format: Format, device: torch.device) -> None:
     hp = torch.tensor([[2.9e38], [2.99e38], [3.3e38], [-3.4e38], [1e30]]).expand(5, 16).contiguous()
     cast = Cast(format, Granularity.ROW, power_of_two=True)
-    side = quantizer.Side(cast=cast, padded=(5, 16))
+    side = Side(cast=cast, padded=(5, 16))
     row, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None)
     twin = quantize(hp, cast)
     assert torch.equal(row.scale.cpu(), twin.scale)

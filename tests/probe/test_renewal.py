@@ -20,9 +20,9 @@ from loka.core.label_rate import LabelRate
 from loka.core.recipe import RECIPES
 from loka.probe import renew_effects
 from loka.probe.changes import effects_of
+from loka.probe.effect_casts import CASTS
 from loka.probe.effects import depth_ne, predicted_ne
 from loka.probe.movement import Horizon, added_variance
-from loka.probe.sensitivity import CASTS
 from loka.train.joint import emulated
 
 RECIPE = "rowwise_e4m3"

@@ -11,8 +11,7 @@ import loka
 from loka.core.stats import Stats
 from loka.probe import sample_coherence
 from loka.probe.merging import merge_stats
-from loka.probe.sample_coherence import SUMS, Samples, merge_samples, pick, samples_in, samples_of
-from loka.probe.sample_rows import layout_of
+from loka.probe.sample_coherence import SUMS, Samples, layout_of, merge_samples, pick, samples_in, samples_of
 
 
 def named(samples: Samples) -> dict[str, float]:

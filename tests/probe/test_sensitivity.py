@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import loka
 from loka.core.recipe import RECIPES, Cast, Format, Granularity, Recipe, recipe_named
 from loka.core.reference import dequantize, quantize
+from loka.probe.effect_casts import CASTS
 from loka.probe.effects import depth_ne, joint_ne, predicted_ne
 from loka.probe.sample_rows import batch_of
-from loka.probe.sensitivity import CASTS, step_seed
+from loka.probe.sensitivity import step_seed
 
 BATCH, PICKED = 300, 256
 

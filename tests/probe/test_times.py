@@ -228,55 +228,50 @@ def test_the_copies_have_the_sides_that_the_gemms_want() -> None:
 KEY = {"problem": {"m": 1}, "candidates": ["hp"]}
 
 
-def parse(content: dict) -> list:
-    return list(content["values"])
-
-
-def to_json(values: list) -> dict:
-    return {"values": values}
+NUMBERS = tuple[int, ...]
 
 
 def test_the_cache_keeps_and_finds(tmp_path: Path) -> None:
     cache = TimesCache(tmp_path / "new" / "folder")
-    assert cache.get(KEY, parse) is None
-    cache.put(KEY, [1, 2], to_json)
-    assert cache.get(KEY, parse) == [1, 2]
+    assert cache.get(KEY, NUMBERS) is None
+    cache.put(KEY, (1, 2))
+    assert cache.get(KEY, NUMBERS) == (1, 2)
     later = TimesCache(tmp_path / "new" / "folder")
-    assert later.get(KEY, parse) == [1, 2]
-    assert later.get({**KEY, "candidates": ["hp", "x"]}, parse) is None
-    assert TimesCache(None).get(KEY, parse) is None
+    assert later.get(KEY, NUMBERS) == (1, 2)
+    assert later.get({**KEY, "candidates": ["hp", "x"]}, NUMBERS) is None
+    assert TimesCache(None).get(KEY, NUMBERS) is None
     assert later.notes == []
 
 
 @pytest.mark.parametrize("damage", ["truncated", "edited", "of another key", "not a file"])
 def test_a_damaged_entry_is_said_and_measured_again(damage: str, tmp_path: Path) -> None:
-    TimesCache(tmp_path).put(KEY, [1, 2], to_json)
+    TimesCache(tmp_path).put(KEY, (1, 2))
     (file,) = tmp_path.iterdir()
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-40])
     elif damage == "edited":
         file.write_text(file.read_text().replace("hp", "hq"))
     elif damage == "of another key":
-        TimesCache(tmp_path).put({"other": 1}, [3], to_json)
+        TimesCache(tmp_path).put({"other": 1}, (3,))
         (other,) = (path for path in tmp_path.iterdir() if path != file)
         other.replace(file)
     else:
         file.unlink()
         file.mkdir()
     cache = TimesCache(tmp_path)
-    assert cache.get(KEY, parse) is None
+    assert cache.get(KEY, NUMBERS) is None
     assert "timed again" in cache.notes[0]
     assert str(file) in cache.notes[0]
     if damage != "not a file":
-        cache.put(KEY, [5], to_json)
-        assert TimesCache(tmp_path).get(KEY, parse) == [5]
+        cache.put(KEY, (5,))
+        assert TimesCache(tmp_path).get(KEY, NUMBERS) == (5,)
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = TimesCache(tmp_path / "file" / "folder")
-    cache.put(KEY, [1], to_json)
-    cache.put({"other": 1}, [2], to_json)
-    assert cache.get(KEY, parse) == [1], "within one measurement it is remembered all the same"
+    cache.put(KEY, (1,))
+    cache.put({"other": 1}, (2,))
+    assert cache.get(KEY, NUMBERS) == (1,), "within one measurement it is remembered all the same"
     assert len(cache.notes) == 1
     assert "not cached" in cache.notes[0]

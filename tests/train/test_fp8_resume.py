@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -125,6 +126,17 @@ def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path: Path, plan: Plan) ->
     held_out = RandomRows(320, seed=9)
     logits = [evaluate(m, held_out, batch_size=16, precision="bf16")[0] for m in (first, again)]
     assert np.array_equal(*logits)
+
+
+def test_a_checkpoint_names_no_module_of_ours(tmp_path: Path, plan: Plan) -> None:
+    """Files may move: nothing that is read again says where a class of LoKA stood when it was written."""
+    train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path / "run")
+    plan.save(tmp_path / "plan.json")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"state.pt", "manifest.json", "plan.json"}
+    for path in files:
+        found = re.findall(rb"\bloka\.[a-z_.]+", path.read_bytes())
+        assert not found, (path, found)
 
 
 def test_a_checkpoint_holds_its_plan(tmp_path: Path, plan: Plan) -> None:

@@ -93,6 +93,9 @@ def demo(
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error.")] = None,
     min_speedup: Annotated[float | None, typer.Option(min=0, help="Least speed-up worth having.")] = None,
     schedule: ScheduleName = "cosine",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print the long tables of details.txt too.")
+    ] = False,
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
     config = default_config(
@@ -109,7 +112,7 @@ def demo(
         min_speedup=min_speedup,
         schedule=schedule,
     )
-    run_demo(config, out=out)
+    run_demo(config, out=out, verbose=verbose)
 
 
 @app.command()

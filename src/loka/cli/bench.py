@@ -26,6 +26,7 @@ from loka.cli.options import (
 )
 from loka.cli.step import StepConfig, run_step_bench, step_table
 from loka.cli.terminal import say
+from loka.core.alone import alone_in
 from loka.core.exceptions import MissingLibrary, UnknownName
 from loka.core.files import write_atomic
 from loka.core.gemm_bench import GemmBench
@@ -88,7 +89,8 @@ def gemm(
         cache=None if no_cache else cache or default_folder(),
         time_limit=time_limit,
     )
-    found, report = run_gemm_bench(config, track=ProgressBars("bench"))
+    with alone_in(out, "benchmarking"):
+        found, report = run_gemm_bench(config, track=ProgressBars("bench"))
     text = gemm_table(found)
     if not report.timed:
         text = f"{report}\n\n{text}"
@@ -146,7 +148,8 @@ def step(
     )
     rows = config.batch_size * (config.probe_steps + 1)
     opened = open_data(data, rows=rows, seed=seed, holdout=0.01, schema=schema)
-    text = step_table(run_step_bench(config, opened))
+    with alone_in(out, "benchmarking"):
+        text = step_table(run_step_bench(config, opened))
     write_atomic(out / "step.txt", f"{text}\n".encode())
     say(text)
     say(f"written: {', '.join(str(out / name) for name in ('step.json', 'step.txt', 'plan.json'))}")

@@ -3,6 +3,8 @@
 bf16 training teaches the probe; its statistics are measured and planned; then the same model
 is trained again by plan, from the same initial weights over the same batches, and both are
 judged on held-out rows. An interrupted demo goes on where it was when started again.
+
+It prints its progress, and at the end one screen; long tables go to details.txt beside the records.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from torch import nn
 
 from loka import mods
 from loka.cli.arms import ArmRun, run_arm
+from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
 from loka.cli.inputs import Data, choose_device, model_builder, open_data, train_config
 from loka.cli.ne import named_budget
-from loka.cli.terminal import say
+from loka.cli.terminal import printable, say
 from loka.core.alone import alone_in
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
@@ -97,17 +100,35 @@ def default_config(
     )
 
 
-def run_demo(config: DemoConfig, *, out: Path, say: Say = say) -> dict[str, Comparison]:
-    """Runs the loop for every model and writes stats/, report.json, plan.json and train.json.
+class Details:
+    """Long tables: kept for a file, and printed where that is asked for."""
+
+    def __init__(self, say: Say, *, verbose: bool) -> None:
+        self._say, self._verbose = say, verbose
+        self._lines: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self._lines.append(text)
+        if self._verbose:
+            self._say(text)
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, ("\n\n".join(map(printable, self._lines)) + "\n").encode())
+
+
+def run_demo(
+    config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False
+) -> dict[str, Comparison]:
+    """Runs the loop for every model and writes stats/, report.json, plan.json, train.json and a page.
 
     Raises:
         LokaError: `out` holds another demo, or another process runs one there.
     """
     with alone_in(out, "running a demo"):
-        return _run_demo(config, out, say)
+        return _run_demo(config, out, say, Details(say, verbose=verbose))
 
 
-def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
+def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict[str, Comparison]:
     _claim(out, config)
     data = open_data(
         Path(config.data) if config.data else None,
@@ -120,13 +141,19 @@ def _run_demo(config: DemoConfig, out: Path, say: Say) -> dict[str, Comparison]:
         require_both(source, batch_size=config.batch_size, what=f"the {part}")
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
     say(f"data: {data.description}, {features}")
-    results = {}
+    shown = []
     for name in config.models:
         say(f"\n== {name}")
-        results[name] = _run_model(name, config, data, out / name.replace(":", "-"), say)
+        folder = out / name.replace(":", "-")
+        decided, comparison = _run_model(name, config, data, folder, say, details)
+        shown.append(Shown(name=name, folder=folder, plan=decided, comparison=comparison))
     for line in data.account():
         say(line)
-    return results
+    details.save(out / DETAILS)
+    screen = screen_of(shown, out, data=config.data)
+    write_pages(shown, out, screen)
+    say(f"\n{screen}")
+    return {model.name: model.comparison for model in shown}
 
 
 def _claim(out: Path, config: DemoConfig) -> None:
@@ -149,7 +176,9 @@ def _claim(out: Path, config: DemoConfig) -> None:
     write_atomic(file, json.dumps(wanted, indent=1).encode())
 
 
-def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -> Comparison:
+def _run_model(
+    name: str, config: DemoConfig, data: Data, out: Path, say: Say, details: Details
+) -> tuple[Plan, Comparison]:
     builder = model_builder(name)
 
     def fresh(seed: int) -> nn.Module:
@@ -171,7 +200,8 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
     def by_plan(seed: int, decided: Plan) -> nn.Module:
         return convert(fresh(seed), decided)
 
-    say(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
+    details(f"== {name}")
+    details(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
     bars = ProgressBars(name)
     labels = count_labels(data.train, batch_size=config.batch_size)
     run = ArmRun(
@@ -190,13 +220,13 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
     for seed in range(config.seed, config.seed + config.pairs):
         bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
         if decided is None:
-            decided = _decide(Stats.load(out / "stats"), config, out, say, bars)
+            decided = _decide(Stats.load(out / "stats"), config, out, say, details, bars)
             nudge = run_arm(run, "bf16 nudged", seed, functools.partial(nudged, seed))
             control = nudge.arm
             noise = paired_difference(bf16.logits, nudge.logits, bf16.labels)
         fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
         if not pairs:
-            say(_proof(decided, fp8.arm))
+            details(_proof(decided, fp8.arm))
         difference = paired_difference(bf16.logits, fp8.logits, bf16.labels)
         pairs.append(Pair(seed=seed, bf16=bf16.arm, fp8=fp8.arm, difference=difference))
     assert decided is not None
@@ -208,20 +238,23 @@ def _run_model(name: str, config: DemoConfig, data: Data, out: Path, say: Say) -
         context={**asdict(config), "rows_used": data.description, "plan": decided.summary()},
     )
     comparison.save(out / "train.json")
-    say(quality_table(comparison))
+    details(quality_table(comparison))
     if torch.device(config.device).type == "cpu":
-        say("rows/s: on a CPU FP8 is emulated, so only its quality means anything here.")
-    say(f"written to {out}: stats/, report.json, plan.json, train.json")
-    return comparison
+        details("rows/s: on a CPU FP8 is emulated, so only its quality means anything here.")
+    say(f"written to {out}: stats/, report.json, plan.json, train.json, {PAGE}")
+    return decided, comparison
 
 
-def _decide(stats: Stats, config: DemoConfig, out: Path, say: Say, bars: ProgressBars) -> Plan:
+def _decide(
+    stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars
+) -> Plan:
     say(f"probe: {stats.sampled_steps} of {stats.steps} steps sampled, {len(stats.layers)} linear layers")
     report = measure(stats, device=config.device, out=out / "report.json", track=bars)
     budget = Budget(min_sqnr_db=config.min_sqnr_db, min_speedup=config.min_speedup)
     decided = plan(report, budget)
     decided.save(out / "plan.json")
-    say(str(decided))
+    say(f"plan: {decided.summary()}")
+    details(str(decided))
     return decided
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from loka.core.budget import Budget
+from loka.core.codec import encode
 from loka.core.device import fingerprint
 from loka.core.exceptions import DataRefused
 from loka.core.files import canonical
@@ -90,7 +91,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
             **asdict(config.settings),
             "candidates": sorted(config.candidates or ()),
             "confirm_rounds": config.confirm_rounds,
-            "budget": config.budget.to_json(),
+            "budget": encode(config.budget),
             "weight_dtype": config.weight_dtype,
             "spread": SPREAD,
         },

@@ -37,6 +37,7 @@ from loka.cli.options import (
 from loka.cli.terminal import say
 from loka.cli.train import WithMods
 from loka.cli.train_lines import show_log
+from loka.core.alone import alone_in
 from loka.core.exceptions import CheckpointRefused
 from loka.core.label_rate import LabelRate
 from loka.core.stats import Stats
@@ -84,27 +85,28 @@ def probe(
         say(mods.apply(built, MODS))
     built.to(device)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
-    if checkpoint is not None:
-        stats = _of_checkpoint(built, checkpoint, opened, config, rate)
-    else:
-        effects = effects_by(rate, opened.train, batch_size)
-        with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
-            result = train_model(
-                built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
-            )
-        stats = probing.stats()
-        say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
-        began = time.perf_counter()
-        fresh = opened.test.batches(batch_size)
-        known = rate or rate_of(result.quality)
-        stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
-        for line in told(stats, time.perf_counter() - began):
-            say(line)
-        stats = replace(stats, final_rate=result.final_rate)
-    stats.save(out)
-    for path, reason in stats.skipped.items():
-        say(f"not probed: {path}: {reason}")
-    say(f"written: {out}")
+    with alone_in(out, "probing"):
+        if checkpoint is not None:
+            stats = _of_checkpoint(built, checkpoint, opened, config, rate)
+        else:
+            effects = effects_by(rate, opened.train, batch_size)
+            with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
+                result = train_model(
+                    built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
+                )
+            stats = probing.stats()
+            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+            began = time.perf_counter()
+            fresh = opened.test.batches(batch_size)
+            known = rate or rate_of(result.quality)
+            stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
+            for line in told(stats, time.perf_counter() - began):
+                say(line)
+            stats = replace(stats, final_rate=result.final_rate)
+        stats.save(out)
+        for path, reason in stats.skipped.items():
+            say(f"not probed: {path}: {reason}")
+        say(f"written: {out}")
 
 
 def _of_checkpoint(

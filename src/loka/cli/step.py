@@ -19,11 +19,12 @@ from loka.cli.demo import MODS
 from loka.cli.inputs import Data, effects_by, model_builder
 from loka.cli.terminal import say
 from loka.core.budget import Budget
+from loka.core.codec import encode
 from loka.core.device import fingerprint
 from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
 from loka.core.files import write_record
 from loka.core.plan import Plan
-from loka.core.report import HP, Report, estimate_to_json
+from loka.core.report import HP, Report
 from loka.core.stats import Stats
 from loka.core.table import format_table
 from loka.data.batch import Batch, Source
@@ -249,17 +250,17 @@ def _count_torchao(model: nn.Module) -> int:
 
 def _write(config: StepConfig, found: Mapping[str, StepTime], decided: Plan | None, batch: Batch) -> None:
     content = {
-        "machine": fingerprint(config.device).to_json(),
+        "machine": encode(fingerprint(config.device)),
         "command": config.command,
         "model": config.model,
         "batch": len(batch),
         "compiled": config.compile_blocks,
-        "budget": config.budget.to_json(),
+        "budget": encode(config.budget),
         "plan": decided.summary() if decided else None,
         "arms": {
             name: {
-                "microseconds": estimate_to_json(result.microseconds),
-                "speedup": estimate_to_json(result.speedup),
+                "microseconds": encode(result.microseconds),
+                "speedup": encode(result.speedup),
                 "low_precision": result.low_precision,
                 "failure": result.failure,
             }

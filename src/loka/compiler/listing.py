@@ -11,7 +11,7 @@ from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import record_of
 from loka.core.report import HP
 from loka.core.table import format_table
-from loka.kernels.quantizer import RUNS
+from loka.kernels.quantized_side import RUNS
 from loka.nn.site import Site, sites_of
 
 _EAGER = (

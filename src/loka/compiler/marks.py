@@ -10,7 +10,7 @@ from loka.compiler.joint_sites import JointSite
 from loka.compiler.nodes import Low
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
-from loka.kernels.quantizer import BAD_A, BAD_B
+from loka.kernels.quantized_side import BAD_A, BAD_B
 
 
 def mark_runs(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from loka.core.codec import record, sparse
 from loka.core.error import Estimate
 
-BEFORE = frozenset({"chains", "chain_recipes"})  # fields of earlier versions
+# What an earlier version allowed of layers that run together is passed over: a plan that has such layers is
+# refused by itself (core/plan.py).
+_BEFORE = frozenset({"chains", "chain_recipes"})
 
 
+@record(ignore=_BEFORE)
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Limits that every FP8 decision of a plan keeps.
@@ -36,13 +40,13 @@ class Budget:
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
-    ne: float | None = None
+    ne: float | None = sparse(None)
     min_sqnr_db: float | None = 25.0
     max_mere: float | None = None
     min_speedup: float = 1.05
     keep: tuple[str, ...] = ()
     keep_prediction: bool = True
-    regions: bool = True
+    regions: bool = sparse(True)
     on_miss: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
@@ -59,26 +63,11 @@ class Budget:
         if isinstance(self.keep, str):
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
 
-    def to_json(self) -> dict[str, Any]:
-        content = {**asdict(self), "keep": list(self.keep)}
-        if self.regions:  # a plan without the switch is written as before there was one
-            del content["regions"]
-        if self.ne is None:  # a plan without such a limit is written as before there was one
-            del content["ne"]
-        return content
-
     @classmethod
     def paper(cls, **others: Any) -> Budget:
         """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""
         rule = {"min_sqnr_db": None, "max_mere": 0.2, "min_speedup": 1.05, "regions": False}
         return cls(**{**rule, **others})
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Budget:
-        """What an earlier version allowed of layers that run together is passed over: a plan that has such
-        layers is refused by itself (`Plan.from_json`)."""
-        known = {name: value for name, value in content.items() if name not in BEFORE}
-        return cls(**{**known, "keep": tuple(content["keep"])})
 
 
 _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between

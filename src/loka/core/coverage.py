@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from loka.core.codec import record
 
 
+@record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class Uncovered:
     """Matmul FLOPs that are no site's: where, in which op, and why.
@@ -75,19 +77,3 @@ class Coverage:
             "a decision"
         )
         return [first, *self.lines()[1:]]
-
-    def to_json(self) -> dict[str, Any]:
-        rest = [[r.where, r.op, r.flops, r.parameter, r.reason] for r in self.uncovered]
-        return {"sites": {path: dict(gemms) for path, gemms in self.sites.items()}, "uncovered": rest}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Coverage:
-        return cls(
-            sites={p: {g: float(n) for g, n in gemms.items()} for p, gemms in content["sites"].items()},
-            uncovered=tuple(
-                Uncovered(
-                    where=str(where), op=str(op), flops=float(flops), parameter=bool(par), reason=str(reason)
-                )
-                for where, op, flops, par, reason in content["uncovered"]
-            ),
-        )

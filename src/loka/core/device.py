@@ -7,8 +7,7 @@ import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,13 +35,6 @@ class Fingerprint:
     cuda: str
     torch: str
     libraries: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "libraries": dict(self.libraries)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Fingerprint:
-        return cls(**content)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """One line for each field in which `other` differs; libraries by name."""

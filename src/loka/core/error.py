@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.codec import record
+
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom (any statistics
 # table, e.g. NIST/SEMATECH e-Handbook 1.3.6.7.2); beyond 30 the expansion in
 # `student_t_95` is exact to four digits.
@@ -27,6 +29,7 @@ _T95 = (
 _Z95 = 1.959964
 
 
+@record(row=True)
 @dataclass(frozen=True)
 class Estimate:
     """A value with its 95 % interval."""

@@ -8,16 +8,18 @@ one can run), and each library with a dispatcher of its own ("torch or hp": wher
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loka.core.codec import decode, encode, record
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
 from loka.core.recipe import Gemm
-from loka.core.report import HP, estimate_from_json, estimate_to_json, required_estimate, site_name
+from loka.core.report import HP, site_name
 from loka.core.timing import Timing
 
 _KIND, _VERSION = "loka-bench-gemm", 1
@@ -98,6 +100,7 @@ def parted(text: str) -> tuple[str, ...]:
     return tuple(text.split(_BETWEEN))
 
 
+@record(ignore=None)
 @dataclass(frozen=True, kw_only=True)
 class GemmBench:
     """A benchmark on one machine.
@@ -141,82 +144,10 @@ class GemmBench:
         return {path: self.contests[path] for path in self.layers if path in self.contests}
 
     def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
 
     @classmethod
     def load(cls, path: Path | str) -> GemmBench:
         """Raises FileRefused for a missing, truncated or edited file."""
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
-
-
-def _to_json(bench: GemmBench) -> dict[str, Any]:
-    contests = {
-        place: {
-            "arms": dict(contest.arms),
-            "timings": {
-                name: {
-                    "microseconds": estimate_to_json(timing.microseconds),
-                    "speedup": estimate_to_json(timing.speedup),
-                    "rounds": timing.rounds,
-                }
-                for name, timing in contest.timings.items()
-            },
-            "versus": {arm: estimate_to_json(ratio) for arm, ratio in contest.versus.items()},
-            "failures": dict(contest.failures),
-            "sqnr_db": estimate_to_json(contest.sqnr_db),
-            "reason": contest.reason,
-        }
-        for place, contest in bench.contests.items()
-    }
-    return {
-        "machine": bench.machine.to_json(),
-        "command": bench.command,
-        "settings": dict(bench.settings),
-        "libraries": dict(bench.libraries),
-        "layers": {
-            path: {**asdict(layer), "uses": [asdict(use) for use in layer.uses]}
-            for path, layer in bench.layers.items()
-        },
-        "not_covered": dict(bench.not_covered),
-        "too_large": dict(bench.too_large),
-        "contests": contests,
-        "plan_digest": bench.plan_digest,
-        "complete": bench.complete,
-    }
-
-
-def _from_json(content: Mapping[str, Any]) -> GemmBench:
-    layers = {
-        path: SuiteLayer(**{**layer, "uses": tuple(Use(**use) for use in layer["uses"])})
-        for path, layer in content["layers"].items()
-    }
-    contests = {}
-    for place, entry in content["contests"].items():
-        timings = {
-            name: Timing(
-                microseconds=required_estimate(timing["microseconds"]),
-                speedup=required_estimate(timing["speedup"]),
-                rounds=timing["rounds"],
-            )
-            for name, timing in entry["timings"].items()
-        }
-        contests[place] = Contest(
-            arms=entry["arms"],
-            timings=timings,
-            versus={arm: required_estimate(ratio) for arm, ratio in entry["versus"].items()},
-            failures=entry["failures"],
-            sqnr_db=estimate_from_json(entry["sqnr_db"]),
-            reason=entry["reason"],
-        )
-    return GemmBench(
-        machine=Fingerprint.from_json(content["machine"]),
-        command=content["command"],
-        settings=content["settings"],
-        libraries=content["libraries"],
-        layers=layers,
-        not_covered=content["not_covered"],
-        too_large=content["too_large"],
-        contests=contests,
-        plan_digest=content["plan_digest"],
-        complete=content["complete"],
-    )
+        parse = functools.partial(decode, cls)
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)

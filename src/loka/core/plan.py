@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.budget import Budget, spends, total_effect
+from loka.core.codec import decode, encode, record, sparse
 from loka.core.coverage import Coverage
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -17,14 +18,7 @@ from loka.core.exceptions import FileRefused
 from loka.core.files import read_record, write_record
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
-from loka.core.report import (
-    HP,
-    estimate_from_json,
-    estimate_to_json,
-    problem_from_json,
-    problem_to_json,
-    site_name,
-)
+from loka.core.report import HP, site_name
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
 
@@ -51,7 +45,7 @@ class Decision:
     reason: str
     sqnr_db: Estimate | None = None
     mere: Estimate | None = None
-    ne: Estimate | None = None
+    ne: Estimate | None = sparse(None)
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
@@ -64,6 +58,7 @@ class Decision:
         return site_name(self.path, self.problem.gemm)
 
 
+@record(ignore=None)  # what earlier versions noted of layers that are not run as one
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Decisions for all sites of a model, measured on `machine`."""
@@ -73,7 +68,7 @@ class Plan:
     budget: Budget
     timed: bool
     decisions: Mapping[str, Decision]
-    coverage: Coverage | None = None
+    coverage: Coverage | None = sparse(None)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -86,13 +81,21 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """What `save` writes and `loka.agree` sends."""
-        return _to_json(self)
+        content: dict[str, Any] = encode(self)
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Plan:
         """Raises FileRefused for a plan of an earlier version by which layers run together, and LookupError,
         TypeError or ValueError for what `to_json` did not make."""
-        return _from_json(content)
+        _refuse_together(content)
+        plan = decode(cls, content)
+        strange = [
+            name for name, decision in plan.decisions.items() if decision.path not in plan.model.layers
+        ]
+        if strange:
+            raise ValueError(f"decision {strange[0]} names no layer of the model")
+        return plan
 
     def candidates(self, path: str) -> dict[str, str]:
         """GEMM name -> candidate at one module; "hp" where the plan says nothing."""
@@ -199,37 +202,7 @@ def _row(decision: Decision) -> tuple[str, ...]:
     )
 
 
-def _to_json(plan: Plan) -> dict[str, Any]:
-    decisions = {
-        name: {
-            "path": d.path,
-            "problem": problem_to_json(d.problem),
-            "candidate": d.candidate,
-            "reason": d.reason,
-            "sqnr_db": estimate_to_json(d.sqnr_db),
-            "mere": estimate_to_json(d.mere),
-            **({"ne": estimate_to_json(d.ne)} if d.ne else {}),
-            "microseconds": estimate_to_json(d.microseconds),
-            "hp_microseconds": estimate_to_json(d.hp_microseconds),
-            "speedup": estimate_to_json(d.speedup),
-            "saved_us": d.saved_us,
-            "runner_up": d.runner_up,
-            "rejected": dict(d.rejected),
-        }
-        for name, d in plan.decisions.items()
-    }
-    return {
-        "model": plan.model.to_json(),
-        "machine": plan.machine.to_json(),
-        "budget": plan.budget.to_json(),
-        "timed": plan.timed,
-        "decisions": decisions,
-        **({"coverage": plan.coverage.to_json()} if plan.coverage else {}),
-        "notes": list(plan.notes),
-    }
-
-
-def _from_json(content: Mapping[str, Any]) -> Plan:
+def _refuse_together(content: Mapping[str, Any]) -> None:
     together = {kind: content[kind] for kind in _TOGETHER if content.get(kind)}
     if together:
         raise FileRefused(
@@ -237,20 +210,3 @@ def _from_json(content: Mapping[str, Any]) -> Plan:
             why=[f"{_TOGETHER[kind]}: {', '.join(map(str, found))}" for kind, found in together.items()],
             way_out="plan again from its report: `loka plan REPORT --out PLAN`",
         )
-    estimates = ("sqnr_db", "mere", "ne", "microseconds", "hp_microseconds", "speedup")
-    model = ModelSignature.from_json(content["model"])
-    decisions = {}
-    for name, entry in content["decisions"].items():
-        if not isinstance(entry["candidate"], str) or entry["path"] not in model.layers:
-            raise ValueError(f"decision {name} names no layer of the model, or no candidate")
-        fields = {key: estimate_from_json(entry[key]) for key in estimates if key in entry}
-        decisions[name] = Decision(**{**entry, **fields, "problem": problem_from_json(entry["problem"])})
-    return Plan(
-        model=model,
-        machine=Fingerprint.from_json(content["machine"]),
-        budget=Budget.from_json(content["budget"]),
-        timed=content["timed"],
-        decisions=decisions,
-        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
-        notes=tuple(content["notes"]),
-    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from loka.core.codec import record
 from loka.core.exceptions import UnknownName
 from loka.core.recipe import Gemm
 
@@ -21,6 +22,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _check(problem: Problem) -> None:
+    sides = (problem.m, problem.n, problem.k)
+    if problem.dtype not in DTYPES or not all(side > 0 for side in sides):
+        raise ValueError(f"{problem} is no problem")
+
+
+@record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """out [m, n] = A [m, k] @ B [n, k]^T, with `dtype` for out and `target` to run on.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loka.core.codec import decode, encode, record, sparse
 from loka.core.coverage import Coverage
 from loka.core.device import Fingerprint
 from loka.core.effect import OLD
 from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
-from loka.core.problem import DTYPES, Problem
+from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.signature import ModelSignature
 from loka.core.table import format_table
@@ -76,6 +76,7 @@ class SiteReport:
         return next((self.measurements[name] for name in names if name in self.measurements), None)
 
 
+@record(ignore=None)  # what earlier versions timed of several layers as one
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Measurements of a model on one machine.
@@ -101,10 +102,10 @@ class Report:
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
     sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
-    coverage: Coverage | None = None
-    region_times: Mapping[str, Mapping[str, Measurement]] = field(default_factory=dict)
-    final_rate: float | None = None
-    no_effect: Mapping[str, str] = field(default_factory=dict)
+    region_times: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
+    coverage: Coverage | None = sparse(None)
+    final_rate: float | None = sparse(None)
+    no_effect: Mapping[str, str] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -113,7 +114,7 @@ class Report:
         return any(m.microseconds for site in self.sites.values() for m in site.measurements.values())
 
     def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=_to_json(self))
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
 
     @classmethod
     def load(cls, path: Path | str) -> Report:
@@ -121,7 +122,7 @@ class Report:
 
         What earlier versions timed of several layers as one (`chain_times`, `turned_times`) is dropped.
         """
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_from_json)
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_parse)
 
     def __str__(self) -> str:
         found = {name for s in self.sites.values() for m in s.measurements.values() for name in m.errors}
@@ -209,142 +210,12 @@ def _most_saved(tensor: str, pairs: Mapping[str, Estimate]) -> str:
     return f"{tensor} {best} {pairs[best].value:.1f} us"
 
 
-def number_to_json(value: float) -> float | str:
-    """JSON has no infinities; they are written as text."""
-    return value if math.isfinite(value) else str(value)
-
-
-def estimate_to_json(estimate: Estimate | None) -> list[float | str] | None:
-    if estimate is None:
-        return None
-    return [number_to_json(v) for v in (estimate.value, estimate.low, estimate.high)]
-
-
-def estimate_from_json(content: list[float | str] | None) -> Estimate | None:
-    return None if content is None else Estimate(*(float(v) for v in content))
-
-
-def required_estimate(content: list[float | str] | None) -> Estimate:
-    estimate = estimate_from_json(content)
-    if estimate is None:
-        raise ValueError("an estimate is missing")
-    return estimate
-
-
-def problem_to_json(problem: Problem) -> dict[str, Any]:
-    return {**problem.__dict__, "gemm": problem.gemm.value}
-
-
-def problem_from_json(content: Mapping[str, Any]) -> Problem:
-    problem = Problem(**{**content, "gemm": Gemm(content["gemm"])})
-    if problem.dtype not in DTYPES or not all(
-        isinstance(side, int) and side > 0 for side in (problem.m, problem.n, problem.k)
-    ):
-        raise ValueError(f"{problem} is no problem")
-    return problem
-
-
-def measurement_to_json(measured: Measurement) -> dict[str, Any]:
-    return {
-        "errors": {key: estimate_to_json(value) for key, value in measured.errors.items()},
-        "microseconds": estimate_to_json(measured.microseconds),
-        "speedup": estimate_to_json(measured.speedup),
-        "rounds": measured.rounds,
-        "unsupported": measured.unsupported,
-    }
-
-
-def measurement_from_json(content: Mapping[str, Any]) -> Measurement:
-    errors = {key: estimate_from_json(value) for key, value in content["errors"].items()}
-    return Measurement(
-        errors={key: value for key, value in errors.items() if value is not None},
-        microseconds=estimate_from_json(content["microseconds"]),
-        speedup=estimate_from_json(content["speedup"]),
-        rounds=content["rounds"],
-        unsupported=content["unsupported"],
-    )
-
-
-def _region_times_to_json(report: Report) -> dict[str, Any]:
-    return {
-        path: {name: measurement_to_json(measured) for name, measured in times.items()}
-        for path, times in report.region_times.items()
-    }
-
-
-def _to_json(report: Report) -> dict[str, Any]:
-    sites = {}
+def _parse(content: Mapping[str, Any]) -> Report:
+    report = decode(Report, content)
     for name, site in report.sites.items():
-        measurements = {name: measurement_to_json(m) for name, m in site.measurements.items()}
-        sites[name] = {
-            "path": site.path,
-            "problem": problem_to_json(site.problem),
-            "measurements": measurements,
-            "unfinished": site.unfinished,
-        }
-    sharing = {
-        path: {
-            tensor: {pair: estimate_to_json(saved) for pair, saved in pairs.items()}
-            for tensor, pairs in tensors.items()
-        }
-        for path, tensors in report.sharing.items()
-    }
-    return {
-        "model": report.model.to_json(),
-        "machine": report.machine.to_json(),
-        "stats_digest": report.stats_digest,
-        "settings": dict(report.settings),
-        "sites": sites,
-        "skipped": dict(report.skipped),
-        "sharing": sharing,
-        **({"region_times": _region_times_to_json(report)} if report.region_times else {}),
-        **({"coverage": report.coverage.to_json()} if report.coverage else {}),
-        **({"final_rate": report.final_rate} if report.final_rate is not None else {}),
-        **({"no_effect": dict(report.no_effect)} if report.no_effect else {}),
-        "notes": list(report.notes),
-        "complete": report.complete,
-    }
-
-
-def _from_json(content: Mapping[str, Any]) -> Report:
-    model = ModelSignature.from_json(content["model"])
-    sites = {}
-    for name, site in content["sites"].items():
-        if site["path"] not in model.layers:
+        if site.path not in report.model.layers:
             raise ValueError(f"site {name} is of no layer of the model")
-        measurements = {}
-        for candidate, entry in site["measurements"].items():
-            if not entry["unsupported"] and not {"sqnr_db", "mere"} <= set(entry["errors"]):
+        for candidate, measured in site.measurements.items():
+            if not measured.unsupported and not {"sqnr_db", "mere"} <= measured.errors.keys():
                 raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
-            measurements[candidate] = measurement_from_json(entry)
-        sites[name] = SiteReport(
-            path=site["path"],
-            problem=problem_from_json(site["problem"]),
-            measurements=measurements,
-            unfinished=site["unfinished"],
-        )
-    sharing = {
-        path: {
-            tensor: {pair: required_estimate(saved) for pair, saved in pairs.items()}
-            for tensor, pairs in tensors.items()
-        }
-        for path, tensors in content["sharing"].items()
-    }
-    return Report(
-        model=model,
-        machine=Fingerprint.from_json(content["machine"]),
-        stats_digest=content["stats_digest"],
-        settings=content["settings"],
-        sites=sites,
-        skipped=content["skipped"],
-        sharing=sharing,
-        region_times={
-            path: {name: measurement_from_json(entry) for name, entry in times.items()}
-            for path, times in content.get("region_times", {}).items()
-        },
-        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
-        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
-        no_effect=content.get("no_effect", {}),
-        notes=tuple(content["notes"]),
-        complete=content["complete"],
-    )
+    return report

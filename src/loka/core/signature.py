@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from loka.core.codec import record, sparse
 
 
+@record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class WeightUse:
     """Where a GEMM stands whose weight is not the `weight` of an nn.Linear that calls it.
@@ -24,6 +26,7 @@ class WeightUse:
     expert: int | None = None
 
 
+@record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class LinearShape:
     """One site: weight [out_features, in_features], whichever way it lies. `use`: None for nn.Linear."""
@@ -31,7 +34,7 @@ class LinearShape:
     in_features: int
     out_features: int
     bias: bool
-    use: WeightUse | None = None
+    use: WeightUse | None = sparse(None)
 
     def __str__(self) -> str:
         told = f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
@@ -59,27 +62,3 @@ class ModelSignature:
             if path not in self.layers
         ]
         return lines
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "layers": {path: _to_json(shape) for path, shape in self.layers.items()}}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ModelSignature:
-        layers = {path: _from_json(shape) for path, shape in content["layers"].items()}
-        return cls(name=content["name"], layers=layers)
-
-
-def _to_json(shape: LinearShape) -> list[Any]:
-    plain: list[Any] = [shape.in_features, shape.out_features, shape.bias]
-    use = shape.use
-    return plain if use is None else [*plain, [use.caller, use.key, use.form, use.expert]]
-
-
-def _from_json(content: list[Any]) -> LinearShape:
-    use = None
-    if len(content) > 3:
-        caller, key, form, expert = content[3]
-        if not all(isinstance(text, str) for text in (caller, key, form)):
-            raise ValueError(f"a site is used at {content[3]}, which are no names")
-        use = WeightUse(caller=caller, key=key, form=form, expert=None if expert is None else int(expert))
-    return LinearShape(in_features=content[0], out_features=content[1], bias=content[2], use=use)

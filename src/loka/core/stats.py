@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from loka.core.codec import decode, encode
 from loka.core.coverage import Coverage
 from loka.core.effect import Effect
 from loka.core.files import canonical, read_record, read_tensors, sha256_of_file, write_record, write_tensors
@@ -174,14 +175,14 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         if layer.no_effect:
             layers[path]["no_effect"] = layer.no_effect
     content = {
-        "model": stats.model.to_json(),
+        "model": encode(stats.model),
         "steps": stats.steps,
         "sampled_steps": stats.sampled_steps,
         "layers": layers,
         "skipped": dict(stats.skipped),
     }
     if stats.coverage is not None:
-        content["coverage"] = stats.coverage.to_json()
+        content["coverage"] = encode(stats.coverage)
     if stats.final_rate is not None:
         content["final_rate"] = stats.final_rate
     return content, tensors
@@ -207,11 +208,11 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
         known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
         layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
     return Stats(
-        model=ModelSignature.from_json(content["model"]),
+        model=decode(ModelSignature, content["model"], at="model"),
         steps=content["steps"],
         sampled_steps=content["sampled_steps"],
         layers=layers,
         skipped=content["skipped"],
-        coverage=Coverage.from_json(content["coverage"]) if "coverage" in content else None,
+        coverage=decode(Coverage, content["coverage"], at="coverage") if "coverage" in content else None,
         final_rate=float(content["final_rate"]) if "final_rate" in content else None,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from loka.core.codec import decode, encode
 from loka.core.device import Fingerprint, fingerprint
 from loka.core.exceptions import PlanMismatch
 from loka.core.exchange import broadcast, gather, global_rank, ranks_of
@@ -54,16 +55,16 @@ def _claim(plan: Plan) -> dict[str, Any]:
     """What this rank plans for, and what it is."""
     on_gpu = plan.machine.target != "cpu" and torch.cuda.is_available()
     here = fingerprint(torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    return {"model": plan.model.to_json(), "planned": plan.machine.to_json(), "here": here.to_json()}
+    return {"model": encode(plan.model), "planned": encode(plan.machine), "here": encode(here)}
 
 
 def _differences(claim: dict[str, Any], first: dict[str, Any]) -> list[str]:
     """One line for each way in which a rank does not fit the plan of the first."""
-    model, planned = ModelSignature.from_json(first["model"]), Fingerprint.from_json(first["planned"])
-    lines = [f"model: {line}" for line in ModelSignature.from_json(claim["model"]).differences(model)]
-    elsewhere = Fingerprint.from_json(claim["planned"]).differences(planned)
+    model, planned = decode(ModelSignature, first["model"]), decode(Fingerprint, first["planned"])
+    lines = [f"model: {line}" for line in decode(ModelSignature, claim["model"]).differences(model)]
+    elsewhere = decode(Fingerprint, claim["planned"]).differences(planned)
     lines += [f"its plan was measured elsewhere: {line}" for line in elsewhere]
-    lines += [f"machine: {line}" for line in Fingerprint.from_json(claim["here"]).differences(planned)]
+    lines += [f"machine: {line}" for line in decode(Fingerprint, claim["here"]).differences(planned)]
     return lines
 
 

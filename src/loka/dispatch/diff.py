@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loka.core.codec import encode
 from loka.core.plan import Decision, Plan
 from loka.core.table import format_table
 
@@ -31,7 +32,7 @@ def diff(first: Plan, second: Plan) -> PlanDiff:
     """Compares two plans site by site, with their models, machines and budgets."""
     context = [f"model: {line}" for line in second.model.differences(first.model)]
     context += [f"machine: {line}" for line in second.machine.differences(first.machine)]
-    before, after = first.budget.to_json(), second.budget.to_json()
+    before, after = encode(first.budget), encode(second.budget)
     context += [
         f"budget: {name} {before.get(name)} -> {after.get(name)}"
         for name in dict.fromkeys([*before, *after])

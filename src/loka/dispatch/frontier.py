@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.budget import Budget, spends
+from loka.core.codec import encode
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.files import write_record
 from loka.core.plan import Plan
-from loka.core.report import HP, Report, estimate_to_json
+from loka.core.report import HP, Report
 from loka.core.table import format_table
 from loka.dispatch.ne_budget import WAY_OUT
 from loka.dispatch.plan import plan
@@ -102,7 +103,7 @@ class Frontier:
         points = [
             {
                 "budget": point.budget,
-                "ne": estimate_to_json(point.ne),
+                "ne": encode(point.ne),
                 "spent": point.spent,
                 "time": point.time,
                 "fp8": {s: d.candidate for s, d in point.plan.decisions.items() if d.candidate != HP},

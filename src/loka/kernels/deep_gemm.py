@@ -28,7 +28,7 @@ from loka.kernels.kernel import Kernel, Multiples
 from loka.kernels.layouts import column_major, row_major
 from loka.kernels.legality import misaligned, not_bfloat16, not_e4m3, not_hopper, undefined
 from loka.kernels.libraries import why_missing
-from loka.kernels.quantizer import empty_scale
+from loka.kernels.quantized_side import empty_scale
 
 _RECIPE = "blockwise_e4m3"
 _DONE = "loka: done"  # marks an answer among what the compiler prints

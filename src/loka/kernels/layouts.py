@@ -1,7 +1,7 @@
 """How scales must lie in memory for the libraries, and the one copy where they do not.
 
 `Quantized.scale` is logical [groups of rows, groups of columns] with any strides. On a GPU the
-quantizer stores what the libraries read (kernels/quantizer.empty_scale), so these functions
+quantizer stores what the libraries read (kernels/quantized_side.empty_scale), so these functions
 return their argument; a scale from elsewhere is copied, which costs a launch.
 
 A side of length 1 may carry any stride, and libraries compare strides exactly, so even a scale

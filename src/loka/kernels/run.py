@@ -15,7 +15,8 @@ from loka.core.problem import DTYPES, Problem, dtype_name, target_of
 from loka.core.recipe import Casts, Gemm
 from loka.core.reference import Quantized
 from loka.core.report import HP
-from loka.kernels.quantizer import BAD_A, BAD_B, quantize_operand
+from loka.kernels.quantized_side import BAD_A, BAD_B
+from loka.kernels.quantizer import quantize_operand
 from loka.kernels.registry import Candidate, require_supported
 
 _RUNS: Counter[tuple[str, str]] = Counter()

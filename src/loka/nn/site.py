@@ -22,7 +22,7 @@ from torch import nn
 from loka.core.exceptions import NotConverted
 from loka.core.recipe import Gemm
 from loka.core.report import HP, site_name
-from loka.kernels.quantizer import BAD_A, BAD_B, RUNS
+from loka.kernels.quantized_side import BAD_A, BAD_B, RUNS
 from loka.nn.site_gemms import multiply
 from loka.nn.site_ops import GEMMS, Candidates
 from loka.nn.unwrap import named_modules

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loka.core.exceptions import NotConverted
 from loka.core.report import HP
 from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward
 
@@ -114,6 +115,12 @@ def multiply(
 
     `join`: a compiler may join it with other sites (loka/compiler).
     """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotConverted(
+            f"{site}: FP8 sites do not run inside torch.func (vmap, grad, jvp, jacrev, ...)",
+            why=["scales are of whole tensors, and the transforms hand on slices and tangents of them"],
+            way_out="loka.revert(model) before the transform, or use torch.autograd",
+        )
     grad = torch.is_grad_enabled()
     keep = (grad and weight.requires_grad, grad and x.requires_grad)
     if keep[0] or keep[1]:

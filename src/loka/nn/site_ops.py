@@ -26,7 +26,8 @@ from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
 from loka.core.reference import Quantized
 from loka.core.report import HP
-from loka.kernels.quantizer import BAD_A, BAD_B, RUNS, Side, empty_scale, quantize_operand, quantize_pair
+from loka.kernels.quantized_side import BAD_A, BAD_B, RUNS, Side, empty_scale
+from loka.kernels.quantizer import quantize_operand, quantize_pair
 from loka.kernels.registry import candidate_named
 from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import loka.kernels
+from loka.core.codec import decode, encode
 from loka.core.exceptions import FileRefused
 from loka.core.files import canonical, read_record, write_record
 
@@ -44,7 +45,7 @@ def default_folder() -> Path:
 def sources_digest() -> str:
     """Of every kernel and of what times them."""
     kernels = Path(loka.kernels.__file__).parent
-    compiler = (kernels.parent / "compiler").glob("*.py")
+    compiler = (kernels.parent / "compiler").rglob("*.py")
     files = [*kernels.rglob("*.py"), *compiler, *(kernels.parent / name for name in _OTHER_SOURCES)]
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -64,18 +65,18 @@ class TimesCache:
         self._folder = folder
         self._known: dict[str, Any] = {}
 
-    def get(self, key: Mapping[str, Any], parse: Callable[[dict[str, Any]], T]) -> T | None:
-        """What was stored under `key`, or None."""
+    def get(self, key: Mapping[str, Any], kind: Any) -> Any:
+        """What was stored under `key`, which is a `kind`, or None."""
         digest = hashlib.sha256(canonical(key)).hexdigest()
         if digest in self._known:
             return self._known[digest]
         if self._folder is None or not os.path.exists(self._file(self._folder, digest)):
             return None
 
-        def checked(content: dict[str, Any]) -> T:
+        def checked(content: dict[str, Any]) -> Any:
             if canonical(content["key"]) != canonical(key):
                 raise ValueError("it holds another key")
-            return parse(content["times"])
+            return decode(kind, content["times"])
 
         file = self._file(self._folder, digest)
         try:
@@ -86,12 +87,12 @@ class TimesCache:
         self._known[digest] = found
         return found
 
-    def put(self, key: Mapping[str, Any], times: T, to_json: Callable[[T], dict[str, Any]]) -> None:
+    def put(self, key: Mapping[str, Any], times: Any) -> None:
         digest = hashlib.sha256(canonical(key)).hexdigest()
         self._known[digest] = times
         if self._folder is None:
             return
-        content = {"key": dict(key), "times": to_json(times)}
+        content = {"key": dict(key), "times": encode(times)}
         try:
             write_record(self._file(self._folder, digest), kind=_KIND, version=_VERSION, content=content)
         except OSError as error:

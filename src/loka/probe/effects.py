@@ -9,8 +9,8 @@ from loka.core.effect import Effect, joint_loss
 from loka.core.error import Estimate
 from loka.core.recipe import Casts, Recipe
 from loka.core.stats import LinearStats
+from loka.probe.effect_casts import CASTS
 from loka.probe.effect_depths import depth_loss
-from loka.probe.sensitivity import CASTS
 
 
 def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:

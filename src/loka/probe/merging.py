@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from loka.core import exchange
+from loka.core.codec import decode, encode
 from loka.core.effect import merged
 from loka.core.exceptions import PlanMismatch
 from loka.core.signature import ModelSignature
@@ -111,7 +112,7 @@ def _claim(stats: Stats) -> dict[str, Any]:
             if unknown:
                 lines[f"keeps of {operand}, unknown here:"] = ", ".join(unknown)
         layers[path] = lines
-    return {"model": stats.model.to_json(), "layers": layers}
+    return {"model": encode(stats.model), "layers": layers}
 
 
 def _unknown(found: Distribution) -> set[str]:
@@ -130,8 +131,8 @@ def _all_differences(claims: Sequence[dict[str, Any]], names: Sequence[str]) -> 
 
 
 def _differences(claim: dict[str, Any], first: dict[str, Any], of_first: str) -> list[str]:
-    there = ModelSignature.from_json(first["model"])
-    lines = [f"model: {line}" for line in ModelSignature.from_json(claim["model"]).differences(there)]
+    there = decode(ModelSignature, first["model"])
+    lines = [f"model: {line}" for line in decode(ModelSignature, claim["model"]).differences(there)]
     for path, layer in claim["layers"].items():
         against = first["layers"].get(path, {})
         for what, value in layer.items():

@@ -31,7 +31,7 @@ from loka.probe.cadence import cadence_of, clock_of
 from loka.probe.depths import depths_of_rows, merge
 from loka.probe.learnt import Learnt, Site, add_samples, add_tails, bytes_of, from_record, refuse, with_sites
 from loka.probe.logits import Logits
-from loka.probe.refusals import refuse_converted, refuse_settings, refuse_without_sites
+from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
 from loka.probe.row_picks import row_picks
 from loka.probe.sample_coherence import Picked, pick
 from loka.probe.sample_rows import batch_of
@@ -248,6 +248,7 @@ class Probe:
         if not sampled:
             return
         refuse_converted(self._model)  # since the last sampled step
+        refuse_vmap()
         self._sampled += 1
         eager.acquire()
         self._eager = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted
@@ -43,3 +44,16 @@ def refuse_without_sites(
         why=[f"{path}: {reason}" for path, reason in skipped.items()],
         way_out="LoKA decides GEMMs that multiply by a parameter, such as those of nn.Linear",
     )
+
+
+def refuse_vmap() -> None:
+    """Of a sampled step: what a Probe reads are numbers of whole batches, which vmap hides from it."""
+    top = (
+        torch._C._functorch.peek_interpreter_stack() if torch._C._are_functorch_transforms_active() else None
+    )
+    if top is not None and top.key() == torch._C._functorch.TransformType.Vmap:
+        raise LokaError(
+            "a Probe cannot sample a step inside torch.func.vmap",
+            why=["vmap hides the batch, of which statistics are made"],
+            way_out="probe the model on whole batches, as in training",
+        )

@@ -28,12 +28,13 @@ from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
 from loka.probe.changes import effects_of
+from loka.probe.effect_casts import CASTS
 from loka.probe.effect_depths import PREFIX, Tables, merge_tables
 from loka.probe.learnt import with_effects
 from loka.probe.logits import Logits, NoEffect, refuse
 from loka.probe.movement import Horizon, added_variance, widened
 from loka.probe.promise import no_promise
-from loka.probe.sensitivity import CASTS, Found, Sensitivity, step_seed
+from loka.probe.sensitivity import Found, Sensitivity, step_seed
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.stance import eager
 from loka.probe.untouched import as_evaluated

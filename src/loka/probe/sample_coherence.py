@@ -15,7 +15,8 @@ samples a part of the rows does. probe/sample_draws.py draws from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,6 @@ import torch
 from loka.core.stats import Distribution
 from loka.probe.gaussian import compress
 from loka.probe.row_picks import sent
-from loka.probe.sample_rows import layout_of
 from loka.probe.tails import octaves
 
 FACTOR, TOTALS = "sample_factor", "tail_sample_sums"
@@ -140,3 +140,23 @@ def _cut(rows: torch.Tensor) -> torch.Tensor:
 
 def _pairs(counts: torch.Tensor) -> torch.Tensor:
     return (counts * (counts - 1)).sum()
+
+
+def layout_of(leading: Sequence[int], batch: int) -> torch.Tensor | None:
+    """Indices [samples, T] of the rows of each sample in an input [*leading, K], by its shape alone.
+
+    Samples lie along the side (the first or the second) that is as long as the `batch`, or else as runs
+    of rows; with `batch` 0, along the first side. None where a sample has one row, or rows do not split.
+    It may be wrong about samples (a flattened input with positions first): what is learnt by such runs
+    is then true of the runs.
+    """
+    count = math.prod(leading)
+    index = torch.arange(count)
+    sides = [side for side in (0, 1) if list(leading[side : side + 1]) == [batch]]
+    if sides == [1]:
+        return (
+            index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1) if leading[0] > 1 else None
+        )
+    if not batch or count % batch:
+        batch = leading[0] if len(leading) > 1 else count
+    return index.view(batch, -1) if count > batch > 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -28,26 +27,6 @@ def batch_of(arguments: Any) -> int:
     sides = Counter(t.shape[0] for t in tensors_in(arguments) if t.ndim and not t.is_nested)
     (most, votes), (_, others) = [*sides.most_common(2), (0, 0), (0, 0)][:2]
     return most if votes > others else 0
-
-
-def layout_of(leading: Sequence[int], batch: int) -> torch.Tensor | None:
-    """Indices [samples, T] of the rows of each sample in an input [*leading, K], by its shape alone.
-
-    Samples lie along the side (the first or the second) that is as long as the `batch`, or else as runs
-    of rows; with `batch` 0, along the first side. None where a sample has one row, or rows do not split.
-    It may be wrong about samples (a flattened input with positions first): what is learnt by such runs
-    is then true of the runs.
-    """
-    count = math.prod(leading)
-    index = torch.arange(count)
-    sides = [side for side in (0, 1) if list(leading[side : side + 1]) == [batch]]
-    if sides == [1]:
-        return (
-            index.view(leading[0], batch, -1).transpose(0, 1).reshape(batch, -1) if leading[0] > 1 else None
-        )
-    if not batch or count % batch:
-        batch = leading[0] if len(leading) > 1 else count
-    return index.view(batch, -1) if count > batch > 0 else None
 
 
 def rows_of(

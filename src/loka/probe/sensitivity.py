@@ -28,23 +28,15 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loka.core.effect import OLD, Effect, merged
-from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
 from loka.core.stats import LinearStats
 from loka.probe.changes import changes_of, effects_of
+from loka.probe.effect_casts import CASTS
 from loka.probe.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
 from loka.probe.logits import Logits, NoEffect, finite, logits_of, refuse
 from loka.probe.sample_rows import RowsMix, batch_of, rows_of
 from loka.probe.untouched import batch_norms, buffers_kept
 from loka.probe.watching import unseen
 
-_POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
-_E5M2 = Cast(Format.E5M2, Granularity.ROW)
-# What the `output` GEMM of any candidate does; then powers of two for tensors, and e5m2, for comparison.
-CASTS: dict[str, Casts] = {
-    **{recipe.name: recipe.output for recipe in RECIPES.values() if recipe.output},
-    "tensorwise_e4m3_pow2": (_POW2, _POW2),
-    "rowwise_e5m2": (_E5M2, _E5M2),
-}
 _UNREACHED = "its output does not reach these logits"
 
 

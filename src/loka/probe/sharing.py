@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.codec import sparse
 from loka.core.error import Estimate
 from loka.core.problem import Problem
 from loka.core.recipe import SHARED, Cast, Gemm
 from loka.core.report import HP
 from loka.core.timing import median_interval, time_interleaved
-from loka.kernels.quantizer import BAD_A, Side, quantize_pair
+from loka.kernels.quantized_side import BAD_A, Side
+from loka.kernels.quantizer import quantize_pair
 from loka.kernels.registry import candidate_named
 from loka.probe.operands import Operands
 from loka.probe.settings import Settings
@@ -36,7 +38,7 @@ class SharingTimes:
 
     saved: Mapping[str, Mapping[str, Estimate]]
     failures: Mapping[str, str]
-    cut_short: bool
+    cut_short: bool = sparse(False)
 
 
 def sharing_casts(

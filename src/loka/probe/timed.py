@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loka.core.codec import encode
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
@@ -17,15 +18,9 @@ from loka.core.report import (
     HP,
     Measurement,
     SiteReport,
-    estimate_to_json,
-    measurement_from_json,
-    measurement_to_json,
-    problem_to_json,
-    required_estimate,
 )
 from loka.core.signature import LinearShape
 from loka.core.stats import LinearStats
-from loka.core.timing import Timing
 from loka.probe.cache import TimesCache, sources_digest
 from loka.probe.operands import Operands, rotated_operands
 from loka.probe.region_times import region_key, time_region
@@ -83,7 +78,7 @@ def time_layer(
 def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
     """By "hp" and "region"; None where it is too late, or there is too little memory."""
     key = {**_key(layer, timer), **region_key(layer, shape)}
-    known = timer.cache.get(key, _region_times)
+    known = timer.cache.get(key, Mapping[str, Measurement])
     if known is not None or timer.late:
         return known
     try:
@@ -94,16 +89,8 @@ def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapp
         timer.notes.append(f"a layer of {shape.in_features} x {shape.out_features} in a region: {NO_MEMORY}")
         return None
     if found is not None:
-        timer.cache.put(key, found, _region_times_to_json)
+        timer.cache.put(key, found)
     return found
-
-
-def _region_times_to_json(times: Mapping[str, Measurement]) -> dict[str, Any]:
-    return {name: measurement_to_json(measured) for name, measured in times.items()}
-
-
-def _region_times(content: Mapping[str, Any]) -> dict[str, Measurement]:
-    return {name: measurement_from_json(entry) for name, entry in content.items()}
 
 
 def _time_site(
@@ -114,10 +101,10 @@ def _time_site(
     names = [name for name, m in measured.items() if not m.unsupported]
     key = {
         **_key(layer, timer),
-        "problem": problem_to_json(site.problem),
+        "problem": encode(site.problem),
         "candidates": sorted(names),
     }
-    times = timer.cache.get(key, _site_times)
+    times = timer.cache.get(key, SiteTimes)
     if times is None:
         if timer.late:
             return site
@@ -134,7 +121,7 @@ def _time_site(
         except torch.OutOfMemoryError:
             return replace(site, unfinished=NO_MEMORY)
         if not times.cut_short and not _short_of_memory(times.failures):
-            timer.cache.put(key, times, _site_times_to_json)
+            timer.cache.put(key, times)
     measurements: dict[str, Measurement] = {}
     for name, found in measured.items():
         actual = times.pinned.get(name, name)
@@ -174,9 +161,9 @@ def _time_sharing(
     }
     if not wanted:
         return {}
-    sides = [problem_to_json(problem) for problem in problems.values()]
+    sides = [encode(problem) for problem in problems.values()]
     key = {**_key(layer, timer), "sharing": wanted, "problems": sides}
-    times = timer.cache.get(key, _sharing_times)
+    times = timer.cache.get(key, SharingTimes)
     if times is None:
         try:
             times = time_sharing(
@@ -192,7 +179,7 @@ def _time_sharing(
         if times.cut_short:
             return None
         if not _short_of_memory(times.failures):
-            timer.cache.put(key, times, _sharing_times_to_json)
+            timer.cache.put(key, times)
     path = next(iter(sites.values())).path
     timer.notes.extend(f"{path}: quantizing {what} failed: {why}" for what, why in times.failures.items())
     return times.saved
@@ -201,7 +188,7 @@ def _time_sharing(
 def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
     settings = timer.settings
     return {
-        "machine": timer.machine.to_json(),
+        "machine": encode(timer.machine),
         "sources": sources_digest(),
         "rounds": [settings.max_rounds, settings.search_rounds, settings.sharing_rounds],
         "tie": settings.tie,
@@ -214,43 +201,3 @@ def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
 def _short_of_memory(failures: Mapping[str, str]) -> bool:
     """Another time the GPU may have more to give."""
     return any("OutOfMemory" in reason for reason in failures.values())
-
-
-def _site_times_to_json(times: SiteTimes) -> dict[str, Any]:
-    timings = {
-        name: [estimate_to_json(t.microseconds), estimate_to_json(t.speedup), t.rounds]
-        for name, t in times.timings.items()
-    }
-    return {"timings": timings, "pinned": dict(times.pinned), "failures": dict(times.failures)}
-
-
-def _site_times(content: Mapping[str, Any]) -> SiteTimes:
-    return SiteTimes(
-        timings={
-            name: Timing(
-                microseconds=required_estimate(microseconds),
-                speedup=required_estimate(speedup),
-                rounds=rounds,
-            )
-            for name, (microseconds, speedup, rounds) in content["timings"].items()
-        },
-        pinned=dict(content["pinned"]),
-        failures=dict(content["failures"]),
-        cut_short=False,
-    )
-
-
-def _sharing_times_to_json(times: SharingTimes) -> dict[str, Any]:
-    saved = {
-        tensor: {pair: estimate_to_json(estimate) for pair, estimate in pairs.items()}
-        for tensor, pairs in times.saved.items()
-    }
-    return {"saved": saved, "failures": dict(times.failures)}
-
-
-def _sharing_times(content: Mapping[str, Any]) -> SharingTimes:
-    saved = {
-        tensor: {pair: required_estimate(estimate) for pair, estimate in pairs.items()}
-        for tensor, pairs in content["saved"].items()
-    }
-    return SharingTimes(saved=saved, failures=dict(content["failures"]), cut_short=False)

@@ -14,13 +14,15 @@ from typing import TypeVar
 
 import torch
 
+from loka.core.codec import sparse
 from loka.core.error import Estimate, sqnr_db
 from loka.core.problem import DTYPES, Problem
 from loka.core.recipe import Gemm
 from loka.core.reference import Quantized
 from loka.core.report import HP
 from loka.core.timing import Timing, first_line, still_usable, time_interleaved
-from loka.kernels.quantizer import BAD_A, BAD_B, quantize_operand
+from loka.kernels.quantized_side import BAD_A, BAD_B
+from loka.kernels.quantizer import quantize_operand
 from loka.kernels.registry import Candidate, candidate_named
 from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.probe.operands import Operands, sides
@@ -52,7 +54,7 @@ class SiteTimes:
     timings: Mapping[str, Timing]
     pinned: Mapping[str, str]
     failures: Mapping[str, str]
-    cut_short: bool
+    cut_short: bool = sparse(False)
 
 
 def rivals_of(errors: Mapping[str, Mapping[str, Estimate]]) -> dict[str, list[str]]:

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from loka.core.annealing import ANNEALED_RATE
+from loka.core.codec import decode, encode
 from loka.core.error import Estimate
-from loka.core.report import estimate_to_json, required_estimate
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.train.validate_runs import HeldOut
 
@@ -74,13 +74,13 @@ class Annealed:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        gain = estimate_to_json(self.gain) if self.gain else None
+        gain = encode(self.gain) if self.gain else None
         return {**vars(self), "gain": gain, "annealed": self.verdict}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Annealed:
         names = ("final_rate", "runs", "first_order", "divergence")
-        gain = required_estimate(content["gain"]) if content["gain"] else None
+        gain = decode(Estimate, content["gain"]) if content["gain"] else None
         return cls(**{name: content[name] for name in names}, gain=gain)
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget, spends, total_effect
+from loka.core.codec import encode
 from loka.core.drift import effects_of
 from loka.core.effect import NO_PROMISE
 from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
@@ -137,7 +138,7 @@ class Auto(Companion):
                 "least_steps": config.least_steps,
                 "most_steps": config.most_steps,
                 "width": config.width,
-                "budget": config.budget.to_json() if config.budget else None,
+                "budget": encode(config.budget) if config.budget else None,
                 "candidates": list(config.candidates) if config.candidates else None,
                 "settings": config.settings.to_json(),
             }

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loka.core.codec import decode, encode
+from loka.core.error import Estimate
 from loka.core.files import read_record, write_record
-from loka.core.report import estimate_to_json, number_to_json, required_estimate
 from loka.train.metrics import Quality
 from loka.train.paired import AcrossPairs, PairedDifference, across_pairs
 
@@ -67,14 +68,14 @@ class Comparison:
 
 
 def _arm(arm: Arm) -> dict[str, Any]:
-    quality = {name: number_to_json(value) for name, value in asdict(arm.quality).items()}
-    return {**asdict(arm), "quality": quality, "train_ne": number_to_json(arm.train_ne)}
+    quality = {name: encode(value) for name, value in asdict(arm.quality).items()}
+    return {**asdict(arm), "quality": quality, "train_ne": encode(arm.train_ne)}
 
 
 def _difference(difference: PairedDifference | AcrossPairs) -> dict[str, Any]:
     names = ("ne_percent", "auc", "calibration")
     return {
-        **{name: estimate_to_json(getattr(difference, name)) for name in names},
+        **{name: encode(getattr(difference, name)) for name in names},
         "verdict": difference.verdict,
     }
 
@@ -125,4 +126,4 @@ def _arm_from_json(content: Mapping[str, Any]) -> Arm:
 
 def _difference_from_json(content: Mapping[str, Any], *, rows: int) -> PairedDifference:
     names = ("ne_percent", "auc", "calibration")
-    return PairedDifference(**{name: required_estimate(content[name]) for name in names}, rows=rows)
+    return PairedDifference(**{name: decode(Estimate, content[name]) for name in names}, rows=rows)

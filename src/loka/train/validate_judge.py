@@ -18,8 +18,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from loka.core.codec import encode
 from loka.core.error import Estimate
-from loka.core.report import estimate_to_json, number_to_json
 from loka.train.paired import Verdict, verdict
 from loka.train.validate_spread import MIN_PAIRS, MOST_PAIRS, Spread
 
@@ -101,15 +101,15 @@ class Judgement:
             "rows": spread.rows,
             "clicks": self.clicks,
             "pairs": spread.pairs,
-            "mean": number_to_json(spread.mean),
-            "between_pairs": number_to_json(spread.between),
-            "rows_error": number_to_json(spread.rows_error),
+            "mean": encode(spread.mean),
+            "between_pairs": encode(spread.between),
+            "rows_error": encode(spread.rows_error),
             "clusters": spread.clusters,
             "effective_clusters": spread.effective,
             "limit": self.limit,
             "tail": self.tail,
-            "ne_percent": estimate_to_json(self.ne_percent),
-            "over_seeds": estimate_to_json(spread.over_seeds(self.tail)),
+            "ne_percent": encode(self.ne_percent),
+            "over_seeds": encode(spread.over_seeds(self.tail)),
             "verdict": self.verdict,
             "pairs_needed": self.pairs_needed,
             "outlook": self.outlook,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loka.core.codec import decode, encode
 from loka.core.error import Estimate, estimate_mean
 from loka.core.files import read_record, write_record
-from loka.core.report import estimate_to_json, required_estimate
 from loka.train.annealed import Annealed
 from loka.train.paired import PairedDifference, Verdict
 from loka.train.validate_judge import Judgement, joined
@@ -160,7 +160,7 @@ def _arm_to_json(arm: ArmVerdict) -> dict[str, Any]:
             {
                 "seed": seed,
                 "rows": pair.rows,
-                **{name: estimate_to_json(getattr(pair, name)) for name in _PAIR},
+                **{name: encode(getattr(pair, name)) for name in _PAIR},
             }
             for seed, pair in arm.pairs.items()
         ],
@@ -175,7 +175,7 @@ def _arm_to_json(arm: ArmVerdict) -> dict[str, Any]:
 def _arm_from_json(content: Mapping[str, Any]) -> ArmVerdict:
     pairs = {}
     for entry in content["pairs"]:
-        estimates = {name: required_estimate(entry[name]) for name in _PAIR}
+        estimates = {name: decode(Estimate, entry[name]) for name in _PAIR}
         pairs[int(entry["seed"])] = PairedDifference(**estimates, rows=entry["rows"])
     average = content["average"]
     return ArmVerdict(

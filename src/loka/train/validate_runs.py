@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from loka.core.codec import encode
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
 from loka.core.files import (
     canonical,
@@ -35,7 +36,6 @@ from loka.core.files import (
     write_record,
     write_tensors,
 )
-from loka.core.report import number_to_json
 from loka.data.batch import Source
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
@@ -89,9 +89,9 @@ class Run:
             "quality": _quality_to_json(self.quality),
             "mean_quality": _quality_to_json(self.mean_quality),
             "final_rate": self.final_rate,
-            "train_ne": number_to_json(self.train_ne),
+            "train_ne": encode(self.train_ne),
             "rows_per_second": self.rows_per_second,
-            "curve": [[p.rows, number_to_json(p.ne), number_to_json(p.recent_ne)] for p in self.curve],
+            "curve": [[p.rows, encode(p.ne), encode(p.recent_ne)] for p in self.curve],
             "fp8": dict(self.fp8 or {}),
             "broke": self.broke,
         }
@@ -292,7 +292,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
 
 
 def _quality_to_json(judged: Quality | None) -> dict[str, Any] | None:
-    return {k: number_to_json(v) for k, v in asdict(judged).items()} if judged else None
+    return {k: encode(v) for k, v in asdict(judged).items()} if judged else None
 
 
 def _quality_from_json(content: Mapping[str, Any] | None) -> Quality | None:
@@ -317,7 +317,7 @@ class _Curve:
 
     def add(self, line: TrainLog) -> None:
         self._lines = {rows: values for rows, values in self._lines.items() if rows < line.rows}
-        self._lines[line.rows] = [number_to_json(line.ne), number_to_json(line.recent_ne)]
+        self._lines[line.rows] = [encode(line.ne), encode(line.recent_ne)]
 
     def write(self) -> None:
         content = {str(rows): values for rows, values in self._lines.items()}

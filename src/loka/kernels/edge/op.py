@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from loka.core.problem import round_up
-from loka.kernels.edge.program import GROUP, Kind, Program, program_of
-from loka.kernels.edge.twin import run_program, value_shape
+from loka.kernels.edge.outputs import unwritten
+from loka.kernels.edge.program import Kind, Program, program_of
+from loka.kernels.edge.twin import run_program
 from loka.kernels.launches import note_launch
 
 
@@ -43,29 +43,6 @@ def _edge_fake(
     program: str,
 ) -> list[torch.Tensor]:
     return unwritten(program_of(program), rows, leaves[0].device)
-
-
-def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.Tensor]:
-    """Memory for `Program.outputs`, in order; `rows` may be a symbol."""
-    columns, high = round_up(program.features, 16), round_up(rows, 16)
-    shapes: dict[str, tuple[int, ...]] = {
-        "row": (rows, columns),
-        "column": (columns, high),
-        "r": (rows, 1),
-        "tops": (-(-rows // GROUP),),
-        "turned": (columns, high),
-        "top": (1,),
-    }
-    dtypes = dict.fromkeys(("row", "column", "turned"), torch.float8_e4m3fn)
-    for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
-        shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
-        dtypes[f"value{number}"] = getattr(torch, dtype)
-    return [
-        torch.empty(
-            *shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device
-        )
-        for name in program.outputs
-    ]
 
 
 def lying(program: Program, leaves: list[torch.Tensor], rows: int) -> list[torch.Tensor]:

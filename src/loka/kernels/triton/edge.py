@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loka.core.problem import round_up
-from loka.kernels.edge.op import unwritten
+from loka.kernels.edge.outputs import unwritten
 from loka.kernels.edge.program import Kind, Program
 from loka.kernels.edge.twin import run_program
 from loka.kernels.triton.edge_device import NAMES

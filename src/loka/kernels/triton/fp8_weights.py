@@ -3,7 +3,7 @@
     1   partial[p] = bits of max |W| over the share of program p
     2   scale = 2^max(ceil(log2(max|W|)) - 8, -100),  row = fp8(W / scale),  column = row^T
 
-Twin: kernels/fp8_weights.py. Addresses and sizes are arguments of the kernels, so that nothing is copied to
+Twin: kernels/weight_copies.py. Addresses and sizes are arguments of the kernels, so that nothing is copied to
 the device before and a CUDA graph may capture the launches. Every program of the second launch
 reduces the partial maxima of its weight anew: no memory has to be zeroed, no atomics meet.
 
@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-from loka.kernels.fp8_weights import FP8, NAN_BYTE, NAN_SCALE, OCTAVES, SIDE, SMALLEST, Copies
 from loka.kernels.triton.launch import cdiv, launching_on
 from loka.kernels.triton.pack import (
     CVT,
@@ -32,6 +31,7 @@ from loka.kernels.triton.pack import (
     magnitude_bits,
     word,
 )
+from loka.kernels.weight_copies import FP8, NAN_BYTE, NAN_SCALE, OCTAVES, SIDE, SMALLEST, Copies
 
 _HIGH_PRECISION = {
     torch.bfloat16: tl.bfloat16,
@@ -135,7 +135,7 @@ def _largest_of_tiles(
 
 @triton.jit
 def _scale_bits(largest):
-    """Twin: kernels/fp8_weights.scale_bits. NaN and infinity are the bits from 0x7F800000 on."""
+    """Twin: kernels/weight_copies.scale_bits. NaN and infinity are the bits from 0x7F800000 on."""
     power = ((tl.minimum(largest, 0x7F800000) + 0x7FFFFF) & 0x7F800000) - _OCTAVES
     return tl.where(largest >= 0x7F800000, _NAN_SCALE, tl.maximum(power, _SMALLEST))
 

@@ -12,7 +12,7 @@ first: a memset and a launch, or the memset alone where a row copy can merge the
 maximum on its way. Both copies come from one launch where every element has the same scale in
 both (tensor, 128x128, given); otherwise each has its own.
 
-Scales lie in memory as `kernels.quantizer.empty_scale` says.
+Scales lie in memory as `kernels.quantized_side.empty_scale` says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from loka.core.recipe import Cast, Granularity
 from loka.core.reference import Quantized
-from loka.kernels.quantizer import Side, empty_scale
+from loka.kernels.quantized_side import Side, empty_scale
 from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, recorded
 from loka.kernels.triton.pack import (
     CVT,

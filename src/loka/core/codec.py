@@ -1,0 +1,192 @@
+"""JSON of records, by the types of their dataclasses.
+
+    encode(record) -> what json.dumps takes        decode(Record, content) -> Record
+
+A dataclass is an object with its fields in order; one that is a `@record(row=True)` is a list of them, with
+`sparse` defaults at its end left out. Mappings, tuples, enums, None, texts and numbers are what they are;
+infinities and nan, which JSON has not, are texts.
+
+`decode` refuses what does not fit with a ValueError that names the place, as "decisions.fc/output.problem.m".
+Numbers stay as they were written: a record that is read and written again has the same bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+_SPARSE = "left out of JSON where it has its default"
+_FORM = "_form_of_record"
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class _Form:
+    row: bool = False
+    ignore: frozenset[str] | None = frozenset()
+    check: Callable[[Any], None] | None = None
+
+
+def record(
+    *,
+    row: bool = False,
+    ignore: frozenset[str] | None = frozenset(),
+    check: Callable[[Any], None] | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """How a dataclass stands in JSON, where that is not an object of exactly its fields.
+
+    Args:
+        row: as a list of its fields.
+        ignore: names that earlier versions wrote, and that are passed over; None: all that are no fields.
+        check: called with what was read; raises ValueError for values that cannot be.
+    """
+
+    def mark(cls: type[T]) -> type[T]:
+        setattr(cls, _FORM, _Form(row, ignore, check))
+        return cls
+
+    return mark
+
+
+def sparse(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """A field that is left out of JSON where it has its default: such records are as before there was one."""
+    return field(default=default, default_factory=default_factory, metadata={_SPARSE: True})
+
+
+def encode(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {key: encode(entry) for key, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [encode(entry) for entry in value]
+    if not is_dataclass(value):
+        raise TypeError(f"{value!r} has no form in JSON")
+    found = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    if not _form(type(value)).row:
+        return {
+            entry.name: encode(found[entry.name])
+            for entry in fields(value)
+            if not (entry.metadata.get(_SPARSE) and found[entry.name] == _default(entry))
+        }
+    kept = list(fields(value))
+    while kept and kept[-1].metadata.get(_SPARSE) and found[kept[-1].name] == _default(kept[-1]):
+        kept.pop()
+    return [encode(found[entry.name]) for entry in kept]
+
+
+def decode(kind: type[T], content: Any, *, at: str = "") -> T:
+    """`content` as a `kind`, which may also be a type such as `Mapping[str, Estimate]`."""
+    found: T = _decode(kind, content, at)
+    return found
+
+
+def _decode(kind: Any, content: Any, at: str) -> Any:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return content
+    if origin in (types.UnionType, typing.Union):
+        if content is None and type(None) in inner:
+            return None
+        (kind,) = (one for one in inner if one is not type(None))
+        return _decode(kind, content, at)
+    if origin is Literal:
+        return content if content in inner else _refuse(at, f"one of {', '.join(map(repr, inner))}", content)
+    if origin is tuple:
+        entries = _is(list, content, at)
+        return tuple(_decode(inner[0], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
+    if origin is not None and issubclass(origin, Mapping):
+        entries = _is(dict, content, at)
+        return {key: _decode(inner[1], entry, _below(at, key)) for key, entry in entries.items()}
+    if kind is float:
+        return _number(content, at)
+    if kind in (int, str, bool):
+        return _is(kind, content, at)
+    if issubclass(kind, enum.Enum):
+        known = {one.value: one for one in kind}
+        if not isinstance(content, str) or content not in known:
+            _refuse(at, f"one of {', '.join(map(repr, known))}", content)
+        return known[content]
+    return _dataclass(kind, content, at)
+
+
+def _dataclass(kind: Any, content: Any, at: str) -> Any:
+    form, hints = _form(kind), _hints(kind)
+    known = {entry.name: entry for entry in fields(kind)}
+    if form.row:
+        entries = _is(list, content, at)
+        if len(entries) > len(known):
+            _refuse(at, f"a list of at most {len(known)}", content)
+        given = dict(zip(known, entries, strict=False))
+    else:
+        given = dict(_is(dict, content, at))
+        strange = given.keys() - known
+        if form.ignore is not None and (strange - form.ignore):
+            raise ValueError(
+                f"{at or 'it'} has {', '.join(sorted(map(str, strange)))}, of which nothing is known"
+            )
+    values = {}
+    for name, entry in known.items():
+        if name in given:
+            values[name] = _decode(hints[name], given[name], _below(at, name))
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"{_below(at, name)} is missing")
+    found = kind(**values)
+    if form.check is not None:
+        form.check(found)
+    return found
+
+
+def _form(kind: type) -> _Form:
+    found: _Form = getattr(kind, _FORM, _Form())
+    return found
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _default(entry: Field[Any]) -> Any:
+    return entry.default_factory() if entry.default_factory is not MISSING else entry.default
+
+
+def _below(at: str, name: str) -> str:
+    return f"{at}.{name}" if at else str(name)
+
+
+def _is(kind: type, content: Any, at: str) -> Any:
+    if type(content) is not kind:
+        names = {
+            dict: "an object",
+            list: "a list",
+            str: "a text",
+            int: "a whole number",
+            bool: "true or false",
+        }
+        _refuse(at, names[kind], content)
+    return content
+
+
+def _number(content: Any, at: str) -> float:
+    if isinstance(content, str) and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if isinstance(content, bool) or not isinstance(content, (int, float)):
+        _refuse(at, "a number", content)
+    return content
+
+
+def _refuse(at: str, wanted: str, content: Any) -> Any:
+    raise ValueError(f"{at or 'it'} has to be {wanted}, and is {str(content)[:80]!r}")

@@ -1,0 +1,32 @@
+"""Memory for what a program writes: what the op, its fake and its kernels agree on."""
+
+from __future__ import annotations
+
+import torch
+
+from loka.core.problem import round_up
+from loka.kernels.edge.program import GROUP, Program
+from loka.kernels.edge.twin import value_shape
+
+
+def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.Tensor]:
+    """Memory for `Program.outputs`, in order; `rows` may be a symbol."""
+    columns, high = round_up(program.features, 16), round_up(rows, 16)
+    shapes: dict[str, tuple[int, ...]] = {
+        "row": (rows, columns),
+        "column": (columns, high),
+        "r": (rows, 1),
+        "tops": (-(-rows // GROUP),),
+        "turned": (columns, high),
+        "top": (1,),
+    }
+    dtypes = dict.fromkeys(("row", "column", "turned"), torch.float8_e4m3fn)
+    for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
+        shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
+        dtypes[f"value{number}"] = getattr(torch, dtype)
+    return [
+        torch.empty(
+            *shapes.get(name, (program.features,)), dtype=dtypes.get(name, torch.float32), device=device
+        )
+        for name in program.outputs
+    ]

@@ -1,0 +1,52 @@
+"""What one quantized copy of a tensor is to be: its cast, its padding, where its scales lie.
+
+`health` int64 of a site counts [runs, non-finite A seen, non-finite B seen].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loka.core.problem import round_up
+from loka.core.recipe import Cast, Granularity
+
+RUNS, BAD_A, BAD_B = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One copy of a tensor: how it is cast and the sides it is padded to with zeros.
+
+    `flag` is the place in `health` that is set when a group holds NaN or infinity, `count` the
+    place that counts this quantization as a run; -1 for neither.
+    """
+
+    cast: Cast
+    padded: tuple[int, int]
+    flag: int = -1
+    count: int = -1
+
+    def __hash__(self) -> int:
+        """Worked out once: eager steps look sides up at every call, and hashing enums is slow."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.cast, self.padded, self.flag, self.count))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+
+def empty_scale(cast: Cast, sides: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Unwritten scales [groups of rows, groups of columns] of a quantized tensor, as they lie in memory.
+
+    On CUDA 1x128 scales are column-major with rows padded to 4 floats, 128x128 scales row-major
+    with columns padded to 4: what cuBLASLt, CUTLASS and DeepGEMM read without a copy.
+    """
+    group_rows, group_columns = cast.granularity.group(*sides)
+    high, wide = -(-sides[0] // group_rows), -(-sides[1] // group_columns)
+    if device.type == "cuda" and cast.granularity is Granularity.GROUP_1X128:
+        return torch.empty(wide, round_up(high, 4), dtype=torch.float32, device=device).t()[:high]
+    if device.type == "cuda" and cast.granularity is Granularity.BLOCK_128X128:
+        return torch.empty(high, round_up(wide, 4), dtype=torch.float32, device=device)[:, :wide]
+    return torch.empty(high, wide, dtype=torch.float32, device=device)

@@ -1,0 +1,62 @@
+"""Ways to call a model that are refused by name, and those beside them that work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_towers import batch, pair, tower
+from torch import nn
+
+import loka
+from loka.core.exceptions import LokaError, NotConverted
+
+
+def _grad(model: nn.Module, x: torch.Tensor) -> Any:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    return torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "vmap": lambda model, x: torch.func.vmap(model)(torch.stack([x, x])),
+    "grad": _grad,
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[:2]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_is_refused_by_name(transform: str) -> None:
+    """torch's own error speaks of autograd.Function and setup_context, which no user of LoKA wrote."""
+    model, _ = pair()
+    TRANSFORMS[transform](tower(), batch())
+    with pytest.raises(NotConverted, match=r"do not run inside torch\.func[\s\S]*loka\.revert"):
+        TRANSFORMS[transform](model, batch())
+    TRANSFORMS[transform](loka.revert(model), batch())
+
+
+def test_functional_call_alone_works() -> None:
+    model, _ = pair()
+    x = batch()
+    called = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    assert torch.equal(called, model(x))
+
+
+def test_symbolic_tracing_works() -> None:
+    model, _ = pair()
+    x = batch()
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_a_sampled_step_inside_vmap_is_refused_by_name() -> None:
+    model, x = tower(), batch()
+    with loka.Probe(model, every=2), pytest.raises(LokaError, match=r"inside torch\.func\.vmap"):
+        torch.func.vmap(model)(torch.stack([x, x]))
+    with loka.Probe(model, every=2) as probe:
+        model(x).sum().backward()
+        torch.func.vmap(model)(torch.stack([x, x]))  # not sampled: nothing is attached
+    assert probe.stats().sampled_steps == 1
