@@ -145,8 +145,8 @@ def test_merging_is_collecting_the_whole(cuts: list[int], seed: int) -> None:
         merged = merged + depth_histogram(part, Granularity.ROW)
     whole = depth_histogram(hp, Granularity.ROW)
     assert torch.equal(merged.table[:, 0], whole.table[:, 0])
-    # Sums in float64 of up to 3,600 terms in another order: 3,600 x 2^-53 of the sum of their magnitudes, which the
-    # largest column of a bin tells; offsets within a bin cancel in other columns.
+    # Sums in float64 of up to 3,600 terms in another order: 3,600 x 2^-53 of the sum of magnitudes, which
+    # the largest column of a bin tells; offsets within a bin cancel in other columns.
     largest = whole.table.abs().amax(dim=1, keepdim=True)
     assert ((merged.table - whole.table).abs() <= 1e-12 * largest).all()
     with pytest.raises(ValueError, match="with weights and one without"):
