@@ -4,16 +4,16 @@
     python benchmarks/ne_budget/ne_budget.py --data rows.parquet --out real.json
 
 A small model is trained on one pass of rows and probed on the next ones; its sites are measured
-(SQNR and MERE of every recipe on operands drawn from the statistics, the effect on NE predicted). Then
+(SQNR and MERE of every recipe on operands drawn from the statistics, the KL/H predicted). Then
 
 * the planner spends `Budget(ne=0.02 % of the model's NE)`, knowing nothing but those predictions, and,
   because small models with norms cost less than that with everything in FP8, shares of what
   everything is predicted to cost (`--plain` builds them without norms);
 * every threshold of SQNR, and every one of MERE, that makes a difference is planned with too, and of
-  those whose ACTUAL NE stays within the budget the one that saves most time is kept. That is hindsight:
-  no user of a threshold has the actual NE. A second row grants only what the planner's plan really cost.
+  those whose ACTUAL KL/H stays within the budget the one that saves most time is kept. That is hindsight:
+  no user of a threshold has the actual KL/H. A second row grants only what the planner's plan really cost.
 
-Actual NE is KL / H of the plan with all its FP8 `output` GEMMs emulated (train/joint.py), on rows that
+Actual KL/H is that of the plan with all its FP8 `output` GEMMs emulated (train/joint.py), on rows that
 were neither trained on nor probed. Gradients play no part: only `output` GEMMs are planned.
 
 Times: there is no GPU here, and the small models' GEMMs would be far too small for FP8. So a site of
@@ -326,7 +326,7 @@ def table(entry: Mapping[str, Any]) -> str:
         "plan",
         "of output time in FP8",
         "of it saved",
-        "actual NE",
+        "actual KL/H",
         "predicted NE",
         "upper end",
     )

@@ -1,4 +1,4 @@
-"""Predicted against actual effect on NE of quantizing one site, and of quantizing several together.
+"""Predicted against actual KL/H of quantizing one site, and of quantizing several together.
 
     python benchmarks/ne_prediction/ne_prediction.py --out benchmarks/ne_prediction/synthetic.json
     python benchmarks/ne_prediction/ne_prediction.py --data rows.parquet --out real.json
@@ -301,7 +301,7 @@ def tables(entries: Mapping[str, Any]) -> str:
             within = np.mean((ratios < 1.6) & (ratios > 1 / 1.6))
             joint.append((name, key, str(len(ratios)), _spread(ratios), f"{within:.0%}"))
     header = ("model", "points", "rank ggn", "rank depth", "actual/ggn", "actual/depth")
-    header = (*header, *(f"rank {m}" for m in MEASURES), "in interval", "dNE > 2 SE")
+    header = (*header, *(f"rank {m}" for m in MEASURES), "in interval", "labels > 2 SE")
     lines = [format_table(header, single), ""]
     lines += [format_table(("model", "sum of", "subsets", "joint/sum", "within 1.6"), joint)]
     return "\n".join(lines)

@@ -53,7 +53,7 @@ def read(path: Path) -> Experiment:
 
 
 def effects(report: Report, recipes: Mapping[str, str]) -> dict[str, Estimate]:
-    """By layer of `recipes`, the predicted increase of NE of its `output` GEMM; unknown ones are left out."""
+    """By layer of `recipes`, the predicted KL/H of its `output` GEMM; unknown ones are left out."""
     found = {}
     for path, recipe in recipes.items():
         site = report.sites.get(site_name(path, Gemm.OUTPUT))

@@ -304,6 +304,13 @@ def test_each_task_has_its_own_rate() -> None:
         known((0.1, 1.5))
 
 
+def test_the_rate_is_that_of_the_renewed_model(trained: tuple[nn.Module, loka.Stats]) -> None:
+    """One of before is of a model that is gone."""
+    model, stats = trained
+    assert renewed(model, replace(stats, final_rate=0.0)).final_rate is None
+    assert renewed(model, stats, final_rate=0.25).final_rate == 0.25
+
+
 def test_rows_weigh_as_in_the_loss(trained: tuple[nn.Module, loka.Stats]) -> None:
     """A row that weighs twice is as two rows of one cluster; a constant factor changes nothing."""
     torch.manual_seed(0)

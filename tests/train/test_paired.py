@@ -193,6 +193,22 @@ def test_a_difference_is_json():
     assert json.loads(json.dumps(asdict(pair), allow_nan=False))["ne_percent"]["value"] == 0.01
 
 
+def test_kl_is_what_labels_of_the_first_model_would_lose() -> None:
+    """Over labels drawn by model a, NE changes by KL/H in the mean: the first-order term vanishes."""
+    rng = np.random.default_rng(0)
+    a = rng.normal(-1.5, 1.0, 400_000)
+    b = a + 0.2 * rng.normal(size=len(a))
+    found = paired_difference(a, b, rng.random(len(a)) < 1 / (1 + np.exp(-a)))
+    assert found.kl_percent is not None
+    error = (found.ne_percent.high - found.ne_percent.low) / 3.92
+    assert abs(found.ne_percent.value - found.kl_percent.value) < 3 * error
+    assert found.kl_percent.low < found.kl_percent.value < found.kl_percent.high
+    assert found.kl_percent.high - found.kl_percent.low < 0.3 * 3.92 * error, "it has no noise of labels"
+    same = paired_difference(a, a, rng.random(len(a)) < 0.5).kl_percent
+    assert same is not None
+    assert same.value == 0
+
+
 def test_one_class_is_refused():
     with pytest.raises(ValueError, match="both classes"):
         paired_difference([0.0, 1.0], [0.0, 1.0], [0, 0])

@@ -179,6 +179,7 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         layers=layers,
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
         coverage=a.coverage or b.coverage,
+        final_rate=a.final_rate if a.final_rate == b.final_rate else None,
     )
 
 

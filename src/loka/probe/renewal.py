@@ -61,6 +61,7 @@ def renew_effects(
     horizon: Horizon | None = None,
     samples: int = SAMPLES,
     per_batch: int = PER_BATCH,
+    final_rate: float | None = None,
     seed: int = 0,
 ) -> Stats:
     """`stats` with the effects of all sites, and their histograms, replaced by those of fresh rows.
@@ -85,6 +86,8 @@ def renew_effects(
         horizon: until when the effects are to hold while training goes on, and what is known of how the
             model moves (`Horizon.of_probe`). None: for the model as it is.
         samples: rows in all, of which each batch gives `per_batch` at most.
+        final_rate: learning rate of `model` as a share of its peak, by which plans tell whether it is
+            annealed. None: nobody says.
         seed: of the choice of rows.
 
     Raises:
@@ -115,7 +118,7 @@ def renew_effects(
     else:
         run = forward or _as_in_training
         _read(unwrap(model), stats, batches, rows, logits, run, (clusters, weights), samples, per_batch, seed)
-    return _renewed(stats, rows, base_rate, horizon)
+    return replace(_renewed(stats, rows, base_rate, horizon), final_rate=final_rate)
 
 
 @dataclass

@@ -69,6 +69,14 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         )
         segments = _forest_of(arm.segments, found.segment_limit) if arm.segments else None
         parts.append(tag("div", drawn, segments, class_="grid"))
+        apart = [pair.kl_percent for pair in arm.pairs.values() if pair.kl_percent is not None]
+        if apart:
+            told = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
+            parts.append(
+                paragraph(
+                    f"KL/H between the two models of each pair, without labels, in percent of NE: {told}."
+                )
+            )
         if average.outlook:
             parts.append(paragraph(f"The average is {average.verdict}; to decide it: {average.outlook}."))
         if arm.segments:

@@ -45,13 +45,14 @@ def _runs(validation: Validation) -> str:
 
 
 def _arm(arm: ArmVerdict, validation: Validation) -> str:
-    lines = [f"{arm.name} minus {validation.control}, relative NE:"]
+    lines = [f"{arm.name} minus {validation.control}, NE by the labels, relative; KL/H in percent of NE too:"]
     if arm.pairs:
         given = {each.seed: each for each in contributions(arm)}
         pairs = [
             (
                 f"seed {seed}",
                 percent(pair.ne_percent),
+                percent(pair.kl_percent) if pair.kl_percent else "-",
                 _plain(pair.auc, 5),
                 _plain(pair.calibration, 4),
                 *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
@@ -59,8 +60,9 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
             for seed, pair in arm.pairs.items()
             if seed in given
         ]
-        header = ("pair", "ne, over rows", "auc", "calibration", "ne, with it and those before", "without it")
-        lines.append(format_table(header, pairs))
+        columns = ("pair", "ne, over rows", "KL/H of the two", "auc", "calibration")
+        intervals = ("ne, with it and those before", "without it")
+        lines.append(format_table((*columns, *intervals), pairs))
     if arm.average is not None:
         judged = (arm.average, *arm.segments)
         rows = [

@@ -79,6 +79,12 @@ def log_losses(logits: Floats, clicked: npt.NDArray[np.bool_]) -> Floats:
     return np.logaddexp(0.0, np.where(clicked, -logits, logits))
 
 
+def divergences(z: Floats, other: Floats) -> Floats:
+    """KL of each row [N] of predictions with logits `other` from those with `z`, in nats."""
+    p = probabilities(z)
+    return np.maximum(p * (z - other) + np.logaddexp(0.0, other) - np.logaddexp(0.0, z), 0.0)
+
+
 def probabilities(logits: Floats) -> Floats:
     return np.exp(-np.logaddexp(0.0, -logits))
 

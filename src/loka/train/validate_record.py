@@ -161,6 +161,7 @@ def _arm_to_json(arm: ArmVerdict) -> dict[str, Any]:
                 "seed": seed,
                 "rows": pair.rows,
                 **{name: encode(getattr(pair, name)) for name in _PAIR},
+                **({"kl_percent": encode(pair.kl_percent)} if pair.kl_percent else {}),
             }
             for seed, pair in arm.pairs.items()
         ],
@@ -176,7 +177,8 @@ def _arm_from_json(content: Mapping[str, Any]) -> ArmVerdict:
     pairs = {}
     for entry in content["pairs"]:
         estimates = {name: decode(Estimate, entry[name]) for name in _PAIR}
-        pairs[int(entry["seed"])] = PairedDifference(**estimates, rows=entry["rows"])
+        kl = decode(Estimate, entry["kl_percent"]) if "kl_percent" in entry else None
+        pairs[int(entry["seed"])] = PairedDifference(**estimates, rows=entry["rows"], kl_percent=kl)
     average = content["average"]
     return ArmVerdict(
         name=content["name"],
