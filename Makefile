@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHREC ?= torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 BIN := .venv/bin
 
-.PHONY: demo test sweep lint types layers check clean
+.PHONY: demo test sweep mutants lint types layers check clean
 
 demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
@@ -18,6 +18,11 @@ test: .venv/ready
 # What `make test` leaves out for time: the rest of the sweeps over foreign models.
 sweep: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m slow
+
+# Does a test fail where the code is wrong? 300 small mistakes, hours; SHARD=2/8 makes every eighth of them.
+SHARD ?= 1/1
+mutants: .venv/ready
+	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants-$(subst /,of,$(SHARD)).jsonl
 
 check: lint types layers test
 

@@ -241,7 +241,10 @@ def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) 
     }
     assert "no times to draw" in bench("plot", "o/gemm.json", cwd=tmp_path, fails=True)
     assert "2 distinct linear shapes" in bench("show", "o/gemm.json", cwd=tmp_path)
-    # A part of LoKA's own suite; the same folder takes it over.
+
+
+@pytest.mark.slow
+def test_a_part_of_the_suite_of_published_shapes(tmp_path: Path) -> None:
     text = bench(
         "gemm", "--model", "torcheasyrec*", "--candidate", "emulated:rowwise_e4m3",
         "--draws", 2, "--out", "o", cwd=tmp_path,
