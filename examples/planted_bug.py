@@ -21,12 +21,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similar
 
 import loka
 from loka.core.error import Estimate, estimate_mean, mere, sqnr_db
+from loka.core.numerics.reference import Quantized, quantize, scaled_mm
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import Quantized, quantize, scaled_mm
 from loka.core.table import format_table
 from loka.data import SyntheticClicks
-from loka.data.synthetic import VOCAB_SIZES
-from loka.probe.draw import sampler
+from loka.data.generated.synthetic import VOCAB_SIZES
+from loka.statistics.draw import sampler
 from loka.train.config import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.zoo import build

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import loka
-from loka.probe import Settings
+from loka.measurement import Settings
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 kernel = "emulated" if device == "cpu" else "torch"

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from loka.cli import main
-from loka.probe import Settings, measure
+from loka.measurement import Settings, measure
 
 SMALL = ("--rows", "3000", "--batch-size", "256")
 measure_coarsely = functools.partial(measure, settings=Settings(rows=64, max_draws=4))

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES, Recipe
-from loka.core.reference import Quantized
-from loka.kernels import registry
-from loka.kernels.kernel import Kernel
+from loka.kernels.gemm import registry
+from loka.kernels.gemm.kernel import Kernel
 
 Operands = tuple[Quantized, Quantized]
 Bug = Callable[[Quantized, Quantized], Operands]

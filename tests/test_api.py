@@ -19,7 +19,17 @@ import loka
 from loka.cli.app import app
 
 LISTED = Path(__file__).parent / "api.txt"
-PACKAGES = ("loka", "loka.mods", "loka.nn", "loka.data", "loka.zoo", "loka.train", "loka.probe")
+PACKAGES = (
+    "loka",
+    "loka.mods",
+    "loka.nn",
+    "loka.data",
+    "loka.zoo",
+    "loka.train",
+    "loka.validation",
+    "loka.probe",
+    "loka.measurement",
+)
 
 
 def names() -> Iterator[str]:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
-TESTED_APART = {"planted_bug.py"}  # tests/dispatch/test_planted_bug.py
+TESTED_APART = {"planted_bug.py"}  # tests/planner/test_planted_bug.py
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
 

@@ -38,33 +38,34 @@ from ahead import rehearse_sites
 from torch import nn
 
 from loka import mods
-from loka.cli.demo import MODS
+from loka.cli.commands.demo import MODS
 from loka.cli.inputs import choose_device, model_builder, open_data
 from loka.core.budget import Budget, total_effect
-from loka.core.codec import decode, encode
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.files import read_record, write_record
-from loka.core.plan import Plan
 from loka.core.recipe import RECIPES
-from loka.core.stats import Stats
+from loka.core.records.plan import Plan
+from loka.core.records.stats import Stats
+from loka.core.storage.codec import decode, encode
+from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data.batch import Batch
-from loka.dispatch import plan as plan_report
+from loka.measurement import measure
+from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.settings import COARSE, Settings
 from loka.nn import sites_of
-from loka.probe import Probe, measure
-from loka.probe.effects import predicted_ne
-from loka.probe.settings import COARSE, Settings
+from loka.planner import plan as plan_report
+from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig, train
 from loka.train.metrics import checked, log_losses
-from loka.train.paired import NE_LIMIT_PERCENT
-from loka.train.step_time import Arm, StepTime, has_graphs, time_steps
-from loka.train.validate_arms import NAIVE, ArmSpec, by_plan, by_recipe
-from loka.train.validate_judge import ERROR, Judgement
-from loka.train.validate_runs import Bench, Run, held_out, run
-from loka.train.validate_spread import MIN_PAIRS, spreads
+from loka.train.steps.step_time import Arm, StepTime, has_graphs, time_steps
+from loka.validation.arms import NAIVE, ArmSpec, by_plan, by_recipe
+from loka.validation.paired import NE_LIMIT_PERCENT
+from loka.validation.runs import Bench, Run, held_out, run
+from loka.validation.variance import MIN_PAIRS, spreads
+from loka.validation.verdicts import ERROR, Judgement
 
 _KIND, _VERSION = "loka-bench-ablation", 1
 SETTINGS = {"none": (), **{type(mod).__name__: (mod,) for mod in MODS}, "all three": MODS}

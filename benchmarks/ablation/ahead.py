@@ -19,9 +19,9 @@ from dataclasses import replace
 
 import torch
 
-from loka.core.stats import Stats
-from loka.probe import measure
-from loka.probe.settings import COARSE
+from loka.core.records.stats import Stats
+from loka.measurement import measure
+from loka.measurement.settings import COARSE
 
 _ONCE = replace(COARSE, min_draws=2, max_draws=2, max_rounds=1, search_rounds=1, sharing_rounds=1)
 

@@ -40,21 +40,22 @@ import torch
 from torch import nn
 
 from loka import mods
-from loka.cli.demo import MODS
+from loka.cli.commands.demo import MODS
 from loka.cli.inputs import choose_device, model_builder, steps_between
 from loka.core.budget import Budget
 from loka.core.device import fingerprint
-from loka.core.files import write_atomic
-from loka.core.plan import Plan
-from loka.core.report import Report
+from loka.core.records.plan import Plan
+from loka.core.records.report import Report
+from loka.core.storage.files import write_atomic
 from loka.core.table import format_table
 from loka.data import SyntheticClicks
 from loka.data.batch import Batch
+from loka.measurement.settings import COARSE, Settings
 from loka.nn import check_finite
-from loka.probe.settings import COARSE, Settings
-from loka.train import TrainConfig, TrainLog, evaluate, paired_difference, quality, train
-from loka.train.auto import Auto, AutoConfig
-from loka.train.timeline import Event
+from loka.train import TrainConfig, TrainLog, evaluate, quality, train
+from loka.train.automatic.auto import Auto, AutoConfig
+from loka.train.automatic.timeline import Event
+from loka.validation import paired_difference
 
 HELD_OUT = 200_000
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from loka import mods
-from loka.cli.demo import MODS
+from loka.cli.commands.demo import MODS
 from loka.cli.inputs import choose_device, model_builder
 from loka.core.table import format_table
 from loka.data import SyntheticClicks
@@ -28,7 +28,7 @@ from loka.train.config import Precision, StepMode
 from loka.train.metrics import normalized_entropy
 from loka.train.optim import build_optimizers
 from loka.train.schedule import schedulers
-from loka.train.step import Step
+from loka.train.steps.step import Step
 
 FIRST, EVERY = 4, 5
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from families import FAMILIES
 
-from loka.core.depth import DepthHistogram, depth_error, depth_histogram, group_amax
 from loka.core.device import fingerprint
 from loka.core.error import sqnr_db
-from loka.core.files import write_record
+from loka.core.numerics.depth import DepthHistogram, depth_error, depth_histogram, group_amax
+from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import dequantize, quantize
+from loka.core.storage.files import write_record
 from loka.core.table import format_table
 
 SHAPES = ((509, 257), (1024, 131), (130, 1000))

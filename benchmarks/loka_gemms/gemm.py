@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 
 from loka.core.device import fingerprint
-from loka.core.epilogue import Activation, Epilogue, Norm
-from loka.core.files import write_record
+from loka.core.numerics.reference import Quantized, accumulation_bound, quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import Quantized, accumulation_bound, quantize
+from loka.core.storage.files import write_record
 from loka.core.timing import first_line, still_usable, time_interleaved
-from loka.kernels.fused_gemm import produce
-from loka.kernels.triton.gemm import CONFIGS, EXACT, EXACT_WIDE, Config, gemm_produce_fused
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Norm
+from loka.kernels.gemm.fused_gemm import produce
+from loka.kernels.gemm.triton.gemm import CONFIGS, EXACT, EXACT_WIDE, Config, gemm_produce_fused
 
 CASES = [  # M, K, N
     (2048, 512, 512),
@@ -178,7 +178,7 @@ def separate(z: torch.Tensor, of: Epilogue) -> torch.Tensor:
 def _check(
     out: torch.Tensor, z: torch.Tensor, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool
 ) -> None:
-    """Raises ValueError for wrong numbers; bounds as in tests/kernels/test_triton_gemm.py."""
+    """Raises ValueError for wrong numbers; bounds as in tests/kernels/gemm/test_triton_gemm.py."""
     for some in (slice(0, 256), slice(-256, None)):
         part = Quantized(a.data[some], a.scale, a.cast)
         exact = (part.data.double() * a.scale) @ (w.data.double() * w.scale).t()

@@ -4,7 +4,7 @@
 
 CUDA graphs, cold L2 (each call of a graph has operands of its own), interleaved (core/timing.py);
 normal operands. Each way is checked against the exact product before it is timed, within the
-bound of core/reference.py. One that fails is printed and left out. Writes split_gemm.json to the
+bound of core/numerics/reference.py. One that fails is printed and left out. Writes split_gemm.json to the
 folder $OUT, or beside this file, after every problem.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from loka.core.device import fingerprint
-from loka.core.files import write_record
+from loka.core.numerics.reference import Quantized, accumulation_bound, quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import Quantized, accumulation_bound, quantize
+from loka.core.storage.files import write_record
 from loka.core.timing import first_line, still_usable, time_interleaved
-from loka.kernels.triton.split_gemm import EXACT, FAST, Config, choose, split_gemm
+from loka.kernels.gemm.triton.split_gemm import EXACT, FAST, Config, choose, split_gemm
 
 CASES = [  # M, N, K: out features, in features, batch
     (512, 512, 65536),

@@ -13,8 +13,8 @@ A small model is trained on one pass of rows and probed on the next ones; its si
   those whose ACTUAL KL/H stays within the budget the one that saves most time is kept. That is hindsight:
   no user of a threshold has the actual KL/H. A second row grants only what the planner's plan really cost.
 
-Actual KL/H is that of the plan with all its FP8 `output` GEMMs emulated (train/joint.py), on rows that
-were neither trained on nor probed. Gradients play no part: only `output` GEMMs are planned.
+Actual KL/H is that of the plan with all its FP8 `output` GEMMs emulated (train/automatic/joint_effect.py), on
+rows that were neither trained on nor probed. Gradients play no part: only `output` GEMMs are planned.
 
 Times: there is no GPU here, and the small models' GEMMs would be far too small for FP8. So a site of
 M x N x K stands for one of `--rows` x 32 N x 32 K (M: rows, times its rows a sample), and its time in
@@ -44,15 +44,15 @@ import torch
 import loka
 from loka.core.budget import Budget, spends
 from loka.core.error import Estimate
-from loka.core.files import write_record
-from loka.core.plan import Plan
 from loka.core.recipe import Gemm
-from loka.core.report import HP, Report, SiteReport
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report, SiteReport
+from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.data import SyntheticClicks, open_table
 from loka.data.batch import Batch, Source
 from loka.train import TrainConfig, quality, train
-from loka.train.joint import joint_effect
+from loka.train.automatic.joint_effect import joint_effect
 from loka.zoo import build
 from loka.zoo.presets import MODELS
 

@@ -37,13 +37,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import loka
-from loka.core.label_rate import LabelRate
+from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
 from loka.core.table import format_table
 from loka.probe import renew_effects
-from loka.probe.movement import Horizon
-from loka.probe.renewal import SAMPLES
-from loka.train.joint import emulated
+from loka.probe.model_effects.movement import Horizon
+from loka.probe.model_effects.renewal import SAMPLES
+from loka.train.automatic.joint_effect import emulated
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, EVERY = 120_000, 65_536, 256, 10
 VOCAB = (4000, 1200, 300, 90, 25, 6)

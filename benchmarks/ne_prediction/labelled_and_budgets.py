@@ -32,13 +32,14 @@ import torch
 from torch.nn import functional as F
 
 import loka
-from loka.core.label_rate import LabelRate
+from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
 from loka.core.table import format_table
 from loka.graph.attach import attach, detach
-from loka.probe import measure, renew_effects
-from loka.probe.effects import predicted_ne
-from loka.probe.settings import COARSE
+from loka.measurement import measure
+from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.settings import COARSE
+from loka.probe import renew_effects
 
 ROWS, BATCH = 131_072, world_of.BATCH
 RECIPES_TRIED = ("tensorwise_e4m3", "rowwise_e4m3")

@@ -34,15 +34,15 @@ from torch import nn
 import loka
 from loka.core.device import fingerprint
 from loka.core.error import mere, sqnr_db
-from loka.core.files import read_record, write_record
+from loka.core.numerics.reference import dequantize, quantize, scaled_mm
 from loka.core.recipe import Casts, Recipe
-from loka.core.reference import dequantize, quantize, scaled_mm
-from loka.core.stats import LinearStats
+from loka.core.records.stats import LinearStats
+from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data import SyntheticClicks, open_table
 from loka.data.batch import Batch, Source
-from loka.probe.effect_casts import CASTS
-from loka.probe.effects import depth_ne, joint_ne
+from loka.measurement.predicted_ne import depth_ne, joint_ne
+from loka.statistics.effect_casts import CASTS
 from loka.train import TrainConfig, train
 from loka.zoo import build
 

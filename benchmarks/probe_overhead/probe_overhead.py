@@ -37,11 +37,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka
 from loka.core.device import fingerprint
-from loka.core.files import write_atomic
+from loka.core.storage.files import write_atomic
 from loka.core.table import format_table
-from loka.probe.cadence import Auto
-from loka.train.graphed import graphed
-from loka.train.step_time import compiled
+from loka.probe.sampling_schedule import Auto
+from loka.train.steps.graphed import graphed
+from loka.train.steps.step_time import compiled
 from loka.zoo import build
 
 OVERHEAD = 0.01

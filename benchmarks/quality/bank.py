@@ -3,7 +3,7 @@
     python benchmarks/quality/bank.py benchmarks/quality/h200/proof.json
 
 For each model and arm, and for the deviations of all FP8 arms together, validations are drawn from its pairs
-(train/pair_bank.py): with no true difference, how many say "fail" and in how many does the interval hold
+(validation/pair_bank.py): with no true difference, how many say "fail" and in how many does the interval hold
 0; with a harm of 0.05 % planted, how many find it ("fail"); with one of 0.02 %, how many pass.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from loka.core.table import format_table
-from loka.train.pair_bank import Bank, BankedArm, resample
+from loka.validation.pair_bank import Bank, BankedArm, resample
 
 LIMIT, HARM = 0.02, 0.05
 PAIRS = (4, 8, 12)

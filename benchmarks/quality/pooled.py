@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from loka.core.error import estimate_mean
-from loka.train.validate_record import Validation
+from loka.validation.record import Validation
 
 
 def main() -> None:

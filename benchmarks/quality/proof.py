@@ -7,11 +7,12 @@
 What is run, how often and by what it is judged was fixed beforehand: PROOF.md. For each model
 
     probe    a run in bf16 with a seed of its own; then effects from fresh rows on the trained model
-             (train/as_it_is.py), errors, and two plans: --ne 2e-4 and --ne 5e-5. On the held-out rows the
-             change of the trained model by each arm's forward: KL/H, and NE by the labels, in one table
+             (train/automatic/as_it_is.py), errors, and two plans: --ne 2e-4 and --ne 5e-5. On the held-out
+             rows the change of the trained model by each arm's forward: KL/H, and NE by the labels, in one
+             table
     single   each site alone in FP8: the same two for 2 recipes
     pairs    bf16, plan, tight, naive and nudged (bf16 again, weights nudged by 1e-4: A/A) from the same
-             weights over the same rows; verdicts by train/validate_spread.py and validate_judge.py
+             weights over the same rows; verdicts by validation/variance.py and verdicts.py
 
 Tasks go to processes that share the device. What is done is kept: a second start does what is missing. The
 summary, without predictions of single rows, is `--out`/summary.json; `proof_table.py` prints it.
@@ -39,16 +40,16 @@ from proof_sites import single
 from torch import nn
 
 from loka import Budget, convert, plan, revert
-from loka.core.label_rate import LabelRate
-from loka.core.plan import Plan
+from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
+from loka.core.records.plan import Plan
 from loka.graph.attach import detach
+from loka.measurement import measure
+from loka.measurement.predicted_ne import joint_ne, predicted_ne
+from loka.measurement.settings import COARSE
 from loka.nn.linears import signature
-from loka.probe import measure
-from loka.probe.effects import joint_ne, predicted_ne
-from loka.probe.settings import COARSE
-from loka.train.as_it_is import learn
-from loka.train.validate_arms import by_recipe, nudged
+from loka.train.automatic.as_it_is import learn
+from loka.validation.arms import by_recipe, nudged
 
 PLANS = {"plan": 2e-4, "tight": 5e-5}
 BESIDE = ("naive", "nudged")  # arms that need no plan

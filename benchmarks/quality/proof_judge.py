@@ -19,12 +19,12 @@ from proof_runs import divergence, entropy
 
 from loka.core.budget import spends, total_effect
 from loka.core.error import Estimate
-from loka.train.annealed import annealed
 from loka.train.metrics import checked, log_losses, probabilities
-from loka.train.paired import NE_LIMIT_PERCENT
-from loka.train.validate_judge import ERROR, Judgement
-from loka.train.validate_runs import HeldOut
-from loka.train.validate_spread import spreads
+from loka.validation.annealed import annealed
+from loka.validation.paired import NE_LIMIT_PERCENT
+from loka.validation.runs import HeldOut
+from loka.validation.variance import spreads
+from loka.validation.verdicts import ERROR, Judgement
 
 
 def changes_of(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from loka import mods
-from loka.data.synthetic import VOCAB_SIZES
+from loka.data.generated.synthetic import VOCAB_SIZES
 from loka.zoo import build
 from loka.zoo.layers import Embeddings
 

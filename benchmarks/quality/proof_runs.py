@@ -1,9 +1,9 @@
 """Training and judging the proof's runs: several arms of one seed side by side on one device.
 
-Rows lie on the device. A step of an arm, tables and optimizers included, is one CUDA graph (train/graphed.py)
-on a stream of its own; the arms of a seed take each batch in turn, so that small kernels share the GPU.
-Nothing is compiled. Tables have dense gradients here, with which row-wise AdaGrad does the same. On a CPU
-steps run eagerly.
+Rows lie on the device. A step of an arm, tables and optimizers included, is one CUDA graph
+(train/steps/graphed.py) on a stream of its own; the arms of a seed take each batch in turn, so that small
+kernels share the GPU. Nothing is compiled. Tables have dense gradients here, with which row-wise AdaGrad does
+the same. On a CPU steps run eagerly.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from loka.data import SyntheticClicks
 from loka.data.batch import Batch
 from loka.train.average import Weights, as_averaged, averaged_weights, due
 from loka.train.config import AverageKind, TrainConfig
-from loka.train.graphed import graphed
 from loka.train.optim import build_optimizers
 from loka.train.schedule import rate_factor, schedulers
+from loka.train.steps.graphed import graphed
 
 NAMES = ("dense", "sparse", "label")
 BLOCK = 8192

@@ -15,10 +15,10 @@ from torch import nn
 
 from loka import Budget, plan
 from loka.core.recipe import RECIPES
-from loka.core.report import Report
-from loka.core.stats import Stats
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
 from loka.graph.attach import attach, detach
-from loka.probe.effects import predicted_ne
+from loka.measurement.predicted_ne import predicted_ne
 from loka.train.config import TrainConfig
 
 

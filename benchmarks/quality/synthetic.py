@@ -22,8 +22,8 @@ import numpy as np
 from loka.core.exceptions import FileRefused
 from loka.data import SyntheticClicks
 from loka.data.block import Block
-from loka.data.shard_writer import ShardWriter
-from loka.data.shards import GROUP_ROWS, Manifest, Shard, read_manifest, write_manifest
+from loka.data.formats.shard_writer import ShardWriter
+from loka.data.formats.shards import GROUP_ROWS, Manifest, Shard, read_manifest, write_manifest
 from loka.data.workers import processors
 
 SHARD_ROWS = 524_288

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from loka.core.budget import total_effect
 from loka.core.error import Estimate
-from loka.core.plan import Plan
 from loka.core.recipe import Gemm
-from loka.core.report import HP, Report, site_name
-from loka.train.validate_record import ArmVerdict, Validation
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report, site_name
+from loka.validation.record import ArmVerdict, Validation
 
 NAIVE_RECIPE = "tensorwise_e4m3"
 LARGEST = 3  # sites that are named

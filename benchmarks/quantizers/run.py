@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from loka.core.device import fingerprint
-from loka.core.files import write_record
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.core.timing import time_interleaved
-from loka.kernels.quantized_side import Side
-from loka.kernels.quantizer import quantize_pair
+from loka.kernels.quantize.quantizer import quantize_pair
+from loka.kernels.quantize.side import Side
 
 SHAPES = [
     (8192, 2048, torch.bfloat16),

@@ -28,7 +28,7 @@ import torch
 from rows import link_part, total_bytes, write_shards, write_tsv
 
 from loka.core.device import fingerprint
-from loka.core.files import write_record
+from loka.core.storage.files import write_record
 from loka.data import Shuffle, convert, hashed_vocabulary, open_shards
 from loka.data.workers import processors
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from loka.data.block import Block
-from loka.data.shard_writer import ShardWriter
-from loka.data.shards import GROUP_ROWS, Manifest, Shard, write_manifest
+from loka.data.formats.shard_writer import ShardWriter
+from loka.data.formats.shards import GROUP_ROWS, Manifest, Shard, write_manifest
 from loka.data.workers import in_order
 
 # MLPerf's DLRM-DCNv2, num_embeddings_per_feature.

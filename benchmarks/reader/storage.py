@@ -18,7 +18,7 @@ from rows import draw
 
 from loka.core.table import format_table
 from loka.data.block import Block
-from loka.data.shard_writer import shard_table
+from loka.data.formats.shard_writer import shard_table
 
 COMPRESSIONS = ("none", "lz4", "zstd", "snappy")
 GROUP_ROWS = 16_384

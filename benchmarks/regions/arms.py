@@ -17,9 +17,9 @@ from cells import Cell
 from torch import nn
 
 import loka
+from loka.measurement.settings import COARSE, Settings
 from loka.nn.linears import is_prediction
-from loka.probe.settings import COARSE, Settings
-from loka.train.step_time import compiled
+from loka.train.steps.step_time import compiled
 
 WHOLE, BLOCK, LOKA = "bf16_whole", "bf16_block", "loka"
 BF16 = (WHOLE, BLOCK)

@@ -30,7 +30,7 @@ from table import table
 
 import loka
 from loka.core.timing import first_line
-from loka.probe.settings import COARSE, Settings
+from loka.measurement.settings import COARSE, Settings
 
 
 def main() -> None:

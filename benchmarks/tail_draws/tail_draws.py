@@ -23,15 +23,15 @@ from trained import Operands, operands_of, some, trained
 
 from loka.core.device import fingerprint
 from loka.core.error import sqnr_db
-from loka.core.files import read_record, write_record
+from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Gemm, Granularity
-from loka.core.reference import dequantize, quantize
-from loka.core.stats import Distribution
+from loka.core.records.stats import Distribution
+from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
-from loka.probe import gaussian, tails
-from loka.probe.draw import Sampler, samplers
-from loka.probe.operands import sides
-from loka.probe.sample_coherence import Samples, merge_samples, samples_of, with_samples
+from loka.measurement.operands import sides
+from loka.statistics import gaussian, tails
+from loka.statistics.draw import Sampler, samplers
+from loka.statistics.sample_coherence import Samples, merge_samples, samples_of, with_samples
 
 CASTS = {
     "e4m3 tensor": Cast(Format.E4M3, Granularity.TENSOR),

@@ -17,13 +17,14 @@ from loka import mods, nn
 from loka.compiler.listing import regions
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
-from loka.core.plan import Plan
-from loka.core.report import Report
-from loka.core.stats import Stats
-from loka.dispatch import agree, convert, diff, plan, revert
-from loka.kernels.run import kernel_runs
+from loka.core.records.plan import Plan
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
+from loka.kernels.gemm.run import kernel_runs
+from loka.measurement import measure
 from loka.nn import check_finite, health_of
-from loka.probe import Probe, measure
+from loka.planner import agree, convert, diff, plan, revert
+from loka.probe import Probe
 
 __version__ = "0.1.0"
 

@@ -11,12 +11,12 @@ from bench_fakes import install, libraries
 from forked import start_loka
 
 import loka
-from loka.cli.gemm import GemmConfig, run_gemm_bench
+from loka.cli.commands.gemm import GemmConfig, run_gemm_bench
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.budget import Budget
 from loka.core.exceptions import FileRefused
-from loka.core.gemm_bench import GemmBench
-from loka.probe import Settings
+from loka.core.records.gemm_bench import GemmBench
+from loka.measurement import Settings
 from loka.report.gemm_summary import best_library, standings
 from loka.report.gemm_table import gemm_table
 

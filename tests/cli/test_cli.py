@@ -17,11 +17,12 @@ from command_line import SMALL, loka, measure_coarsely
 from forked import start_loka
 
 from loka import cli as loka_cli
-from loka.cli import app, arms, demo
+from loka.cli import app, arms
+from loka.cli.commands import demo
 from loka.cli.terminal import printable
-from loka.core.alone import alone_in
 from loka.core.exceptions import LokaError
-from loka.core.files import write_record
+from loka.core.storage.alone import alone_in
+from loka.core.storage.files import write_record
 from loka.train import newest_step
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from loka.cli.data import data_app
+from loka.cli.commands.data import data_app
 from loka.core.exceptions import DataRefused, LokaError
 from loka.data import CRITEO, build_vocabulary, open_shards, read_vocabulary
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from loka.cli.app import app
 from loka.core.exceptions import PlanMismatch
-from loka.core.stats import Stats
+from loka.core.records.stats import Stats
 
 
 def probed(folder: Path, seed: int, *options: str) -> Stats:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from loka.cli.app import app
 from loka.core.exceptions import LokaError
-from loka.core.stats import Stats
+from loka.core.records.stats import Stats
 
 
 @pytest.fixture(scope="module")

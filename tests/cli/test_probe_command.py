@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import loka
 
-from loka.core.effect import NO_PROMISE
-from loka.core.stats import Stats
+from loka.core.numerics.effect import NO_PROMISE
+from loka.core.records.stats import Stats
 
 FEW = ("--model", "dlrm", "--rows", "3000", "--batch-size", "128")
 

@@ -17,21 +17,21 @@ from command_line import measure_coarsely
 from torch import nn
 from typer.testing import CliRunner
 
-from loka.cli import step
 from loka.cli.app import app
+from loka.cli.commands import step
+from loka.cli.commands.step import DISPATCH, EVERYWHERE, StepConfig, run_step_bench
 from loka.cli.inputs import Data, open_data
-from loka.cli.step import DISPATCH, EVERYWHERE, StepConfig, run_step_bench
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
-from loka.core.files import read_record
-from loka.core.plan import Plan
-from loka.core.report import HP, Measurement, Report
-from loka.dispatch import plan
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Measurement, Report
+from loka.core.storage.files import read_record
 from loka.nn import sites_of
 from loka.nn.linears import find_linears, is_prediction
+from loka.planner import plan
 from loka.probe import Probe
-from loka.train import step_time
-from loka.train.step_time import Arm, StepTime
+from loka.train.steps import step_time
+from loka.train.steps.step_time import Arm, StepTime
 
 ROWWISE = "emulated:rowwise_e4m3"
 TORCHAO = [

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from loka.cli.app import app
 from loka.core.exceptions import LokaError
-from loka.core.plan import Plan
-from loka.core.stats import Stats
+from loka.core.records.plan import Plan
+from loka.core.records.stats import Stats
 from loka.data import SyntheticClicks
-from loka.train.timeline import load_timeline
+from loka.train.automatic.timeline import load_timeline
 
 SMALL = ["train", "--model", "dlrm", "--rows", "4000", "--batch-size", "128", "--device", "cpu"]
 AUTO = ["--auto", "--probe-every", "4", "--probe-steps", "9", "--candidate", "emulated:rowwise_e4m3"]
@@ -145,7 +145,7 @@ def test_a_signal_saves_and_says_where(
             sent.append(model)
             signal.raise_signal(number)
 
-    monkeypatch.setattr("loka.cli.train.check_finite", send)
+    monkeypatch.setattr("loka.cli.commands.train.check_finite", send)
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [*SMALL, "--checkpoints", "saved", "--log-every", "7"]
     try:
@@ -163,9 +163,9 @@ def test_an_interrupt_without_checkpoints_promises_nothing(
     def press(*others: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loka.cli.train.check_finite", press)
+    monkeypatch.setattr("loka.cli.commands.train.check_finite", press)
     text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
     assert "interrupted: no checkpoint of this run was saved" in text
-    monkeypatch.setattr("loka.cli.train.open_data", press)
+    monkeypatch.setattr("loka.cli.commands.train.open_data", press)
     text = command_line.loka(*SMALL, cwd=tmp_path, fails=130)
     assert "interrupted; demo, measure, validate, bench and data convert go on" in text

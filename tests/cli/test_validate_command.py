@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loka.cli.report import report
-from loka.cli.validate import validate
+from loka.cli.commands.report import report
+from loka.cli.commands.validate import validate
 from loka.core.exceptions import LokaError
-from loka.train.validate_record import Validation
+from loka.validation.record import Validation
 
 app = typer.Typer()
 app.command()(validate)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import loka
-from loka.core.report import HP
-from loka.probe.settings import Settings
+from loka.core.records.report import HP
+from loka.measurement.settings import Settings
 
 JOINED = "emulated:rowwise_e4m3_pow2"
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)

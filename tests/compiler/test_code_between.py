@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 import loka
-from loka.compiler.cones import cone_of
+from loka.compiler.edges.cones import cone_of
+from loka.compiler.edges.nodes import Matrix
 from loka.compiler.gemms import region_gemm
-from loka.compiler.nodes import Matrix
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of
 

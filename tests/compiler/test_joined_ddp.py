@@ -21,7 +21,7 @@ from small_models import made
 
 import loka
 from loka.compiler.gemms import region_gemm
-from loka.core.plan import Plan
+from loka.core.records.plan import Plan
 
 
 def halves() -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loka.core.budget import Budget
-from loka.probe import Settings
+from loka.measurement import Settings
 
 
 @pytest.mark.parametrize(

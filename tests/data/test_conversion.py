@@ -17,9 +17,9 @@ import torch
 from click_files import assert_same, gather, lines, made_up, write_csv, write_tsv
 from durable import flushed_before, folder_flushed_after, watch_disk
 
-from loka.core.alone import FolderInUse
 from loka.core.exceptions import DataRefused, FileRefused
-from loka.core.files import write_record
+from loka.core.storage.alone import FolderInUse
+from loka.core.storage.files import write_record
 from loka.data import (
     Frequency,
     Schema,
@@ -34,8 +34,8 @@ from loka.data import (
     read_vocabulary,
     split_shards,
 )
+from loka.data.categories.encoding import REASONS
 from loka.data.conversion import ConversionStopped
-from loka.data.encoding import REASONS
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 from pyarrow import parquet  # noqa: E402
@@ -50,7 +50,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 10 pieces of 300 rows, in groups of 16 rows."""
     monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
     monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)
-    monkeypatch.setattr("loka.data.vocabulary.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("loka.data.categories.vocabulary.PIECE_BYTES", 10_000)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -96,7 +96,7 @@ def test_pieces_end_where_lines_end_wherever_they_are_cut(
     path = tmp_path / "t.tsv"
     path.write_bytes(text.encode())
     whole = gather(TableClicks(path, schema=schema, vocabulary=HASHED))
-    monkeypatch.setattr("loka.data.text.BLOCK_BYTES", 8)
+    monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", 8)
     for size in (1, 2, 3, 7, 11, 200):
         monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", size)
         folder = tmp_path / f"{size}"
@@ -180,7 +180,7 @@ KILLED = """
 import os, signal, sys
 import loka.data.conversion as c
 from loka.data import Frequency, convert
-from loka.data.shard_writer import ShardWriter
+from loka.data.formats.shard_writer import ShardWriter
 c.LEAST_SHARD, c.GROUP_ROWS = 8_000, 16
 finished = [0]
 finish, flush = ShardWriter.finish, ShardWriter._flush
@@ -373,7 +373,7 @@ def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytes
             if not next(calls, False):
                 raise OSError(28, "No space left on device")
 
-        context.setattr("loka.data.shard_writer.sync_folder", full)
+        context.setattr("loka.data.formats.shard_writer.sync_folder", full)
         with pytest.raises(ConversionStopped, match=r"No space left(.|\n)*goes on where this one stopped"):
             convert(path, folder, vocabulary=HASHED, workers=1)
     kept = {path: path.stat().st_mtime_ns for path in sorted(folder.glob("shard-*"))[:5]}
@@ -416,8 +416,8 @@ from pathlib import Path
 import numpy as np
 from loka.data import Shuffle, open_shards
 from loka.data.block import Block
-from loka.data.shard_writer import ShardWriter
-from loka.data.shards import Manifest, Shard, write_manifest
+from loka.data.formats.shard_writer import ShardWriter
+from loka.data.formats.shards import Manifest, Shard, write_manifest
 rows = 65_536
 rng = np.random.default_rng(0)
 block = Block(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loka.core.exceptions import DataRefused
 from loka.data import Schema, TableClicks, hashed_vocabulary
-from loka.data.quotes import line_count, without_open_quotes
+from loka.data.source.quotes import line_count, without_open_quotes
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
@@ -30,7 +30,7 @@ def read(path: Path, text: str) -> TableClicks:
 def test_stray_quotes_cost_their_own_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, count: int
 ) -> None:
-    monkeypatch.setattr("loka.data.text.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", block_bytes)
     rng = np.random.default_rng(0)
     lines = [f"{n % 2},{n},a{n},b{n}\n" for n in range(count)]
     stray = set(map(int, rng.choice(count, count // 10, replace=False)))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loka.data import History, Source, SyntheticClicks
-from loka.data.synthetic import BLOCK_ROWS
-from loka.data.teacher import CALIBRATION_ROWS
+from loka.data.generated.synthetic import BLOCK_ROWS
+from loka.data.generated.teacher import CALIBRATION_ROWS
 
 SMALL = (5, 2, 300)
 

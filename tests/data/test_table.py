@@ -80,7 +80,7 @@ def test_values_are_encoded_as_documented(tmp_path: Path) -> None:
 def test_malformed_lines_are_skipped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("loka.data.text.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", block_bytes)
     text = ["short", "1\t1\ta", "0\t2", "", "0\t2\ta", "1\t3\tb", "1\t2\t3\t4", "\t\t", "0\t4\tb", "x", ""]
     source = tiny(tmp_path / "t.tsv", ending.join(text))
     assert source.rows == 4

@@ -15,8 +15,8 @@ from loka.data import Schema, build_vocabulary, hashed_vocabulary, vocabulary_fr
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 from pyarrow import parquet  # noqa: E402
 
-from loka.data import vocabulary as vocabulary_module  # noqa: E402
-from loka.data.hashing import hashes_of  # noqa: E402
+from loka.data.categories import vocabulary as vocabulary_module  # noqa: E402
+from loka.data.categories.hashing import hashes_of  # noqa: E402
 
 SCHEMA = Schema(label="y", dense=(), sparse=("a", "b"))
 
@@ -87,7 +87,7 @@ def test_a_category_of_megabytes_is_hashed_at_once() -> None:
 def test_merging_in_small_steps_changes_nothing(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = build_vocabulary(table, schema=SCHEMA)
     monkeypatch.setattr(vocabulary_module, "PENDING", 1)
-    monkeypatch.setattr("loka.data.rows.PARQUET_ROWS", 1)
+    monkeypatch.setattr("loka.data.source.rows.PARQUET_ROWS", 1)
     assert build_vocabulary(table, schema=SCHEMA) == whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loka.kernels.quantized_side import RUNS
+from loka.kernels.quantize.side import RUNS
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 notes = pytest.importorskip("loka.kernels.triton.notes")

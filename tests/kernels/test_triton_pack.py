@@ -1,5 +1,5 @@
 """Casts that are written out for the hardware, against torch's: on a GPU alone, for the interpreter's are
-wrong (tests/kernels/test_triton_quantize.py); what it takes instead is held to exact values."""
+wrong (tests/kernels/quantize/test_triton_quantize.py); what it takes instead is held to exact values."""
 
 from __future__ import annotations
 

@@ -34,15 +34,23 @@ COUNT, SEED, PATIENCE = 300, 0, 300.0
 # What is changed, and the tests that ought to notice.
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "twins": (
-        ("src/loka/core/reference.py", "src/loka/kernels/edge/twin.py", "src/loka/kernels/weight_copies.py"),
-        ("tests/kernels", "tests/core/test_reference.py"),
+        (
+            "src/loka/core/numerics/reference.py",
+            "src/loka/kernels/edge/twin.py",
+            "src/loka/kernels/quantize/weight_copies.py",
+        ),
+        ("tests/kernels", "tests/core/numerics/test_reference.py"),
     ),
     "checkpoints": (
-        ("src/loka/train/checkpoint.py", "src/loka/train/state.py"),
-        ("tests/train/test_checkpoint.py", "tests/train/test_resume.py", "tests/train/test_fp8_resume.py"),
+        ("src/loka/train/checkpointing/checkpoint.py", "src/loka/train/checkpointing/state.py"),
+        (
+            "tests/train/checkpointing/test_checkpoint.py",
+            "tests/train/checkpointing/test_resume.py",
+            "tests/train/checkpointing/test_fp8_resume.py",
+        ),
     ),
     "core": (("src/loka/core",), ("tests/core",)),
-    "planner": (("src/loka/dispatch",), ("tests/dispatch",)),
+    "planner": (("src/loka/planner",), ("tests/planner",)),
     "readers": (("src/loka/data",), ("tests/data",)),
 }
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -10,7 +10,7 @@ from sites import convert_layers
 from torch import nn
 
 from loka.nn import fp8_runs, reset_health
-from loka.nn.carried import carried, carry_over, restore_carried
+from loka.nn.fp8_state_dict import carried, carry_over, restore_carried
 
 E4M3 = "emulated:tensorwise_e4m3"
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))

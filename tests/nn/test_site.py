@@ -13,10 +13,10 @@ from sites import convert_layer, convert_layers
 from torch import nn
 
 from loka.core.exceptions import NoKernelFits, NonFinite, NotConverted, UnknownName
+from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
-from loka.core.reference import dequantize, quantize
 from loka.graph.attach import attach, detach
-from loka.kernels.run import kernel_runs, reset_kernel_runs, run_gemm
+from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
 from loka.nn import check_finite, health_of, reset_health, signature, site_ops, sites_of
 from loka.nn.site_ops import layer_pass, site_backward, site_forward
 
@@ -60,7 +60,7 @@ def test_forward_and_both_gradients_match_the_twin(
         fake_quantized(grad.t(), Gemm.GRAD_WEIGHT, 0, candidate)
         @ fake_quantized(x.t(), Gemm.GRAD_WEIGHT, 1, candidate).t()
     )
-    # The same float32 products in another order, or Hopper's 13-bit sums (core/reference.py).
+    # The same float32 products in another order, or Hopper's 13-bit sums (core/numerics/reference.py).
     loose = device.type == "cuda" and candidate.startswith("torch")
     tolerance = {"rtol": 2e-3, "atol": 2e-2} if loose else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(y.cpu(), output + bias, **tolerance)

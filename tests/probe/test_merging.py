@@ -14,12 +14,12 @@ from ranks import on_ranks
 from torch import nn
 
 import loka
-from loka.core.effect import Effect
 from loka.core.exceptions import PlanMismatch
-from loka.core.stats import Distribution, Stats
-from loka.core.stats_bytes import from_bytes, to_bytes
-from loka.probe import tails
+from loka.core.numerics.effect import Effect
+from loka.core.records.stats import Distribution, Stats
+from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.probe.merging import gather_stats, merge_stats
+from loka.statistics import tails
 
 WORLD, STEPS, ROWS = 4, 6, 48
 EPS = torch.finfo(torch.float32).eps
@@ -339,7 +339,7 @@ def test_the_order_does_not_matter() -> None:
 
 
 def test_sketches_of_tails_add_up() -> None:
-    """A record that has them beside the Gaussian (probe/tails.py) keeps them: they are sums."""
+    """A record that has them beside the Gaussian (statistics/tails.py) keeps them: they are sums."""
     x = torch.randn(60, 5).exp()
 
     def with_sketches(rows: torch.Tensor) -> Stats:

@@ -13,11 +13,11 @@ from torch import nn
 import loka
 from loka.core.error import sqnr_db
 from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
-from loka.core.reference import dequantize, quantize
+from loka.measurement.operands import draw_operands, layer_samplers
 from loka.probe import Probe
-from loka.probe.depths import operand_errors
-from loka.probe.operands import draw_operands, layer_samplers
+from loka.statistics.depths import operand_errors
 
 
 def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
@@ -390,7 +390,7 @@ def test_a_full_disk_is_told_while_training(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     model = odd_mlp()
-    monkeypatch.setattr("loka.core.files.os.fsync", full)
+    monkeypatch.setattr("loka.core.storage.files.os.fsync", full)
     with (
         pytest.raises(LokaError, match="No space left on device"),
         loka.Probe(model, every=50, save_to=tmp_path, save_every=1),
@@ -411,7 +411,7 @@ def test_what_ends_training_is_raised_and_a_failed_save_noted(
             raise KeyError("the user's own")
 
     model = odd_mlp()
-    monkeypatch.setattr("loka.core.files.os.fsync", full)
+    monkeypatch.setattr("loka.core.storage.files.os.fsync", full)
     with pytest.raises(KeyError) as ended:
         fail()
     assert "No space left on device" in ended.value.__notes__[0]

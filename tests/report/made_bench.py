@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
-from loka.core.gemm_bench import Contest, GemmBench, SuiteLayer, Use
+from loka.core.records.gemm_bench import Contest, GemmBench, SuiteLayer, Use
 from loka.core.timing import Timing
 
 TORCH, FAST = "torch:rowwise_e4m3", "torch_fast:tensorwise_e4m3"

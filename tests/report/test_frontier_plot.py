@@ -6,8 +6,8 @@ import pytest
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.plan import Plan
-from loka.dispatch.frontier import Frontier, Point
+from loka.core.records.plan import Plan
+from loka.planner.frontier import Frontier, Point
 from loka.report.frontier_plot import plot_frontier
 
 

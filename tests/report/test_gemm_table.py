@@ -10,7 +10,7 @@ from made_bench import FAST, TORCH, around, bench
 
 from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused
-from loka.core.gemm_bench import GemmBench, joined, parted
+from loka.core.records.gemm_bench import GemmBench, joined, parted
 from loka.report.gemm_summary import (
     LOSS,
     TIE,

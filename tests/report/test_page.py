@@ -14,28 +14,28 @@ from torch import nn
 
 import loka
 from loka.compiler.joint_sites import IN_REGIONS
-from loka.core.depth import depth_histogram
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
+from loka.core.numerics.depth import depth_histogram
+from loka.core.numerics.reference import quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.core.reference import quantize
-from loka.core.report import Measurement, Report
-from loka.report.html import Cell, Html, number, table, tag
-from loka.report.page import page
-from loka.report.page_depths import DEEPEST, Ranges, octaves, quantile
-from loka.report.page_plan import layer_rows
-from loka.report.page_quality import Bar, forest
-from loka.report.page_sites import best_of
-from loka.report.svg import Scale, fit
-from loka.train.annealed import Annealed
-from loka.train.compare import Comparison
-from loka.train.paired import PairedDifference
-from loka.train.timeline import Event
-from loka.train.validate import BY_MEAN
-from loka.train.validate_judge import Judgement
-from loka.train.validate_record import ArmVerdict, Validation
-from loka.train.validate_runs import CurvePoint, Run
-from loka.train.validate_spread import Spread
+from loka.core.records.report import Measurement, Report
+from loka.report.pages.depths import DEEPEST, Ranges, octaves, quantile
+from loka.report.pages.html import Cell, Html, number, table, tag
+from loka.report.pages.page import page
+from loka.report.pages.plan import layer_rows
+from loka.report.pages.quality import Bar, forest
+from loka.report.pages.sites import best_of
+from loka.report.pages.svg import Scale, fit
+from loka.train.automatic.timeline import Event
+from loka.validation.annealed import Annealed
+from loka.validation.compare import Comparison
+from loka.validation.paired import PairedDifference
+from loka.validation.record import ArmVerdict, Validation
+from loka.validation.runs import CurvePoint, Run
+from loka.validation.validate import BY_MEAN
+from loka.validation.variance import Spread
+from loka.validation.verdicts import Judgement
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script>\"&<img src=x onerror=alert(2)>"

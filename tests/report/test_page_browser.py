@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import loka
-from loka.core.report import Report
-from loka.report.page import page
-from loka.train.compare import Comparison
+from loka.core.records.report import Report
+from loka.report.pages.page import page
+from loka.validation.compare import Comparison
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")

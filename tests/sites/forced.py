@@ -13,8 +13,8 @@ from oracle import ROW
 from torch import nn
 
 import loka
-from loka.core.report import HP
-from loka.probe.settings import Settings
+from loka.core.records.report import HP
+from loka.measurement.settings import Settings
 
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.core.recipe import Gemm
-from loka.kernels.run import run_gemm
+from loka.kernels.gemm.run import run_gemm
 
 ROW = "emulated:rowwise_e4m3"
 CLOSE = 2e-3

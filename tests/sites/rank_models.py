@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import loka
-from loka.core.plan import Plan
-from loka.core.report import HP
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP
+from loka.measurement import Settings
 from loka.nn.site import SiteForward, health_of
-from loka.probe import Settings
 
 ROWWISE = "emulated:rowwise_e4m3"
 BATCH, TOKENS, WIDTH, RANK, EXPERTS = 16, 4, 32, 16, 2

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import loka
-from loka.probe import Settings
+from loka.measurement import Settings
 
 FP8 = "emulated:rowwise_e4m3"
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import loka
 from loka.core.budget import Budget
-from loka.core.plan import Plan
+from loka.core.records.plan import Plan
+from loka.measurement.settings import Settings
 from loka.nn import BlockNorm, HardSwish
-from loka.probe.settings import Settings
 from loka.train import TrainConfig, train
-from loka.train.auto import AutoConfig
+from loka.train.automatic.auto import AutoConfig
 
 CANDIDATES = ["emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"]
 CONFIG = TrainConfig(batch_size=16, checkpoint_every=3, log_every=5, window=40)

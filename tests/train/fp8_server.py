@@ -16,10 +16,10 @@ import torch
 from fp8_run import CONFIG, digest, make_plan, tower
 from small_run import RandomRows
 
-from loka.core.plan import Plan
-from loka.dispatch import convert
+from loka.core.records.plan import Plan
+from loka.planner import convert
 from loka.train import load_newest, train
-from loka.train.state import plan_in
+from loka.train.checkpointing.state import plan_in
 
 Say = Callable[[str], None]
 

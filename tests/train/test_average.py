@@ -18,7 +18,7 @@ from torch import nn
 from loka.core.exceptions import CheckpointRefused, LokaError
 from loka.nn import fp8_runs, sites_of
 from loka.train import TrainConfig, evaluate, train
-from loka.train.auto import Auto
+from loka.train.automatic.auto import Auto
 from loka.train.average import as_averaged, averaged_weights, due
 from loka.train.run import Run
 

@@ -13,8 +13,8 @@ from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch
 from loka.train import TrainConfig
 from loka.train.labels import Labels, count_labels, require_both
-from loka.train.validate import validate
-from loka.train.validate_arms import ArmSpec
+from loka.validation.arms import ArmSpec
+from loka.validation.validate import validate
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,16 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from loka.cli.bench import bench
-from loka.cli.data import data_app
-from loka.cli.demo import default_config, run_demo
-from loka.cli.doctor import diagnose
+from loka.cli.commands.bench import bench
+from loka.cli.commands.data import data_app
+from loka.cli.commands.demo import default_config, run_demo
+from loka.cli.commands.doctor import diagnose
+from loka.cli.commands.ne import named_budget, show_drift, show_frontier
+from loka.cli.commands.probe import probe
+from loka.cli.commands.report import report as write_report
+from loka.cli.commands.train import train
+from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
-from loka.cli.ne import named_budget, show_drift, show_frontier
 from loka.cli.options import (
     CacheFolder,
     DataFile,
@@ -25,20 +29,16 @@ from loka.cli.options import (
     TestData,
     TimeLimit,
 )
-from loka.cli.probe import probe
-from loka.cli.report import report as write_report
 from loka.cli.terminal import say
-from loka.cli.train import train
-from loka.cli.validate import validate
 from loka.core.exceptions import LokaError
-from loka.core.plan import Plan
-from loka.core.report import Report
-from loka.core.stats import Stats
-from loka.dispatch import diff as diff_plans
-from loka.dispatch import plan as plan_report
-from loka.probe import measure as measure_stats
+from loka.core.records.plan import Plan
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
+from loka.measurement import measure as measure_stats
+from loka.measurement.cache import default_folder
+from loka.planner import diff as diff_plans
+from loka.planner import plan as plan_report
 from loka.probe import merge_stats
-from loka.probe.cache import default_folder
 from loka.report.progress import ProgressBars
 from loka.train.interrupt import Terminated
 

@@ -21,13 +21,13 @@ from torch import nn
 from loka.cli.inputs import Data, train_config
 from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
-from loka.core.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
-from loka.core.stats import Stats
+from loka.core.records.stats import Stats
+from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import evaluate, newest_step, quality, train
-from loka.train.compare import Arm
+from loka.validation.compare import Arm
 
 _KIND, _VERSION = "loka-arm", 1
 _CHECKPOINT_EVERY = 200

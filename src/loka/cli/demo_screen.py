@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka.core.error import Estimate
-from loka.core.files import write_atomic
-from loka.core.plan import Plan
-from loka.core.report import HP, Report
-from loka.core.stats import Stats
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report
+from loka.core.records.stats import Stats
+from loka.core.storage.files import write_atomic
 from loka.core.table import format_table
-from loka.report.html import Cell, code, document, paragraph, section, table, tag
-from loka.report.page import page
-from loka.train.compare import Comparison
+from loka.report.pages.html import Cell, code, document, paragraph, section, table, tag
+from loka.report.pages.page import page
+from loka.validation.compare import Comparison
 
 PAGE, DETAILS = "report.html", "details.txt"
 LIMIT = 0.02  # percent of NE

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from loka.compiler.cones import column_sum, cone_of, extended
+from loka.compiler.edges.cones import column_sum, cone_of, extended
+from loka.compiler.edges.nodes import Cone, Low, Matrix, above, args_of
+from loka.compiler.edges.traffic import readers
+from loka.compiler.edges.writer import Writer, written
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
-from loka.compiler.nodes import Cone, Low, Matrix, above, args_of
-from loka.compiler.traffic import readers
-from loka.compiler.writer import Writer, written
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
 

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from loka.compiler.aten_steps import SUMS, is_pointwise
+from loka.compiler.edges.aten_steps import SUMS, is_pointwise
+from loka.compiler.edges.nodes import BACKWARD, value_of
+from loka.compiler.edges.traffic import readers
 from loka.compiler.emit import Emitter
 from loka.compiler.joint_sites import JointSite
-from loka.compiler.nodes import BACKWARD, value_of
-from loka.compiler.traffic import readers
+from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, target_of
 from loka.core.recipe import Cast, Format, Gemm, Granularity
-from loka.core.reference import Quantized
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.gemm.run import fit, scaled_gemm
 from loka.kernels.launches import note_launch
-from loka.kernels.registry import candidate_named
-from loka.kernels.run import fit, scaled_gemm
 from loka.nn.site_ops import registered
 
 aten, prims = torch.ops.aten, torch.ops.prims

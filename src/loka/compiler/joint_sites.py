@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from loka.compiler.nodes import args_of
-from loka.kernels.registry import candidate_named
+from loka.compiler.edges.nodes import args_of
+from loka.kernels.gemm.registry import candidate_named
 from loka.nn.site_ops import site_backward, site_forward
 
 _RECIPE = "rowwise_e4m3_pow2"

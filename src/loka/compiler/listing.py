@@ -9,9 +9,9 @@ from torch import nn
 
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import record_of
-from loka.core.report import HP
+from loka.core.records.report import HP
 from loka.core.table import format_table
-from loka.kernels.quantized_side import RUNS
+from loka.kernels.quantize.side import RUNS
 from loka.nn.site import Site, sites_of
 
 _EAGER = (

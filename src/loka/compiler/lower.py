@@ -18,17 +18,17 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
-from loka.compiler.cones import cone_of
+from loka.compiler.edges.cones import cone_of
+from loka.compiler.edges.nodes import Low, Matrix, mark_backward
+from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
-from loka.compiler.nodes import Low, Matrix, mark_backward
 from loka.compiler.notes import record_text
-from loka.compiler.writer import Writer
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
-from loka.kernels.fp8_weights import fp8_weights
+from loka.kernels.quantize.fp8_weights import fp8_weights
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from loka.compiler.edges.nodes import Low
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite
-from loka.compiler.nodes import Low
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
-from loka.kernels.quantized_side import BAD_A, BAD_B
+from loka.kernels.quantize.side import BAD_A, BAD_B
 
 
 def mark_runs(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from loka.kernels.launches import note_launch
-from loka.kernels.quantized_side import RUNS
+from loka.kernels.quantize.side import RUNS
 from loka.nn.site_ops import registered
 
 FLAGS = 3  # columns of a site's counters

@@ -2,7 +2,7 @@
 
 The change of NE is mean((p - y) dz) / H + KL/H. The first part is of first order and of either sign while
 weights still move with every batch; it shrinks with the rate, and KL/H knows nothing of it
-(train/annealed.py).
+(validation/annealed.py).
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from loka.core.codec import record, sparse
 from loka.core.error import Estimate
+from loka.core.storage.codec import record, sparse
 
 # What an earlier version allowed of layers that run together is passed over: a plan that has such layers is
-# refused by itself (core/plan.py).
+# refused by itself (core/records/plan.py).
 _BEFORE = frozenset({"chains", "chain_recipes"})
 
 

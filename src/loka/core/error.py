@@ -5,7 +5,7 @@
 
 `mere` is a named companion for parity with the paper: it grows with the logarithm of the
 number of outputs when they are centred on zero, so nothing gates on it by default. Errors by row
-and the direction of gradients are in core/gemm_error.py and core/direction.py.
+and the direction of gradients are in core/numerics/gemm_error.py and core/numerics/direction.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.codec import record
+from loka.core.storage.codec import record
 
 # Two-sided 95 % quantiles of Student's t for 1..30 degrees of freedom (any statistics
 # table, e.g. NIST/SEMATECH e-Handbook 1.3.6.7.2); beyond 30 the expansion in

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loka.core.codec import record
 from loka.core.exceptions import UnknownName
 from loka.core.recipe import Gemm
+from loka.core.storage.codec import record
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

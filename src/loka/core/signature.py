@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loka.core.codec import record, sparse
+from loka.core.storage.codec import record, sparse
 
 
 @record(row=True)

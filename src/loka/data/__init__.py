@@ -6,16 +6,7 @@ is; `convert` prepares it once for `open_shards`, which reads in parallel, shuff
 """
 
 from loka.data.batch import Batch, History, Source, at_epoch, history_of
-from loka.data.conversion import Frequency, convert
-from loka.data.npy import Triplet, npy_triplets, open_npy
-from loka.data.opening import open_rows
-from loka.data.order import Shuffle
-from loka.data.reader import Reader
-from loka.data.schema import CRITEO, Schema
-from loka.data.shards import Manifest, open_shards, read_manifest, split_shards
-from loka.data.synthetic import SyntheticClicks
-from loka.data.table import TableClicks, open_table
-from loka.data.vocabulary import (
+from loka.data.categories.vocabulary import (
     HashedVocabulary,
     Vocabulary,
     build_vocabulary,
@@ -24,6 +15,15 @@ from loka.data.vocabulary import (
     vocabulary_from_dict,
     write_vocabulary,
 )
+from loka.data.conversion import Frequency, convert
+from loka.data.formats.npy import Triplet, npy_triplets, open_npy
+from loka.data.formats.shards import Manifest, open_shards, read_manifest, split_shards
+from loka.data.formats.table import TableClicks, open_table
+from loka.data.generated.synthetic import SyntheticClicks
+from loka.data.opening import open_rows
+from loka.data.order import Shuffle
+from loka.data.reader import Reader
+from loka.data.schema import CRITEO, Schema
 
 __all__ = [
     "CRITEO",

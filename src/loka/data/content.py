@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from loka.core.exceptions import DataRefused
-from loka.core.untrusted import open_regular
+from loka.core.storage.untrusted import open_regular
 
 BLOCK, BLOCKS = 1 << 20, 16
 

@@ -14,23 +14,31 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from loka.core.alone import alone_in
 from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
-from loka.core.files import canonical
-from loka.data.content import content_of
-from loka.data.encoding import ENCODING, REASONS, encoded_of, history_in
-from loka.data.files import Paths, TableFile, open_files
-from loka.data.rows import Piece, count_piece, piece_chunks, pieces_of
-from loka.data.schema import CRITEO, Schema
-from loka.data.shard_writer import UNFINISHED, ShardWriter
-from loka.data.shards import GROUP_ROWS, MANIFEST, Manifest, Shard, check_size, read_manifest, write_manifest
-from loka.data.vocabulary import (
+from loka.core.storage.alone import alone_in
+from loka.core.storage.files import canonical
+from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
+from loka.data.categories.vocabulary import (
     HashedVocabulary,
     Vocabulary,
     build_vocabulary,
     read_vocabulary,
     write_vocabulary,
 )
+from loka.data.content import content_of
+from loka.data.files import Paths, TableFile, open_files
+from loka.data.formats.shard_writer import UNFINISHED, ShardWriter
+from loka.data.formats.shards import (
+    GROUP_ROWS,
+    MANIFEST,
+    Manifest,
+    Shard,
+    check_size,
+    read_manifest,
+    write_manifest,
+)
+from loka.data.schema import CRITEO, Schema
+from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.workers import Track, as_done, in_order, processors, untracked
 
 VOCABULARY = "vocabulary.json"

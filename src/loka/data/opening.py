@@ -6,12 +6,12 @@ from pathlib import Path
 
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Source
-from loka.data.npy import NpyStore, npy_triplets
+from loka.data.formats.npy import NpyStore, npy_triplets
+from loka.data.formats.shards import MANIFEST, ShardStore
+from loka.data.formats.table import open_table, open_tables
 from loka.data.order import Shuffle
 from loka.data.reader import Reader, Store, split
 from loka.data.schema import CRITEO, Schema
-from loka.data.shards import MANIFEST, ShardStore
-from loka.data.table import open_table, open_tables
 
 
 def open_rows(

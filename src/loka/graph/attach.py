@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import NotConverted
-from loka.core.report import HP
+from loka.core.records.report import HP
 from loka.core.signature import LinearShape, WeightUse
 from loka.graph.owner import OwnerForward
-from loka.kernels.registry import candidate_named
+from loka.kernels.gemm.registry import candidate_named
 from loka.nn.attention import AttentionForward, projection_keys
 from loka.nn.leaves import leaf_forward
 from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, site_forwards

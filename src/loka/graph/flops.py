@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loka.core.coverage import Uncovered
+from loka.core.records.coverage import Uncovered
 
 aten = torch.ops.aten
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from loka.core.exceptions import NotConverted
 from loka.core.recipe import Gemm
-from loka.core.report import HP, site_name
-from loka.kernels.quantized_side import BAD_A, BAD_B, RUNS
+from loka.core.records.report import HP, site_name
+from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS
 from loka.nn.site_gemms import multiply
 from loka.nn.site_ops import GEMMS, Candidates
 from loka.nn.unwrap import named_modules
@@ -41,8 +41,8 @@ class Site:
     """A GEMM with a parameter: its name, its candidates for output, grad_input and grad_weight, its health.
 
     `join`: torch.compile may join it with other sites (loka/compiler).
-    `health` int64 [3, 3] (kernels/quantizer.py) is no buffer: DistributedDataParallel would overwrite every
-    rank's flags with those of rank 0, and the model's buffers are the user's.
+    `health` int64 [3, 3] (kernels/quantize/quantizer.py) is no buffer: DistributedDataParallel would
+    overwrite every rank's flags with those of rank 0, and the model's buffers are the user's.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loka.core.exceptions import NotConverted
-from loka.core.report import HP
+from loka.core.records.report import HP
 from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

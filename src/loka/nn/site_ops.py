@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Gemm
-from loka.core.reference import Quantized
-from loka.core.report import HP
-from loka.kernels.quantized_side import BAD_A, BAD_B, RUNS, Side, empty_scale
-from loka.kernels.quantizer import quantize_operand, quantize_pair
-from loka.kernels.registry import candidate_named
-from loka.kernels.run import ScaledGemm, run_gemm, scaled_gemm
+from loka.core.records.report import HP
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
+from loka.kernels.quantize.quantizer import quantize_operand, quantize_pair
+from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, Side, empty_scale
 
 Candidates = tuple[str, str, str]
 """For output, grad_input and grad_weight: "hp" or "kernel:recipe"."""
@@ -164,7 +164,7 @@ def _site(
     not kept is empty. `site` names it in a graph, and `join` says whether a compiler may join it with others
     (loka/compiler); neither changes anything here.
 
-    `health` int64 [3, 3]: one row a GEMM, see kernels/quantizer.py. It is write-only telemetry
+    `health` int64 [3, 3]: one row a GEMM, see kernels/quantize/quantizer.py. It is write-only telemetry
     that no result depends on, so the ops are declared without side effects and write through
     `.data`: a declared mutation would make autograd refuse the backward of a compiled model
     after any other forward, because the buffer that backward also takes had changed.

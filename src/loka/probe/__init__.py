@@ -1,9 +1,8 @@
-"""Where is FP8 safe, and where is it fast: online statistics, offline measurement."""
+"""Where is FP8 safe? Statistics of sampled steps, online: of tensors, and of what FP8 would cost the
+model."""
 
-from loka.probe.measure import measure
 from loka.probe.merging import gather_stats, merge_stats
+from loka.probe.model_effects.renewal import renew_effects
 from loka.probe.online import Probe
-from loka.probe.renewal import renew_effects
-from loka.probe.settings import Settings
 
-__all__ = ["Probe", "Settings", "gather_stats", "measure", "merge_stats", "renew_effects"]
+__all__ = ["Probe", "gather_stats", "merge_stats", "renew_effects"]

@@ -6,7 +6,7 @@ sums, moments, histograms and effects add up, in float64, and round once. What c
 * `rows`, the size of a GEMM as it ran, is the largest one: ranks do not multiply together.
 * `factor` has a fixed rank. Each truncation drops the smallest directions, so both the merged and the
   single process's F^T F lie below the scatter matrix, each by at most its own tr(scatter) - |F|^2 in
-  any direction; the diagonal `square` is exact. Likewise `sample_factor` (probe/sample_coherence.py).
+  any direction; the diagonal `square` is exact. Likewise `sample_factor` (statistics/sample_coherence.py).
 * A weight is one tensor, not a sample: its matrix normal (averages over time) is that of the part with
   the most snapshots, the last of equals. Data-parallel ranks hold the same one.
 * `amax` keeps the last batches' maxima: the maximum over the parts, the latest beside the latest.
@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 from loka.core import exchange
-from loka.core.codec import decode, encode
-from loka.core.effect import merged
 from loka.core.exceptions import PlanMismatch
+from loka.core.numerics.effect import merged
+from loka.core.records.stats import Distribution, LinearStats, Stats
+from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
-from loka.core.stats import Distribution, LinearStats, Stats
-from loka.core.stats_bytes import from_bytes, to_bytes
-from loka.probe import depths, effect_depths, gaussian, matrix_normal, sample_coherence
+from loka.core.storage.codec import decode, encode
+from loka.statistics import depths, effect_depths, gaussian, matrix_normal, sample_coherence
 
 _OWN = {
     gaussian.KIND: {"mean", "square", "scatter", "factor", "amax", sample_coherence.FACTOR},

@@ -5,7 +5,7 @@ A sampled step runs eagerly (torch.compile is told to stand aside for it), so co
 can be probed. Random row samples come from the probe's own generator: training with a probe
 gives the same weights, bit for bit, as training without. The first sampled step also shows what share of
 its matmul FLOPs are sites. After its forward pass one extra backward shows what quantizing each layer would
-cost the model (probe/sensitivity.py).
+cost the model (probe/model_effects/sensitivity.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,36 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from loka.core.coverage import Coverage
 from loka.core.exceptions import LokaError
 from loka.core.problem import dtype_name
+from loka.core.records.coverage import Coverage
+from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
-from loka.core.stats import Stats
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import unwrap
-from loka.probe import gaussian, matrix_normal
-from loka.probe.cadence import cadence_of, clock_of
-from loka.probe.depths import depths_of_rows, merge
-from loka.probe.learnt import Learnt, Site, add_samples, add_tails, bytes_of, from_record, refuse, with_sites
-from loka.probe.logits import Logits
+from loka.probe.async_save import Copied, Saver, own_folder, to_host
+from loka.probe.force_eager import capturing, eager
+from loka.probe.layer_stats import (
+    Learnt,
+    Site,
+    add_samples,
+    add_tails,
+    bytes_of,
+    from_record,
+    refuse,
+    with_sites,
+)
+from loka.probe.model_effects.logits import Logits
+from loka.probe.model_effects.sample_rows import batch_of
+from loka.probe.model_effects.sensitivity import Call, Sensitivity, step_seed
 from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
-from loka.probe.row_picks import row_picks
-from loka.probe.sample_coherence import Picked, pick
-from loka.probe.sample_rows import batch_of
-from loka.probe.saving import Copied, Saver, own_folder, to_host
-from loka.probe.sensitivity import Call, Sensitivity, step_seed
+from loka.probe.sampling_schedule import cadence_of, clock_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
-from loka.probe.stance import capturing, eager
-from loka.probe.watching import detach, unseen
+from loka.probe.trace import detach, unseen
+from loka.statistics import gaussian, matrix_normal
+from loka.statistics.depths import depths_of_rows, merge
+from loka.statistics.row_picks import row_picks
+from loka.statistics.sample_coherence import Picked, pick
 
 
 class Probe:
@@ -54,10 +63,10 @@ class Probe:
         model: any module, compiled or wrapped in DistributedDataParallel too. Each call of it
             with gradients enabled counts as a step; evaluation passes do not.
         every: a step in `every` is sampled, the first one included; with "auto" as many as `overhead`
-            allows, at growing gaps, on all ranks the steps that rank 0 decides (probe/cadence.py).
+            allows, at growing gaps, on all ranks the steps that rank 0 decides (probe/sampling_schedule.py).
         overhead: share of training time that sampled steps may cost, with every="auto".
         rows: rows of an operand used per sampled call; a larger batch is subsampled.
-        depth_rows: the same for its depth histograms (probe/depths.py).
+        depth_rows: the same for its depth histograms (statistics/depths.py).
         full_covariance: features up to which the full covariance is kept.
         rank: rank of the covariance beyond that (plus its exact diagonal).
         filter: (module, site name) -> whether to probe a site; the module is the one that calls the GEMM, and

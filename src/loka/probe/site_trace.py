@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from loka.core.coverage import Coverage
+from loka.core.records.coverage import Coverage
 from loka.core.signature import LinearShape, WeightUse
 from loka.graph.checkpoints import keep_sites, watching
 from loka.graph.flops import FlopAccount, site_flops
@@ -26,7 +26,7 @@ from loka.graph.views import name_of
 from loka.nn.linears import Filter
 from loka.nn.site import DTYPES
 from loka.nn.unwrap import named_modules, named_parameters, unwrap
-from loka.probe.watching import unseen
+from loka.probe.trace import unseen
 
 
 class SiteCall(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loka.dispatch.frontier import Frontier
+from loka.planner.frontier import Frontier
 from loka.report.plot import checked_path, matplotlib_module, save_figure
 
 _LINE, _KNEE = "#0072B2", "#D55E00"

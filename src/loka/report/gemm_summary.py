@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from loka.core.error import Estimate
-from loka.core.gemm_bench import CHOICE, Contest, GemmBench, or_hp
-from loka.core.report import HP
+from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
+from loka.core.records.report import HP
 
 WIN, TIE, LOSS = "win", "tie", "LOSS"
 

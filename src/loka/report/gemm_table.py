@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from loka.core.error import Estimate
-from loka.core.gemm_bench import CHOICE, Contest, GemmBench, or_hp
 from loka.core.recipe import Gemm
-from loka.core.report import HP, site_name
+from loka.core.records.gemm_bench import CHOICE, Contest, GemmBench, or_hp
+from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
 from loka.report.gemm_summary import (
     LOSS,

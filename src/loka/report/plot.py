@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.exceptions import LokaError, MissingLibrary
-from loka.core.gemm_bench import CHOICE, GemmBench, parted
 from loka.core.recipe import Gemm
-from loka.core.report import HP, site_name
-from loka.dispatch.single_library import library_of
+from loka.core.records.gemm_bench import CHOICE, GemmBench, parted
+from loka.core.records.report import HP, site_name
+from loka.planner.baselines import library_of
 from loka.report.gemm_summary import best_library, label, standings
 
 _FORMATS = (".png", ".svg", ".pdf")

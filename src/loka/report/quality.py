@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from loka.core.error import Estimate
 from loka.core.table import format_table
-from loka.train.compare import Comparison
-from loka.train.paired import AcrossPairs, PairedDifference
+from loka.validation.compare import Comparison
+from loka.validation.paired import AcrossPairs, PairedDifference
 
 
 def quality_table(comparison: Comparison) -> str:

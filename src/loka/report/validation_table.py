@@ -6,9 +6,9 @@ import math
 
 from loka.core.error import Estimate
 from loka.core.table import format_table
-from loka.train.validate_judge import ERROR
-from loka.train.validate_power import contributions, spread_by_rows
-from loka.train.validate_record import ArmVerdict, Validation
+from loka.validation.power import contributions, spread_by_rows
+from loka.validation.record import ArmVerdict, Validation
+from loka.validation.verdicts import ERROR
 
 
 def validation_table(validation: Validation) -> str:

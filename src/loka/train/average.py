@@ -28,9 +28,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
-from loka.nn.carried import carried, restore_carried
+from loka.nn.fp8_state_dict import carried, restore_carried
 from loka.train.config import Precision, TrainConfig
-from loka.train.forward import arguments, predict
+from loka.train.steps.forward import arguments, predict
 
 _UPDATES = 100
 """In the share of a run that the mean covers: more would not move it, and each reads all weights once."""

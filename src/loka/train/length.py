@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from loka.core.exceptions import DataRefused
 from loka.data.batch import Batch, Source, at_epoch
 from loka.train.config import TrainConfig
-from loka.train.forward import rows_of
+from loka.train.steps.forward import rows_of
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,21 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from loka.core.alone import alone_in
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
-from loka.core.files import canonical
-from loka.core.plan import Plan
+from loka.core.records.plan import Plan
+from loka.core.storage.alone import alone_in
+from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source
-from loka.probe.saving import own_folder
-from loka.train.checkpoint import Checkpoint, CheckpointNotSaved, holds_checkpoints, load_newest, save
+from loka.probe.async_save import own_folder
+from loka.train.checkpointing.checkpoint import (
+    Checkpoint,
+    CheckpointNotSaved,
+    holds_checkpoints,
+    load_newest,
+    save,
+)
+from loka.train.checkpointing.state import identity_of, layout, plan_text
 from loka.train.config import Precision, TrainConfig
-from loka.train.forward import arguments, matrix_precision, predict
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, unused_batches
 from loka.train.metrics import Quality, normalized_entropy
@@ -39,7 +45,7 @@ from loka.train.run import Companion, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
-from loka.train.state import identity_of, layout, plan_text
+from loka.train.steps.forward import arguments, matrix_precision, predict
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
 

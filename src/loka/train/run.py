@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.plan import Plan
+from loka.core.records.plan import Plan
 from loka.data.batch import Batch
-from loka.dispatch import convert, revert
-from loka.nn.carried import carried, carry_over
-from loka.train import state as run_state
+from loka.nn.fp8_state_dict import carried, carry_over
+from loka.planner import convert, revert
 from loka.train.average import Weights, averaged_weights, due
+from loka.train.checkpointing import state as run_state
 from loka.train.config import TrainConfig
 from loka.train.interrupt import Interrupt
 from loka.train.optim import build_optimizers
 from loka.train.running import RunningQuality
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
-from loka.train.step import Sight, Step
+from loka.train.steps.step import Sight, Step
 
 
 class Companion:

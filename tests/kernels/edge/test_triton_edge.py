@@ -21,7 +21,7 @@ from loka.kernels.edge.program import Kind
 from loka.kernels.edge.twin import evaluate, run_program
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
-fused = pytest.importorskip("loka.kernels.triton.edge")
+fused = pytest.importorskip("loka.kernels.edge.triton.program_kernels")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 ROWS, FEATURES = [1, 33, 100], [16, 24, 600]

@@ -47,7 +47,7 @@ def word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexp
 
     CVT is the conversion written out for the hardware. Through Triton's own casts the bytes are
     single registers that get shifted and merged, and triton 3.6 merges wrong bytes where a cast
-    has two uses (tests/kernels/test_triton_quantize.py). Empty: Triton's casts, for its interpreter.
+    has two uses (tests/kernels/quantize/test_triton_quantize.py). Empty: Triton's casts, for its interpreter.
     """
     if CVT != "":
         packed = tl.inline_asm_elementwise(

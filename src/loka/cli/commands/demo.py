@@ -1,0 +1,275 @@
+"""`loka demo`: the whole loop on one model after another.
+
+bf16 training teaches the probe; its statistics are measured and planned; then the same model
+is trained again by plan, from the same initial weights over the same batches, and both are
+judged on held-out rows. An interrupted demo goes on where it was when started again.
+
+It prints its progress, and at the end one screen; long tables go to details.txt beside the records.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka import mods
+from loka.cli.arms import ArmRun, run_arm
+from loka.cli.commands.ne import named_budget
+from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
+from loka.cli.inputs import Data, choose_device, model_builder, open_data, train_config
+from loka.cli.terminal import printable, say
+from loka.core.budget import Budget
+from loka.core.exceptions import LokaError
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP
+from loka.core.records.stats import Stats
+from loka.core.storage.alone import alone_in
+from loka.core.storage.files import write_atomic
+from loka.core.storage.untrusted import Limits, parse_json, read_bounded
+from loka.measurement import measure
+from loka.planner import convert, plan
+from loka.report.progress import ProgressBars
+from loka.report.quality import quality_table
+from loka.train.labels import count_labels, require_both
+from loka.validation import paired_difference
+from loka.validation.compare import Arm, Comparison, Pair
+
+Say = Callable[[str], None]
+
+MODS = (mods.NoBias(), mods.BlockNorm(256), mods.HardSwish())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """What a demo runs; equal values give equal results, and are needed to continue one."""
+
+    models: tuple[str, ...]
+    data: str | None
+    rows: int
+    batch_size: int
+    pairs: int
+    seed: int
+    device: str
+    min_sqnr_db: float | None
+    min_speedup: float
+    schedule: str
+    schema: str | None = None
+    test_data: str | None = None
+
+
+def default_config(
+    *,
+    models: tuple[str, ...] = (),
+    data: Path | None = None,
+    schema: Path | None = None,
+    test_data: Path | None = None,
+    rows: int | None = None,
+    batch_size: int | None = None,
+    pairs: int | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    min_sqnr_db: float | None = None,
+    min_speedup: float | None = None,
+    schedule: str = "cosine",
+) -> DemoConfig:
+    """Sizes that suit the machine: small on a CPU, published sizes on a GPU."""
+    device = choose_device(device)
+    train_config(batch_size=1, schedule=schedule)  # refuses a name that does not exist, before the folder
+    gpu = torch.device(device).type == "cuda"
+    allowed = named_budget("default", min_sqnr_db=min_sqnr_db, min_speedup=min_speedup)
+    return DemoConfig(
+        models=models or (("wukong:2gf", "dcnv2:mlperf") if gpu else ("wukong", "dcnv2")),
+        data=str(data) if data else None,
+        rows=(800_000 if gpu else 50_000) if rows is None else rows,
+        batch_size=(8192 if gpu else 256) if batch_size is None else batch_size,
+        pairs=(1 if gpu else 2) if pairs is None else pairs,
+        seed=seed,
+        device=device,
+        min_sqnr_db=allowed.min_sqnr_db,
+        min_speedup=allowed.min_speedup,
+        schedule=schedule,
+        schema=str(schema) if schema else None,
+        test_data=str(test_data) if test_data else None,
+    )
+
+
+class Details:
+    """Long tables: kept for a file, and printed where that is asked for."""
+
+    def __init__(self, say: Say, *, verbose: bool) -> None:
+        self._say, self._verbose = say, verbose
+        self._lines: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self._lines.append(text)
+        if self._verbose:
+            self._say(text)
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, ("\n\n".join(map(printable, self._lines)) + "\n").encode())
+
+
+def run_demo(
+    config: DemoConfig, *, out: Path, say: Say = say, verbose: bool = False
+) -> dict[str, Comparison]:
+    """Runs the loop for every model and writes stats/, report.json, plan.json, train.json and a page.
+
+    Raises:
+        LokaError: `out` holds another demo, or another process runs one there.
+    """
+    with alone_in(out, "running a demo"):
+        return _run_demo(config, out, say, Details(say, verbose=verbose))
+
+
+def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict[str, Comparison]:
+    _claim(out, config)
+    data = open_data(
+        Path(config.data) if config.data else None,
+        rows=config.rows,
+        seed=config.seed,
+        schema=Path(config.schema) if config.schema else None,
+        test=Path(config.test_data) if config.test_data else None,
+    )
+    for part, source in (("rows to train on", data.train), ("held-out rows", data.test)):
+        require_both(source, batch_size=config.batch_size, what=f"the {part}")
+    features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
+    say(f"data: {data.description}, {features}")
+    shown = []
+    for name in config.models:
+        say(f"\n== {name}")
+        folder = out / name.replace(":", "-")
+        decided, comparison = _run_model(name, config, data, folder, say, details)
+        shown.append(Shown(name=name, folder=folder, plan=decided, comparison=comparison))
+    for line in data.account():
+        say(line)
+    details.save(out / DETAILS)
+    screen = screen_of(shown, out, data=config.data)
+    write_pages(shown, out, screen)
+    say(f"\n{screen}")
+    return {model.name: model.comparison for model in shown}
+
+
+def _claim(out: Path, config: DemoConfig) -> None:
+    file = out / "demo.json"
+    wanted = json.loads(json.dumps(asdict(config)))
+    if file.exists():
+        try:
+            found = dict(parse_json(read_bounded(file, Limits()), Limits()))
+        except (ValueError, TypeError, OSError, RecursionError) as error:
+            raise LokaError(f"{file} is damaged ({error})", way_out="choose another --out") from error
+        different = [
+            f"{k}: {found.get(k)} there, {wanted[k]} now" for k in wanted if found.get(k) != wanted[k]
+        ]
+        if different:
+            raise LokaError(
+                f"{out} holds another demo",
+                why=different,
+                way_out="choose another --out, or remove that folder",
+            )
+    write_atomic(file, json.dumps(wanted, indent=1).encode())
+
+
+def _run_model(
+    name: str, config: DemoConfig, data: Data, out: Path, say: Say, details: Details
+) -> tuple[Plan, Comparison]:
+    builder = model_builder(name)
+
+    def fresh(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = builder(data.train)
+        mods.apply(model, MODS)
+        return model.to(config.device)
+
+    def nudged(seed: int) -> nn.Module:
+        """The same weights times 1 + 1e-4 z: less than the 4e-3 that bf16 resolves."""
+        model = fresh(seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+                weight.mul_(1 + 1e-4 * noise)
+        return model
+
+    def by_plan(seed: int, decided: Plan) -> nn.Module:
+        return convert(fresh(seed), decided)
+
+    details(f"== {name}")
+    details(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
+    bars = ProgressBars(name)
+    labels = count_labels(data.train, batch_size=config.batch_size)
+    run = ArmRun(
+        data=data,
+        out=out,
+        batch_size=config.batch_size,
+        device=config.device,
+        probe_every=max(1, data.train.rows // config.batch_size // 20),
+        base_rate=labels.rate,
+        schedule=config.schedule,
+        track=bars,
+    )
+    pairs: list[Pair] = []
+    control = noise = None
+    decided: Plan | None = None
+    for seed in range(config.seed, config.seed + config.pairs):
+        bf16 = run_arm(run, "bf16", seed, functools.partial(fresh, seed), probed=decided is None)
+        if decided is None:
+            decided = _decide(Stats.load(out / "stats"), config, out, say, details, bars)
+            nudge = run_arm(run, "bf16 nudged", seed, functools.partial(nudged, seed))
+            control = nudge.arm
+            noise = paired_difference(bf16.logits, nudge.logits, bf16.labels)
+        fp8 = run_arm(run, "plan", seed, functools.partial(by_plan, seed, decided))
+        if not pairs:
+            details(_proof(decided, fp8.arm))
+        difference = paired_difference(bf16.logits, fp8.logits, bf16.labels)
+        pairs.append(Pair(seed=seed, bf16=bf16.arm, fp8=fp8.arm, difference=difference))
+    assert decided is not None
+    comparison = Comparison(
+        model=name,
+        pairs=tuple(pairs),
+        control=control,
+        noise=noise,
+        context={**asdict(config), "rows_used": data.description, "plan": decided.summary()},
+    )
+    comparison.save(out / "train.json")
+    details(quality_table(comparison))
+    if torch.device(config.device).type == "cpu":
+        details("rows/s: on a CPU FP8 is emulated, so only its quality means anything here.")
+    say(f"written to {out}: stats/, report.json, plan.json, train.json, {PAGE}")
+    return decided, comparison
+
+
+def _decide(
+    stats: Stats, config: DemoConfig, out: Path, say: Say, details: Details, bars: ProgressBars
+) -> Plan:
+    say(f"probe: {stats.sampled_steps} of {stats.steps} steps sampled, {len(stats.layers)} linear layers")
+    report = measure(stats, device=config.device, out=out / "report.json", track=bars)
+    budget = Budget(min_sqnr_db=config.min_sqnr_db, min_speedup=config.min_speedup)
+    decided = plan(report, budget)
+    decided.save(out / "plan.json")
+    say(f"plan: {decided.summary()}")
+    details(str(decided))
+    return decided
+
+
+def _proof(decided: Plan, arm: Arm) -> str:
+    """Which kernels ran, as they were counted; a planned site that never ran is named."""
+    by_candidate: Counter[str] = Counter()
+    idle = []
+    for decision in decided.decisions.values():
+        if decision.candidate == HP:
+            continue
+        by_candidate[decision.candidate] += arm.runs.get(decision.site, 0)
+        if not arm.runs.get(decision.site):
+            idle.append(decision.site)
+    counted = ", ".join(f"{count} x {name}" for name, count in sorted(by_candidate.items())) or "none"
+    lines = [f"FP8 GEMMs that ran (training and evaluation): {counted}"]
+    if idle:
+        lines.append(f"planned for FP8 but never ran: {', '.join(idle)}")
+    return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""What the command line does with budgets of KL/H: naming one, the frontier, drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from loka.cli.terminal import say
+from loka.core.budget import Budget
+from loka.core.exceptions import LokaError, UnknownName
+from loka.core.records.drift import drift, effects_of, valve
+from loka.core.records.plan import Plan
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
+from loka.planner.frontier import frontier
+from loka.planner.replan import replan
+from loka.report.frontier_plot import plot_frontier
+from loka.report.plot import checked_path
+
+_NAMED: dict[str, Callable[[], Budget]] = {"default": Budget, "paper": Budget.paper}
+
+
+def named_budget(name: str, **others: Any) -> Budget:
+    """The budget called `name`, with those of `others` that are not None.
+
+    Raises UnknownName, and LokaError for a limit that makes no sense.
+    """
+    if name not in _NAMED:
+        raise UnknownName(f"no budget is called {name!r}", way_out=f"one of {', '.join(_NAMED)}")
+    given = {key: value for key, value in others.items() if value is not None}
+    try:
+        return replace(_NAMED[name](), **given)
+    except ValueError as error:
+        raise LokaError(str(error), way_out="a limit that makes sense, or leave the option out") from None
+
+
+def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
+    """Prints it, and writes it into `out`: a picture, or JSON."""
+    as_json = out is not None and out.suffix == ".json"
+    if out is not None and not as_json:
+        checked_path(out)
+    found = frontier(report, budget)
+    say(found)
+    if out is None:
+        return
+    if as_json:
+        found.save(out)
+    else:
+        plot_frontier(found, out)
+    say(f"written: {out}")
+
+
+HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 is an error's
+
+
+def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
+    """Prints how the last window differs, what would be decided differently and what the valve should do,
+    and returns the exit status. Earlier windows count for the valve's patience alone."""
+    history = [drift(plan, window, before=before) for window in windows]
+    say(history[-1])
+    status = REPLAN if history[-1].over_budget else HOLDS
+    if report is not None:
+        changed = replan(plan, report, effects_of(windows[-1]))
+        say(f"planned again with the effects of this window, and the times of the report:\n{changed}")
+        status = REPLAN if changed else status
+    held = sorted(valve(history))
+    if held:
+        say(f"the valve should hold in hp: {', '.join(held)}")
+        return CLOSE
+    if status == REPLAN:
+        say("no layer is in doubt, but planning again would pay")
+        return REPLAN
+    unknown = history[-1].unknown
+    if unknown:
+        say(f"whether the plan holds is not known: this window does not tell of {', '.join(unknown)}")
+        return UNKNOWN
+    say("the plan holds")
+    return HOLDS

@@ -1,0 +1,132 @@
+"""`loka probe`: statistics from a training run, or of a checkpoint's model as it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.commands.demo import MODS
+from loka.cli.commands.train import WithMods
+from loka.cli.inputs import (
+    Data,
+    choose_device,
+    effects_by,
+    model_builder,
+    open_data,
+    share_of_labels,
+    steps_between,
+    train_config,
+)
+from loka.cli.options import (
+    BaseRate,
+    BatchSize,
+    DataFile,
+    Device,
+    ModelName,
+    Rows,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+)
+from loka.cli.terminal import say
+from loka.cli.train_lines import show_log
+from loka.core.exceptions import CheckpointRefused
+from loka.core.numerics.label_rate import LabelRate
+from loka.core.records.stats import Stats
+from loka.core.storage.alone import alone_in
+from loka.probe import Probe
+from loka.report.progress import ProgressBars
+from loka.train import TrainConfig
+from loka.train import train as train_model
+from loka.train.automatic.as_it_is import as_they_are, learn, rate_of, renew, told
+from loka.train.checkpointing.checkpoint import load_one
+from loka.train.checkpointing.state import labels_in, rate_in, restore_model
+
+
+def probe(
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    out: Annotated[Path, typer.Option(help="Folder for the statistics.")] = Path("stats"),
+    every: Annotated[
+        str, typer.Option(help="A step in so many is sampled; auto: as often as costs at most 1 %.")
+    ] = "20",
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    schedule: ScheduleName = "cosine",
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+    base_rate: BaseRate = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of `loka train`: a folder of them, or one. Its model as it is; nothing is trained."
+        ),
+    ] = None,
+) -> None:
+    """Train in bf16, or load a checkpoint, and learn what flows through every site.
+
+    Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
+    """
+    cadence, rate = steps_between(every), share_of_labels(base_rate)
+    device = choose_device(device)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    torch.manual_seed(seed)
+    built = model_builder(model)(opened.train)
+    if with_mods:
+        say(mods.apply(built, MODS))
+    built.to(device)
+    config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
+    with alone_in(out, "probing"):
+        if checkpoint is not None:
+            stats = _of_checkpoint(built, checkpoint, opened, config, rate)
+        else:
+            effects = effects_by(rate, opened.train, batch_size)
+            with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
+                result = train_model(
+                    built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
+                )
+            stats = probing.stats()
+            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+            began = time.perf_counter()
+            fresh = opened.test.batches(batch_size)
+            known = rate or rate_of(result.quality)
+            stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
+            for line in told(stats, time.perf_counter() - began):
+                say(line)
+            stats = replace(stats, final_rate=result.final_rate)
+        stats.save(out)
+        for path, reason in stats.skipped.items():
+            say(f"not probed: {path}: {reason}")
+        say(f"written: {out}")
+
+
+def _of_checkpoint(
+    model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None
+) -> Stats:
+    """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
+    found = load_one(path)
+    if found is None:
+        raise CheckpointRefused(
+            f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
+        )
+    restore_model(found.state, model, path=found.path)
+    clicks, seen = labels_in(found.state)
+    say(
+        f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused"
+    )
+    began = time.perf_counter()
+    known = rate or LabelRate(positives=round(clicks), rows=seen)
+    stats = learn(model, opened.test, config=config, base_rate=known)
+    say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
+    for line in told(stats, time.perf_counter() - began):
+        say(line)
+    return replace(stats, final_rate=rate_in(found.state))

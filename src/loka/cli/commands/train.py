@@ -1,0 +1,248 @@
+"""`loka train`: one run, in high precision, by a plan, or from a cold start to FP8."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.commands.demo import MODS
+from loka.cli.commands.ne import named_budget
+from loka.cli.inputs import (
+    choose_device,
+    model_builder,
+    open_data,
+    share_of_labels,
+    steps_between,
+    train_config,
+)
+from loka.cli.options import (
+    AverageName,
+    AverageShare,
+    BatchSize,
+    CacheFolder,
+    DataFile,
+    DecayShare,
+    DenseRate,
+    Device,
+    FinalRate,
+    ModelName,
+    NoCache,
+    Rows,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+    SparseRate,
+    StepName,
+    TestData,
+    Warmup,
+)
+from loka.cli.terminal import say
+from loka.cli.train_lines import judge, show_log, tell_result
+from loka.core.exceptions import LokaError
+from loka.core.records.plan import Plan
+from loka.core.storage.alone import alone_in
+from loka.data.batch import Source
+from loka.measurement.cache import default_folder
+from loka.nn import check_finite
+from loka.report.progress import ProgressBars
+from loka.train import Companion, Segments, TrainLog, load_newest
+from loka.train import train as train_model
+from loka.train.automatic.auto import Auto, AutoConfig
+from loka.train.checkpointing.state import plan_in
+from loka.train.labels import count_labels
+from loka.train.length import Length
+from loka.train.schedule import describe
+from loka.train.tensorboard import TensorBoard
+
+WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
+_SEGMENTS = 16
+
+
+def train(
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
+    plan: Annotated[Path | None, typer.Option(help="Train by this plan.")] = None,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="From a cold start: bf16 while a probe learns, then FP8.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Of --auto: folder for all that it writes, checkpoints too; runs/auto by default."),
+    ] = None,
+    checkpoints: Annotated[
+        Path | None, typer.Option(help="Folder to save to; a run found there is continued, by its plan.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    precision: Annotated[str, typer.Option(help="bf16, tf32 or fp32; of what no plan has in FP8.")] = "bf16",
+    step: StepName = "eager",
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training rows.")] = 1,
+    lr: DenseRate = 1e-3,
+    sparse_lr: SparseRate = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "none",
+    average_share: AverageShare = 0.1,
+    grad_clip: Annotated[float | None, typer.Option(help="Largest norm of the dense gradients.")] = None,
+    accumulate: Annotated[int, typer.Option(min=1, help="Parts that a batch goes through in.")] = 1,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
+    window: Annotated[int, typer.Option(min=1, help="Steps that window metrics cover.")] = 1000,
+    segments: Annotated[
+        int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are judged apart.")
+    ] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
+    ne: Annotated[float | None, typer.Option(min=0, help="Of --auto: KL/H allowed, absolute; 2e-4.")] = None,
+    min_sqnr_db: Annotated[float | None, typer.Option(help="Of --auto: floor on every site's error.")] = None,
+    min_speedup: Annotated[
+        float | None, typer.Option(min=0, help="Of --auto: least speed-up worth having.")
+    ] = None,
+    probe_every: Annotated[
+        str, typer.Option(help="Of --auto: a step in so many is sampled; auto: 5 % of the phase's time.")
+    ] = "auto",
+    probe_steps: Annotated[
+        int | None, typer.Option(min=1, help="Of --auto: most steps of probing; a fifth of the run.")
+    ] = None,
+    measure_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Of --auto: after which nothing new is measured.")
+    ] = None,
+    base_rate: Annotated[
+        float | None, typer.Option(help="Of --auto: share of positive labels, which NE is relative to.")
+    ] = None,
+    candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure only these.")] = None,
+    cache: CacheFolder = None,
+    no_cache: NoCache = False,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows."""
+    device = choose_device(device)
+    config = train_config(
+        batch_size=batch_size,
+        epochs=epochs,
+        lr=lr,
+        sparse_lr=sparse_lr,
+        warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
+        seed=seed,
+        precision=precision,
+        grad_clip=grad_clip,
+        device=device,
+        checkpoint_every=checkpoint_every,
+        log_every=log_every,
+        accumulate=accumulate,
+        step=step,
+        window=window,
+    )
+    limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
+    given = {name: value for name, value in limits.items() if value is not None}
+    bars = ProgressBars("train")
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
+    companion: Companion | None = None
+    if auto:
+        if plan:
+            raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
+        out = out or Path("runs/auto")
+        checkpoints = checkpoints or out / "checkpoints"
+        companion = Auto(
+            AutoConfig(
+                every=steps_between(probe_every),
+                most_steps=probe_steps,
+                base_rate=share_of_labels(base_rate) or _known_share(opened.train, batch_size),
+                budget=named_budget("default", **given) if given else None,
+                candidates=tuple(candidate) if candidate else None,
+                measure_seconds=measure_seconds,
+                cache=None if no_cache else cache or default_folder(),
+            ),
+            folder=out,
+            track=bars,
+            say=say,
+        )
+    elif given or out:
+        raise LokaError(
+            f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
+            way_out="a plan that is made before has its limits in it: `loka plan`",
+        )
+    chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
+    if chosen is not None:
+        say(chosen.summary())
+    built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+    say(describe(config, Length.of(opened.train, config).steps))
+    shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
+    with (
+        alone_in(out, "training") if out and shared else contextlib.nullcontext(),
+        TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board,
+    ):
+
+        def on_log(line: TrainLog) -> None:
+            show_log(line)
+            if board is not None:
+                board(line)
+
+        result = train_model(
+            built,
+            opened.train,
+            config=config,
+            plan=chosen,
+            companion=companion,
+            segments=None if segments is None else _segments(segments, opened.train),
+            checkpoints=checkpoints,
+            track=bars,
+            on_log=on_log,
+            check=check_finite,
+        )
+    tell_result(result, config)
+    if isinstance(companion, Auto):
+        say(companion.timeline)
+    judge(built, opened, config, bars, result.average)
+
+
+def _known_share(source: Source, batch_size: int) -> float:
+    """Of the labels themselves: early in training predictions say little of it."""
+    labels = count_labels(source, batch_size=batch_size)
+    if labels.rate is None:
+        raise LokaError(
+            f"--auto plans by what FP8 costs in KL/H, and {labels}: H is 0 on these rows",
+            way_out="check which column is the label, or say --base-rate; without --auto such rows train",
+        )
+    say(labels)
+    return labels.rate
+
+
+def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    built = model_builder(name)(source)
+    if with_mods:
+        mods.apply(built, MODS)
+    return built
+
+
+def _saved_plan(checkpoints: Path | None) -> Plan | None:
+    """The plan of the run that is to be continued, if it had one."""
+    found = load_newest(checkpoints) if checkpoints else None
+    saved = plan_in(found.state, "given_plan") if found else None
+    if found and saved:
+        say(f"by the plan in {found.path}")
+    return saved
+
+
+def _segments(column: int, source: Source) -> Segments:
+    sizes = source.vocab_sizes
+    if column >= len(sizes):
+        raise LokaError(f"--segments {column}: the rows have {len(sizes)} sparse columns, the first is 0")
+    return Segments.of_column(column, ids=range(min(_SEGMENTS, sizes[column])))

@@ -1,0 +1,208 @@
+"""`loka validate`: paired runs with a verdict. Exit status 0: pass; 1: fail; 4: undecided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.commands.demo import MODS
+from loka.cli.commands.power import Power
+from loka.cli.inputs import choose_device, model_builder, open_data, train_config
+from loka.cli.options import (
+    AverageName,
+    AverageShare,
+    BatchSize,
+    DataFile,
+    DecayShare,
+    DenseRate,
+    Device,
+    FinalRate,
+    ModelName,
+    Rows,
+    ScheduleName,
+    SchemaFile,
+    Seed,
+    SparseRate,
+    StepName,
+    TestData,
+    Warmup,
+)
+from loka.cli.terminal import say
+from loka.core.exceptions import LokaError
+from loka.core.storage.alone import alone_in
+from loka.data.batch import Source
+from loka.report.progress import ProgressBars
+from loka.report.validation_table import validation_table, verdict_line
+from loka.train import TrainLog
+from loka.train.length import Length
+from loka.train.schedule import describe
+from loka.validation.arms import arm_named
+from loka.validation.paired import NE_LIMIT_PERCENT
+from loka.validation.record import Validation
+from loka.validation.segments import Division, cluster_named, default_divisions, division_named
+from loka.validation.validate import validate as validate_arms
+from loka.validation.variance import MIN_PAIRS
+
+PASS, FAIL, UNDECIDED = 0, 1, 4  # exit statuses; 2 is an error's
+
+
+def validate(
+    arm: Annotated[
+        list[str],
+        typer.Option(
+            help="A plan file, naive (tensor scales on every linear layer), a recipe, or nudged (the control "
+            "once more, an A/A arm); repeatable."
+        ),
+    ],
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    test_data: TestData = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Training seeds; a verdict takes 4 or more.")] = MIN_PAIRS,
+    segment: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense:FEATURE[:BUCKETS], sparse:FEATURE[:COUNT] or none; repeatable. By default the "
+            "first dense and the first sparse feature."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="sparse:FEATURE, such as the user: rows of one id are taken to come together."),
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Percent of NE, either way.")] = NE_LIMIT_PERCENT,
+    segment_limit: Annotated[
+        float | None, typer.Option(help="Percent of a segment's NE; --limit without it.")
+    ] = None,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Stop after any pair that decides; --pairs are the most.")
+    ] = False,
+    bank: Annotated[
+        Path | None,
+        typer.Option(help="File of earlier pairs: says before what they can decide, and takes the new ones."),
+    ] = None,
+    prior_sd: Annotated[
+        float | None, typer.Option(min=0, help="Spread between pairs to expect, in percent of NE.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
+        "runs/validate"
+    ),
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    step: StepName = "eager",
+    lr: DenseRate = 1e-3,
+    sparse_lr: SparseRate = 0.1,
+    warmup: Warmup = 0.1,
+    schedule: ScheduleName = "cosine",
+    decay: DecayShare = 0.2,
+    final_rate: FinalRate = 0.0,
+    average: AverageName = "tail",
+    average_share: AverageShare = 0.1,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: Annotated[
+        bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")
+    ] = True,
+) -> None:
+    """Is FP8 within 0.02 % of NE? Paired runs against bf16, overall and by segment.
+
+    Exit status 0: pass; 1: fail; 4: undecided, with what would decide it. A killed validation goes on
+    when started again, and --pairs may grow: finished runs are kept.
+    """
+    if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
+        raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
+    device = choose_device(device)
+    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
+    arms = [arm_named(name, rows=batch_size) for name in arm]
+    builder = model_builder(model)
+
+    def build() -> nn.Module:
+        built = builder(opened.train)
+        if with_mods:
+            mods.apply(built, MODS)
+        return built
+
+    def show(found: Validation) -> None:
+        say(f"pair {len(found.seeds)} of {pairs}: {'; '.join(map(verdict_line, found.arms))}")
+
+    config = train_config(
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        checkpoint_every=200,
+        step=step,
+        lr=lr,
+        sparse_lr=sparse_lr,
+        warmup=warmup,
+        schedule=schedule,
+        decay=decay,
+        final_rate=final_rate,
+        average=average,
+        average_share=average_share,
+    )
+    if sequential and pairs < MIN_PAIRS:
+        raise LokaError(
+            f"--sequential with {pairs} pairs: looks begin after {MIN_PAIRS}",
+            way_out=f"--pairs {MIN_PAIRS} or more",
+        )
+    say(f"data: {opened.description}")
+    say(describe(config, Length.of(opened.train, config).steps))
+    power = Power.of(bank, prior_sd=prior_sd, pairs=pairs, limit=limit, sequential=sequential)
+    with alone_in(out, "validating"):
+        found = validate_arms(
+            build,
+            opened.train,
+            opened.test,
+            arms,
+            config=config,
+            out=out,
+            model=model,
+            pairs=pairs,
+            divisions=_divisions(segment, opened.test),
+            cluster=None if cluster is None else cluster_named(cluster, opened.test),
+            limit=limit,
+            segment_limit=segment_limit,
+            sequential=sequential,
+            identity={"mods": with_mods},
+            context={
+                "data": opened.description,
+                "batch_size": batch_size,
+                "mods": with_mods,
+                **({"cluster": cluster} if cluster else {}),
+            },
+            track=ProgressBars("validate"),
+            on_log=_Tenths(),
+            on_pair=show,
+            on_start=lambda world: say(power.before(world, [a.name for a in arms], opened.test.rows)),
+        )
+    say(validation_table(found))
+    if (after := power.after(found)) is not None:
+        say(after)
+    for line in opened.account():
+        say(line)
+    say(f"written: {out / 'validation.json'}")
+    raise typer.Exit({"pass": PASS, "fail": FAIL, "undecided": UNDECIDED}[found.verdict])
+
+
+def _divisions(names: list[str] | None, source: Source) -> list[Division]:
+    if names is None:
+        return default_divisions(source)
+    return [] if names == ["none"] else [division_named(name, source) for name in names]
+
+
+class _Tenths:
+    """Prints ten log lines of a run, which has a hundred."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, int] = {}
+
+    def __call__(self, run: str, line: TrainLog) -> None:
+        tenth = 10 * line.step // line.total_steps
+        if tenth > self._shown.get(run, 0):
+            self._shown[run] = tenth
+            speed = f"{line.rows_per_second:.0f} rows/s"
+            say(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")

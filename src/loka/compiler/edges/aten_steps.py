@@ -1,0 +1,129 @@
+"""Which aten ops a program can hold, and as which steps (kernels/edge/program.py)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from loka.compiler.edges.nodes import args_of, is_tensor, value_of
+from loka.kernels.edge.program import Step
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# What changes a tensor's shape, dtype or place alone.
+_PASSED_ON = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.alias.default, aten.clone.default,
+    aten.detach.default, prims.convert_element_type.default, aten._to_copy.default, aten.contiguous.default,
+    aten.lift_fresh_copy.default, prims.view_of.default,
+}  # fmt: skip
+
+_SAME = {
+    aten.add.Tensor: "add", aten.add.Scalar: "add", aten.sub.Tensor: "sub", aten.sub.Scalar: "sub",
+    aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.div.Tensor: "div", aten.div.Scalar: "div",
+    aten.neg.default: "neg", aten.abs.default: "abs", aten.exp.default: "exp", aten.log.default: "log",
+    aten.sqrt.default: "sqrt", aten.rsqrt.default: "rsqrt", aten.reciprocal.default: "reciprocal",
+    aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.erf.default: "erf",
+    aten.relu.default: "relu", aten.maximum.default: "maximum", aten.minimum.default: "minimum",
+    aten.clamp_min.default: "maximum", aten.clamp_max.default: "minimum", aten.where.self: "where",
+    aten.le.Scalar: "le", aten.le.Tensor: "le", aten.lt.Scalar: "lt", aten.lt.Tensor: "lt",
+    aten.ge.Scalar: "ge", aten.ge.Tensor: "ge", aten.gt.Scalar: "gt", aten.gt.Tensor: "gt",
+    aten.eq.Scalar: "eq", aten.eq.Tensor: "eq", aten.ne.Scalar: "ne", aten.ne.Tensor: "ne",
+    aten.logical_and.default: "and", aten.logical_or.default: "or", aten.logical_not.default: "not",
+}  # fmt: skip
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_POWERS = {-1.0: "reciprocal", 0.5: "sqrt", -0.5: "rsqrt", 1.0: "copy", 2.0: "square"}
+SUMS = (aten.sum.dim_IntList, aten.mean.dim)
+
+Value = int | float
+"""A place in a program, or a constant."""
+
+
+def passes_on(node: Node) -> bool:
+    """Whether it keeps every value: float32 stands for every float dtype inside a program.
+
+    A cast to bool, to integers or to eight bits makes other values, and one from another device is no view.
+    """
+    if node.op != "call_function" or node.target not in _PASSED_ON:
+        return False
+    if not is_tensor(node) or not is_tensor(args_of(node)[0]):
+        return False
+    read, made = value_of(args_of(node)[0]), value_of(node)
+    return read.device == made.device and made.dtype in (read.dtype, *_FLOATS) and not read.dtype.is_complex
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a program can compute it from values of the same places."""
+    if node.op != "call_function":
+        return False
+    if node.target in _PASSED_ON:
+        return passes_on(node)
+    if node.target is aten.pow.Tensor_Scalar:
+        return float(args_of(node)[1]) in (*_POWERS, 3.0, 4.0)
+    if node.target in (aten.scalar_tensor.default, aten.full.default):
+        return isinstance(
+            args_of(node)[-1] if node.target is aten.full.default else args_of(node)[0], int | float
+        )
+    if node.target is aten.clamp.default:
+        return True
+    if node.target not in _SAME:
+        return False
+    val = node.meta.get("val")
+    scaled = {"alpha", "rounding_mode"} & set(node.kwargs)
+    return (
+        isinstance(val, torch.Tensor)
+        and not scaled
+        and (val.dtype.is_floating_point or val.dtype == torch.bool)
+    )
+
+
+def operands(node: Node) -> list[Node | float]:
+    """What a pointwise node computes from, in the order of its step."""
+    if node.target in _PASSED_ON or node.target is aten.pow.Tensor_Scalar:
+        return [args_of(node)[0]]
+    if node.target is aten.scalar_tensor.default:
+        return [float(args_of(node)[0])]
+    if node.target is aten.full.default:
+        return [float(args_of(node)[1])]
+    return [a if isinstance(a, Node) else float(a) for a in args_of(node) if a is not None]
+
+
+def steps_of(node: Node, values: list[Value], push: Callable[[Step], int]) -> Value:
+    """The value of a pointwise node from those of its operands; `push` appends a step and gives its place."""
+    target: Any = node.target
+    if target in _PASSED_ON or target in (aten.scalar_tensor.default, aten.full.default):
+        return values[0]
+    if target is aten.pow.Tensor_Scalar:
+        power = float(args_of(node)[1])
+        if power in _POWERS:
+            return push(Step(_POWERS[power], (values[0],)))
+        square = push(Step("square", (values[0],)))
+        return push(Step("mul", (square, values[0] if power == 3.0 else square)))
+    if target is aten.clamp.default:
+        given = dict(zip(("min", "max"), args_of(node)[1:], strict=False)) | node.kwargs
+        value = values[0]
+        for op, name in (("maximum", "min"), ("minimum", "max")):
+            bound: Any = given.get(name)
+            if bound is not None:
+                value = push(Step(op, (value, float(bound))))
+        return value
+    return push(Step(_SAME[target], tuple(values)))
+
+
+def computed_from(node: Node) -> list[Node | float]:
+    """What a node inside of a cone is computed from."""
+    if node.target in SUMS:
+        return [args_of(node)[0]]
+    if (made := variance_of(node)) is not None:
+        return [args_of(made)[0]]
+    return operands(node)
+
+
+def variance_of(node: Node) -> Node | None:
+    """The var_mean that this is a result of: 0 the variance, 1 the mean; None where it is no such thing."""
+    made = args_of(node)[0] if node.target is operator.getitem else None
+    return made if isinstance(made, Node) and made.target is aten.var_mean.correction else None

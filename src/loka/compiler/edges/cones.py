@@ -1,0 +1,197 @@
+"""Programs from a joint graph: the code above a value, down to what has to be read from memory.
+
+A node is part of a program where a program can compute it and nothing speaks for reading it instead. It is
+read, a leaf, where
+
+* no step of a program computes it, or its shape or dtype is none of a program's;
+* backward reads it, and forward made it from more than one matrix: reading it is cheaper than reading those,
+  and backward keeps it instead of them;
+* something else needs it in memory, and it takes more than one matrix to compute; but the value that a
+  program is about is computed, and given to who else reads it. Nobody needs it in memory where all its
+  readers can compute it anew from fewer bytes than it takes to write and read it (`traffic`);
+* backward reads it, and it is a statistic (a number a row or block) of forward: those are small and known.
+
+An input of a joined site that is compared with zero is read in FP8: rounding keeps its sign, so ReLU needs
+nothing else for backward. (Values below 2^-18 of a row's largest become zero, as in the GEMMs.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from loka.compiler.edges.aten_steps import SUMS, computed_from, is_pointwise, operands, passes_on, variance_of
+from loka.compiler.edges.nodes import Cone, Low, Matrix, above, args_of, in_backward, same, value_of
+from loka.compiler.edges.traffic import better_read, is_given
+from loka.kernels.edge.program import Kind
+
+aten = torch.ops.aten
+_COMPARISONS = (aten.le.Scalar, aten.gt.Scalar)
+
+
+def cone_of(
+    root: Node, matrix: Matrix, low: Mapping[Node, Low], absorbed: set[Node], *, forward: bool = False
+) -> Cone:
+    """The program above `root`, which is one of `matrix`.
+
+    `absorbed`: what reads values of it and will be given them by the program itself. `forward`: statistics
+    are computed, and values that others read too are given to them (`Cone.given`).
+    """
+    cut: set[Node] = set()
+    while True:
+        cone = _grow(root, matrix, low, cut, forward=forward)
+        if forward:
+            for node in sorted(cone.inside):
+                if is_given(node, cone, absorbed, cone.given):
+                    cone.given.append(node)
+            first = above(*cone.leaves) if cone.given else set()
+            more = {n for n in cone.given if n in first}  # a leaf is computed from it
+            if not more:
+                return cone
+            cut.add(max(more))
+            continue
+        own = _as_it_is(root)
+        more = {n for n in cone.inside if n not in own and better_read(n, root, cone, absorbed)}
+        if not more:
+            cone.given = [n for n in own if n in cone.inside and is_given(n, cone, absorbed)]
+            return cone
+        cut.add(max(more))  # the nearest to the root alone: what lies above it may leave the cone by that
+
+
+def _as_it_is(root: Node) -> list[Node]:
+    """The root, and what it is a view or a cast of."""
+    found = [root]
+    while passes_on(found[-1]):
+        found.append(args_of(found[-1])[0])
+    return found
+
+
+def _grow(
+    root: Node, matrix: Matrix, low: Mapping[Node, Low], cut: set[Node], *, forward: bool = False
+) -> Cone:
+    cone = Cone(matrix=matrix, low=low)
+    blocks: set[int] = set()  # sizes; a program has blocks of one
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in cone.inside or node in cone.leaves:
+            continue
+        kind = matrix.kind(node)
+        if kind is None:  # only a root, or an operand of what was checked below
+            raise ValueError(f"{node} has no place in a program")
+        if kind is Kind.BLOCK:
+            blocks.add(matrix.features // int(node.meta["val"].shape[-2]))
+        if node in cut or not _computable(node, matrix, forward):
+            cone.leaves[node] = kind
+            continue
+        cone.inside.add(node)
+        if node.target in _COMPARISONS and (data := _in_low(node, low)) is not None:
+            cone.low_leaves[node] = data
+            continue
+        waiting += [a for a in computed_from(node) if isinstance(a, Node)]
+    if len(blocks) > 1 or not cone.matrices:  # nothing of what it would read is as large as what it makes
+        return Cone(matrix=matrix, low=low, leaves={root: Kind.FULL})
+    return cone
+
+
+def _computable(node: Node, matrix: Matrix, forward: bool) -> bool:
+    if in_backward(node) is False and not forward and matrix.kind(node) in (Kind.COLUMN, Kind.BLOCK):
+        return False  # a statistic of forward
+    if node.target in SUMS:
+        return reduction_of(node, matrix) is not None
+    if (made := variance_of(node)) is not None:
+        options: dict[str, Any] = dict(made.kwargs)
+        inner, dims = args_of(made)[:2]
+        biased = options.get("correction", 1) == 0 and options.get("keepdim") is True
+        return biased and _along(inner, dims, matrix) is not None
+    if not is_pointwise(node):
+        return False
+    read = [a for a in operands(node) if isinstance(a, Node)]
+    if any("rand" in str(a.target) for a in read):
+        return False  # a mask is read as one byte, not as the random numbers that it was made of
+    kinds = [matrix.kind(a) for a in read]
+    if None in kinds or not read:
+        return not read
+    if any(value_of(a).device != value_of(node).device for a in read):
+        return False  # a number on the CPU; kernels read the GPU's memory alone
+    if passes_on(node):
+        # A view must keep every value in its row and column.
+        return kinds[0] is matrix.kind(node) or node.target is aten.expand.default
+    return True
+
+
+def reduction_of(node: Node, matrix: Matrix) -> tuple[str, int] | None:
+    """("row_sum" or "block_sum", how many features it sums over) for a sum along rows, or None."""
+    keepdim = bool(args_of(node)[2]) if len(args_of(node)) > 2 else False
+    return _along(args_of(node)[0], args_of(node)[1], matrix) if keepdim else None
+
+
+def _along(inner: object, dims: Any, matrix: Matrix) -> tuple[str, int] | None:
+    """The step that reduces a full value over its last dimension, and over how many features."""
+    if not isinstance(inner, Node) or matrix.kind(inner) is not Kind.FULL:
+        return None
+    shape = inner.meta["val"].shape
+    if dims is None or [d % len(shape) for d in dims] != [len(shape) - 1]:
+        return None
+    block = matrix.block_of(shape)
+    return ("row_sum" if block == matrix.features else "block_sum", block)
+
+
+def variance_along(made: Node, matrix: Matrix) -> tuple[str, int]:
+    """As `reduction_of`, for a var_mean inside of a cone."""
+    found = _along(args_of(made)[0], args_of(made)[1], matrix)
+    assert found is not None
+    return found
+
+
+def column_sum(node: Node, matrix: Matrix) -> Node | None:
+    """What a sum over all rows sums, or None."""
+    if node.target is not aten.sum.dim_IntList:
+        return None
+    inner = args_of(node)[0]
+    if not isinstance(inner, Node) or matrix.kind(inner) is not Kind.FULL:
+        return None
+    shape = inner.meta["val"].shape
+    dims = sorted(d % len(shape) for d in args_of(node)[1] or range(len(shape)))
+    if dims == list(range(len(shape) - 1)) and same(shape[-1], matrix.features):
+        return inner
+    return None
+
+
+def _in_low(comparison: Node, low: Mapping[Node, Low]) -> Node | None:
+    """The FP8 data of the joined input that is compared with zero here, or None."""
+    if args_of(comparison)[1] != 0:
+        return None
+    node = args_of(comparison)[0]
+    while isinstance(node, Node):
+        if node in low:
+            return low[node].data
+        if not passes_on(node):
+            return None
+        node = args_of(node)[0]
+    return None
+
+
+def extended(cone: Cone, value: Node, *, tied: bool) -> Cone | None:
+    """The cone with the code above `value`, or None where that reads other matrices.
+
+    `tied`: it must share a value with the cone, not matrices alone.
+    """
+    if cone.matrix.kind(value) is not Kind.FULL:
+        return None
+    other = _grow(value, cone.matrix, cone.low, set(cone.leaves))
+    if not other.matrices <= cone.matrices or not other.matrices:
+        return None
+    if tied and not other.inside & cone.inside and not set(other.leaves) & set(cone.leaves):
+        return None
+    return Cone(
+        matrix=cone.matrix,
+        low=cone.low,
+        inside=cone.inside | other.inside,
+        leaves={**cone.leaves, **other.leaves},
+        low_leaves={**cone.low_leaves, **other.low_leaves},
+        given=cone.given,
+    )

@@ -1,0 +1,126 @@
+"""Which values are worth writing: their bytes, written and read, against those that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from loka.compiler.edges.aten_steps import computed_from, is_pointwise, operands, passes_on
+from loka.compiler.edges.nodes import Cone, args_of, in_backward, value_of
+from loka.kernels.edge.program import Kind
+
+
+def is_given(node: Node, cone: Cone, absorbed: set[Node], given: Sequence[Node] = ()) -> bool:
+    """Whether others read it who do better to get it than to compute it from matrices or what is given."""
+    if not _is_asked(node) or not (others := _others(node, cone, absorbed)):
+        return False
+    kind = cone.matrix.kind(node)
+    if kind is not Kind.FULL:
+        return kind in (Kind.COLUMN, Kind.BLOCK)
+    needed = matrices_above(node, cone, given=given)
+    if len(needed) <= 1:
+        return False
+    return not _cheaper_anew(node, {user: needed - _beside(user, node) for user in others}, others)
+
+
+def better_read(node: Node, root: Node, cone: Cone, absorbed: set[Node]) -> bool:
+    if not _is_asked(node) or cone.matrix.kind(node) is not Kind.FULL:
+        return False
+    needed = matrices_above(node, cone)
+    if len(needed) <= 1:
+        return False
+    if not in_backward(node):
+        return True
+    others = _others(node, cone, absorbed)
+    further = needed - matrices_above(root, cone, without=node)
+    return bool(others) and not _cheaper_anew(node, {node: further}, others)
+
+
+def _is_asked(node: Node) -> bool:
+    """Whether it is the one to be written or read: a view or a wider copy is not, but what it is made of."""
+    if value_of(node).dtype == torch.bool:
+        return False
+    return not passes_on(node) or _bytes(node) < _bytes(args_of(node)[0])
+
+
+def _others(node: Node, cone: Cone, absorbed: set[Node]) -> set[Node]:
+    """Who reads its values beside the program; those who read a narrower copy that is asked too read that."""
+    found: set[Node] = set()
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if passes_on(user):
+            waiting += [] if user in cone.inside and _is_asked(user) else list(user.users)
+        elif user not in cone.inside and user not in absorbed:
+            found.add(user)
+    return found
+
+
+def _cheaper_anew(node: Node, more: Mapping[Node, set[Node]], others: set[Node]) -> bool:
+    """Whether each of `more` does better to read its further matrices and to compute `node` from them.
+
+    Else `node` is written once, and read by each. `others` read it besides: they can do the same where they
+    are pointwise code of the same half of the graph; what forward keeps for backward has to be written.
+    """
+    if any(not is_pointwise(user) or in_backward(user) != in_backward(node) for user in others):
+        return False
+    anew = sum(_bytes(matrix) for further in more.values() for matrix in further)
+    return anew < (1 + len(more)) * _bytes(node)
+
+
+def _bytes(node: Node) -> int:
+    return value_of(node).dtype.itemsize  # full values have one number of elements
+
+
+def _beside(user: Node, node: Node) -> set[Node]:
+    """What code above the other operands of `user` reads."""
+    found: set[Node] = set()
+    waiting, seen = [user], {node}
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if is_pointwise(current):
+            waiting += [a for a in operands(current) if isinstance(a, Node)]
+        else:
+            found.add(current)
+    return found
+
+
+def readers(node: Node) -> set[Node]:
+    """Who reads its values, by whatever views."""
+    found: set[Node] = set()
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if passes_on(user):
+            waiting += list(user.users)
+        else:
+            found.add(user)
+    return found
+
+
+def matrices_above(
+    node: Node, cone: Cone, *, given: Sequence[Node] = (), without: Node | None = None
+) -> set[Node]:
+    """The matrices that `node` is computed from, or `given`; not those of the value `without` alone."""
+    found: set[Node] = set()
+    waiting, seen = [node], {without}
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current in given:
+            found |= {current} if cone.matrix.kind(current) is Kind.FULL else set()
+        elif current in cone.low_leaves:
+            found.add(cone.low_leaves[current])
+        elif current in cone.leaves:
+            if cone.leaves[current] is Kind.FULL:
+                found.add(current)
+        else:
+            waiting += [a for a in computed_from(current) if isinstance(a, Node)]
+    return found

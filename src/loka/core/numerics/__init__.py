@@ -1,0 +1,1 @@
+"""What quantizing is and what it costs, in plain PyTorch: twins, depths, errors, effects."""

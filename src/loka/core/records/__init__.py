@@ -1,0 +1,1 @@
+"""What stages hand on: statistics, reports, plans, and their JSON."""

@@ -1,0 +1,300 @@
+"""Has the data moved since a plan was made? Statistics of a later window against those of the plan.
+
+    amax shift  = log2( max amax after / max amax before )         octaves, by operand
+    rms shift   = log2( rms after / rms before )
+    growth      = predicted KL/H after / before                    at the recipe that the plan runs
+
+The valve closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
+more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
+site's fair half of the budget. A falling amax does no harm: scales follow. One unsafe window closes a layer;
+three safe ones in a row open it again. A window that does not tell the effect of an FP8 layer, or did not
+see it, is no sign that all is well: such layers are `unknown`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loka.core.budget import spends, total_effect
+from loka.core.error import Estimate
+from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.recipe import SHARED
+from loka.core.records.plan import Plan, known_effect
+from loka.core.records.report import HP
+from loka.core.records.stats import OPERANDS, Distribution, Stats
+from loka.core.table import format_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When the valve closes a layer, and after how many safe windows it opens it again.
+
+    `ne` is the budget that effects are small against where the plan has none.
+    """
+
+    amax_octaves: float = 1.0
+    growth: float = 2.0
+    reopen_after: int = 3
+    ne: float = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift:
+    """Of one operand, in octaves; None where one of the windows does not tell."""
+
+    amax: float | None
+    rms: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDrift:
+    """One layer. `recipe` is what its `output` GEMM runs by, None in hp; effects are those of that recipe.
+    `unsafe` says why the valve should close it; empty where it is safe, or all in hp. `unknown` says why the
+    window does not tell what it costs now; empty where it does, and where no GEMM of it is in FP8."""
+
+    path: str
+    recipe: str | None
+    shifts: Mapping[str, Shift]
+    before: Estimate | None
+    after: Estimate | None
+    unsafe: tuple[str, ...]
+    unknown: str = ""
+
+    @property
+    def growth(self) -> float | None:
+        if self.before is None or self.after is None or not self.before.value > 0:
+            return None
+        return self.after.value / self.before.value
+
+    @property
+    def tells(self) -> bool:
+        """Whether that it is not unsafe says anything. Ranges alone do where its effect was never known."""
+        return not self.unknown or (self.before is None and bool(self.shifts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """All layers of a plan. `total` is what the plan costs now; layers whose effect now is unknown count with
+    the one before, as far as there is one."""
+
+    layers: Mapping[str, LayerDrift]
+    total: Estimate | None
+    budget: float | None
+
+    @property
+    def unsafe(self) -> frozenset[str]:
+        return frozenset(path for path, layer in self.layers.items() if layer.unsafe)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The FP8 layers of which this window does not tell what they cost."""
+        return tuple(path for path, layer in self.layers.items() if layer.unknown)
+
+    @property
+    def over_budget(self) -> bool:
+        return self.budget is not None and self.total is not None and spends(self.total) > self.budget
+
+    def __str__(self) -> str:
+        header = (
+            "layer",
+            "output runs",
+            "input",
+            "weight",
+            "grad_output",
+            "KL/H before",
+            "KL/H now",
+            "growth",
+            "valve",
+        )
+        rows = []
+        for layer in self.layers.values():
+            rows.append(
+                (
+                    layer.path,
+                    layer.recipe or HP,
+                    *(_octaves(layer.shifts.get(operand)) for operand in OPERANDS),
+                    f"{layer.before.value:.1e}" if layer.before else "-",
+                    f"{layer.after.value:.1e}" if layer.after else "-",
+                    f"{layer.growth:.2f}x" if layer.growth is not None else "-",
+                    "CLOSE: " + "; ".join(layer.unsafe) if layer.unsafe else "",
+                )
+            )
+        lines = [
+            "Shift of amax (of rms), in octaves, and of the predicted KL/H",
+            format_table(header, rows),
+        ]
+        if self.total is not None:
+            state = (
+                f": {'ABOVE' if self.over_budget else 'within'} the budget of {self.budget:g}"
+                if self.budget
+                else ""
+            )
+            planned = ", what is unknown as before" if self.unknown else ""
+            lines.append(f"the plan now costs KL/H {self.total}{planned}{state}")
+        lines += [f"unknown: {path}: {self.layers[path].unknown}" for path in self.unknown]
+        return "\n".join(lines)
+
+
+def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limits | None = None) -> Drift:
+    """How `after` differs from what `plan` was made from.
+
+    Args:
+        before: the statistics behind the plan; without them only effects on KL/H are compared, with those
+            that the plan carries.
+
+    Raises:
+        PlanMismatch: statistics of another model; the differences are listed.
+        DataRefused: statistics of no sampled step.
+    """
+    limits = limits or Limits()
+    for which, stats in (("before", before), ("after", after)):
+        differences = stats.model.differences(plan.model) if stats is not None else []
+        if differences:
+            raise PlanMismatch(
+                f"the statistics `{which}` are not of the model of this plan",
+                why=differences,
+                way_out="compare windows of one model, with the same mods",
+            )
+        if stats is not None and stats.sampled_steps == 0:
+            raise DataRefused(
+                f"the statistics `{which}` say nothing",
+                why=[f"no step of {stats.steps} was sampled"],
+                way_out="probe more steps, or sample more often: --every 1",
+            )
+    recipes = plan.output_recipes
+    negligible = (plan.budget.ne or limits.ne) / (2 * max(len(recipes), 1))
+    layers = {}
+    for path in plan.model.layers:
+        layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
+    costs = [layers[path].after or layers[path].before for path in recipes]
+    now = [cost for cost in costs if cost is not None]
+    return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.budget.ne)
+
+
+def valve(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:
+    """The layers to hold in hp after these windows, oldest first."""
+    limits = limits or Limits()
+    safe: dict[str, int] = {}
+    for window in history:
+        for path in window.layers:
+            if path in window.unsafe:
+                safe[path] = 0
+            elif path in safe and window.layers[path].tells:
+                safe[path] += 1
+    return frozenset(path for path, windows in safe.items() if windows < limits.reopen_after)
+
+
+def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:
+    """Layer -> recipe -> predicted KL/H, where it is known."""
+    found: dict[str, dict[str, Estimate]] = {}
+    for path, layer in stats.layers.items():
+        estimates = {name: effect.ne() for name, effect in layer.effects.items()}
+        found[path] = {name: e for name, e in estimates.items() if known_effect(e) is not None}
+    return found
+
+
+def _layer(
+    path: str,
+    plan: Plan,
+    recipes: Mapping[str, str],
+    before: Stats | None,
+    after: Stats,
+    limits: Limits,
+    negligible: float,
+) -> LayerDrift:
+    then = before.layers.get(path) if before is not None else None
+    shifts = {}
+    learnt_now = after.layers[path].operands if path in after.layers else {}
+    for operand, learnt in learnt_now.items():
+        earlier = then.operands.get(operand) if then else None
+        if operand in OPERANDS and earlier is not None:
+            shifts[operand] = Shift(
+                amax=_ratio(_amax(learnt), _amax(earlier)), rms=_ratio(_rms(learnt), _rms(earlier))
+            )
+    recipe = recipes.get(path)
+    old = new = None
+    if recipe is not None:
+        new = _effect(after, path, recipe)
+        old = _effect(before, path, recipe) if before is not None else None
+        planned = plan.decisions.get(f"{path}/output")
+        if old is None and planned is not None:
+            old = known_effect(planned.ne)
+    unsafe = []
+    low = _low_operands(path, plan)
+    for operand in low:
+        shift = shifts.get(operand)
+        if shift is not None and shift.amax is not None and shift.amax > limits.amax_octaves:
+            unsafe.append(f"amax of {operand} rose by {shift.amax:.1f} octaves")
+    if old is not None and new is not None:
+        grown = new.value > limits.growth * old.value and new.low > old.high
+        if grown and spends(new) > negligible:
+            unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
+    return LayerDrift(
+        path=path,
+        recipe=recipe,
+        shifts=shifts,
+        before=old,
+        after=new,
+        unsafe=tuple(unsafe),
+        unknown=_untold(path, recipe, new, after) if low else "",
+    )
+
+
+def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:
+    """Why `after` does not tell what an FP8 layer costs now; empty where it does."""
+    if path not in after.layers:
+        return f"not seen in this window{_because(after.skipped.get(path))}"
+    if recipe is None:  # gradients alone are in FP8, and those have no effect to know
+        return ""
+    reason = after.layers[path].no_effect
+    if now is None:
+        return f"this window has no effect of {recipe} on KL/H{_because(reason)}"
+    return reason  # beside an effect: why the latest steps did not refresh it
+
+
+def _because(reason: str | None) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
+    effect = stats.layers[path].effects.get(recipe) if path in stats.layers else None
+    return known_effect(effect.ne()) if effect is not None else None
+
+
+def _low_operands(path: str, plan: Plan) -> list[str]:
+    """The operands of the layer that some GEMM takes in FP8."""
+    candidates = plan.candidates(path)
+    return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED[name])]
+
+
+def _amax(learnt: Distribution) -> float | None:
+    """The largest |x| of the window; of a weight, that of its mean."""
+    values = learnt.tensors.get("amax", learnt.tensors.get("mean"))
+    return float(values.abs().max()) if values is not None and values.numel() else None
+
+
+def _rms(learnt: Distribution) -> float | None:
+    mean, square = learnt.tensors.get("mean"), learnt.tensors.get("square")
+    if mean is None:
+        return None
+    energy = float(mean.double().square().mean())
+    if square is not None:  # of a Gaussian: the scatter's diagonal
+        count = learnt.numbers.get("count", 0)
+        if not count:
+            return None
+        energy += float(square.double().mean()) / count
+    return math.sqrt(energy)
+
+
+def _ratio(after: float | None, before: float | None) -> float | None:
+    if after is None or before is None or not (after > 0 and before > 0):
+        return None
+    return math.log2(after / before)
+
+
+def _octaves(shift: Shift | None) -> str:
+    if shift is None or shift.amax is None:
+        return "-"
+    return f"{shift.amax:+.2f} ({shift.rms:+.2f})" if shift.rms is not None else f"{shift.amax:+.2f}"

@@ -1,0 +1,212 @@
+"""The record that planning hands to convert: one decision for every site, with its reasons."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loka.core.budget import Budget, spends, total_effect
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.exceptions import FileRefused
+from loka.core.problem import Problem
+from loka.core.recipe import Gemm
+from loka.core.records.coverage import Coverage
+from loka.core.records.report import HP, site_name
+from loka.core.signature import ModelSignature
+from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.files import read_record, write_record
+from loka.core.table import format_table
+
+_KIND, _VERSION = "loka-plan", 2
+_WAY_OUT = "plan again with `loka plan REPORT --out PLAN`; override single sites with --force SITE=CANDIDATE"
+_TOGETHER = {"chains": "chains", "crosses": "stacks of cross layers", "turned": "turned layers"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What runs at one site, and why.
+
+    `candidate` is "hp" or "kernel:recipe". `rejected` says why each other candidate lost;
+    `runner_up` is the best of those. Times and speed-up are None where none were measured;
+    they are of the GEMM by itself, with both its operands quantized for it alone; in a region the time is
+    its share of what the layer takes there, and the speed-up is that of the layer with the code around it.
+    `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
+    KL/H, of an FP8 `output` GEMM where the probe estimated it.
+    """
+
+    path: str
+    problem: Problem
+    candidate: str
+    reason: str
+    sqnr_db: Estimate | None = None
+    mere: Estimate | None = None
+    ne: Estimate | None = sparse(None)
+    microseconds: Estimate | None = None
+    hp_microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+    saved_us: float = 0.0
+    runner_up: str | None = None
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def site(self) -> str:
+        return site_name(self.path, self.problem.gemm)
+
+
+@record(ignore=None)  # what earlier versions noted of layers that are not run as one
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Decisions for all sites of a model, measured on `machine`."""
+
+    model: ModelSignature
+    machine: Fingerprint
+    budget: Budget
+    timed: bool
+    decisions: Mapping[str, Decision]
+    coverage: Coverage | None = sparse(None)
+    notes: tuple[str, ...] = ()
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=self.to_json())
+
+    @classmethod
+    def load(cls, path: Path | str) -> Plan:
+        """Raises FileRefused for a missing, truncated or edited file, and for what `from_json` refuses."""
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=cls.from_json)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `save` writes and `loka.agree` sends."""
+        content: dict[str, Any] = encode(self)
+        return content
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Plan:
+        """Raises FileRefused for a plan of an earlier version by which layers run together, and LookupError,
+        TypeError or ValueError for what `to_json` did not make."""
+        _refuse_together(content)
+        plan = decode(cls, content)
+        strange = [
+            name for name, decision in plan.decisions.items() if decision.path not in plan.model.layers
+        ]
+        if strange:
+            raise ValueError(f"decision {strange[0]} names no layer of the model")
+        return plan
+
+    def candidates(self, path: str) -> dict[str, str]:
+        """GEMM name -> candidate at one module; "hp" where the plan says nothing."""
+        found = {d.problem.gemm.value: d.candidate for d in self.decisions.values() if d.path == path}
+        return {gemm: found.get(gemm, HP) for gemm in ("output", "grad_input", "grad_weight")}
+
+    @property
+    def output_recipes(self) -> dict[str, str]:
+        """By layer, the recipe of its `output` GEMM where that is FP8."""
+        return {
+            d.path: d.candidate.partition("@")[0].rpartition(":")[2]
+            for d in self.decisions.values()
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP
+        }
+
+    @property
+    def ne(self) -> Estimate | None:
+        """The predicted KL/H of the model: the sum over what runs in FP8. None where nothing
+        of it was estimated; `ne_unknown` names what the sum lacks."""
+        effects = map(known_effect, (d.ne for d in self.decisions.values()))
+        known = [effect for effect in effects if effect is not None]
+        return total_effect(known) if known else None
+
+    @property
+    def ne_unknown(self) -> tuple[str, ...]:
+        """FP8 `output` sites without an estimate of their KL/H, or with one that says nothing, such
+        as nan or an interval without an upper end."""
+        return tuple(
+            d.site
+            for d in self.decisions.values()
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.ne) is None
+        )
+
+    def __str__(self) -> str:
+        header = ["site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why"]
+        rows = [list(_row(decision)) for decision in self.decisions.values()]
+        if any(decision.ne for decision in self.decisions.values()):
+            header.insert(4, "KL/H")
+            for row, decision in zip(rows, self.decisions.values(), strict=True):
+                row.insert(4, _show(decision.ne, "{:.1e}"))
+        lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
+        lines.append(self.summary())
+        lines += self.coverage_lines()
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line: how many sites in FP8, by candidate, and the GEMM time if measured."""
+        counts = Counter(decision.candidate for decision in self.decisions.values())
+        low = len(self.decisions) - counts[HP]
+        parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
+        if not self.timed:
+            return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
+        known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
+        before = [hp.value for hp, us, _ in known if hp and us]
+        after = [us.value - saved for hp, us, saved in known if hp and us]
+        left = f" {len(known) - len(after)} sites were not timed." if len(after) < len(known) else ""
+        return (
+            f"{text}. Linear-layer GEMM time, quantization included: {sum(before):.0f} us in hp, "
+            f"{sum(after):.0f} us by plan ({sum(before) / max(sum(after), 1e-9):.2f}x).{left}{self._spent()}"
+        )
+
+    def coverage_lines(self) -> list[str]:
+        """What share of the step's matmul FLOPs runs in FP8 by this plan, and what the rest is."""
+        if self.coverage is None:
+            return []
+        runs = {(d.path, d.problem.gemm.value): d.candidate != HP for d in self.decisions.values()}
+        return self.coverage.planned_lines(runs)
+
+    def _spent(self) -> str:
+        """What the plan costs in KL/H, if anything of it is known or asked for."""
+        missing = len(self.ne_unknown)
+        told = self.budget.ne is not None or any(d.ne is not None for d in self.decisions.values())
+        if self.ne is None and not (missing and told):
+            return ""
+        limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
+        if self.ne is None:
+            return f" Predicted KL/H: unknown, {missing} without an estimate{limit}."
+        lacks = f", and {missing} without an estimate" if missing else ""
+        return f" Predicted KL/H: {self.ne}{lacks}{limit}."
+
+
+def known_effect(effect: Estimate | None) -> Estimate | None:
+    """`effect` where it has an upper end to charge a budget; None otherwise."""
+    return effect if effect is not None and math.isfinite(spends(effect)) else None
+
+
+def _show(estimate: Estimate | None, pattern: str) -> str:
+    return pattern.format(estimate.value) if estimate else "-"
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    problem = decision.problem
+    return (
+        decision.site,
+        f"{problem.m}x{problem.n}x{problem.k}",
+        decision.candidate,
+        _show(decision.sqnr_db, "{:.1f}"),
+        _show(decision.microseconds, "{:.1f}"),
+        _show(decision.hp_microseconds, "{:.1f}"),
+        _show(decision.speedup, "{:.2f}x"),
+        decision.reason,
+    )
+
+
+def _refuse_together(content: Mapping[str, Any]) -> None:
+    together = {kind: content[kind] for kind in _TOGETHER if content.get(kind)}
+    if together:
+        raise FileRefused(
+            "this plan was planned by an earlier version, which ran several layers as one",
+            why=[f"{_TOGETHER[kind]}: {', '.join(map(str, found))}" for kind, found in together.items()],
+            way_out="plan again from its report: `loka plan REPORT --out PLAN`",
+        )

@@ -1,0 +1,221 @@
+"""The record that measuring hands to planning: error and time of every candidate at every site."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.numerics.effect import OLD
+from loka.core.problem import Problem
+from loka.core.recipe import Gemm
+from loka.core.records.coverage import Coverage
+from loka.core.signature import ModelSignature
+from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.files import read_record, write_record
+from loka.core.table import format_table
+
+_KIND, _VERSION = "loka-report", 2
+_WAY_OUT = "measure again with `loka measure STATS --out REPORT`"
+
+HP = "hp"  # the candidate that is always there: the model's own precision
+REGION = "region"  # a layer as a part of a compiled region (loka/compiler)
+
+
+def site_name(path: str, gemm: Gemm) -> str:
+    return f"{path}/{gemm}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One candidate at one site. Times only where a GPU was there.
+
+    `errors` by measure name: "sqnr_db", "mere"; "row_db", "row_p99_db" where rows are examples; of gradients
+    "angle", "shrink", "bias", "variance" (core/numerics/gemm_error.py, core/numerics/direction.py); of
+    `output` GEMMs "ne", where the probe could learn it.
+
+    `rounds` is how long it stayed in the race of the site: a name that left early was clearly
+    slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
+    `microseconds` of candidates with different `rounds` were taken at different clocks.
+    `unsupported` gives the reason when the candidate cannot run; nothing else is set then.
+    """
+
+    errors: Mapping[str, Estimate] = field(default_factory=dict)
+    microseconds: Estimate | None = None
+    speedup: Estimate | None = None
+    rounds: int | None = None
+    unsupported: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """All candidates at one site. `unfinished` says what of its timing is missing, and why.
+
+    Where a kernel had several algorithms for the problem and was timed, the fastest one's
+    pinned name "kernel:recipe@3" stands in place of "kernel:recipe".
+    """
+
+    path: str
+    problem: Problem
+    measurements: Mapping[str, Measurement]
+    unfinished: str | None = None
+
+    @property
+    def name(self) -> str:
+        return site_name(self.path, self.problem.gemm)
+
+    def measured(self, candidate: str) -> Measurement | None:
+        """Of a candidate, or of one whose errors stand for its own: alike without power-of-two scales, larger
+        with fast accumulation."""
+        kernel, _, recipe = candidate.replace("_pow2", "").partition(":")
+        names = (candidate, f"{kernel}:{recipe}", f"{kernel}_fast:{recipe}")
+        return next((self.measurements[name] for name in names if name in self.measurements), None)
+
+
+@record(ignore=None)  # what earlier versions timed of several layers as one
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Measurements of a model on one machine.
+
+    Attributes:
+        skipped: sites and layers without measurements, and why there are none to make.
+        sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
+            layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
+            the row-major copy and of the transposed one. Only of timed layers.
+        coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
+        region_times: by layer, the time of "hp" and of "region": all its GEMMs and the code around them,
+            compiled (measurement/times/region_times.py). Only of timed layers.
+        final_rate: as the statistics have it: the last learning rate as a share of its peak.
+        no_effect: by layer, why its effect on KL/H is not known, or is old.
+        notes: what was not measured in full, and why.
+        complete: everything was measured in full; measuring again goes on with what is missing.
+    """
+
+    model: ModelSignature
+    machine: Fingerprint
+    stats_digest: str
+    settings: Mapping[str, Any]
+    sites: Mapping[str, SiteReport]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
+    region_times: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
+    coverage: Coverage | None = sparse(None)
+    final_rate: float | None = sparse(None)
+    no_effect: Mapping[str, str] = sparse(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    complete: bool = True
+
+    @property
+    def timed(self) -> bool:
+        return any(m.microseconds for site in self.sites.values() for m in site.measurements.values())
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Report:
+        """Raises FileRefused for a missing, truncated or edited file.
+
+        What earlier versions timed of several layers as one (`chain_times`, `turned_times`) is dropped.
+        """
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_parse)
+
+    def __str__(self) -> str:
+        found = {name for s in self.sites.values() for m in s.measurements.values() for name in m.errors}
+        shown = {title: told for title, told in _ERRORS.items() if title in _ALWAYS or told[0] in found}
+        header = ("site", "MxNxK", "candidate", *shown, "us", "speed-up", "unsupported")
+        rows = [row for site in self.sites.values() for row in _rows(site, list(shown.values()))]
+        state = "" if self.complete else " (incomplete: measure again to go on)"
+        lines = [f"Report of {self.model.name} on {self.machine}{state}", format_table(header, rows)]
+        if not self.timed and self.machine.target == "cpu":
+            lines.append("Not timed: this machine has no GPU; errors only.")
+        for path, tensors in self.sharing.items():
+            best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
+            lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
+        lines += [line for path, times in self.region_times.items() if (line := _region_line(path, times))]
+        lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
+        lines += [f"note: {line}" for line in self.unknown_effects()]
+        lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
+        return "\n".join(lines)
+
+    def unknown_effects(self) -> list[str]:
+        """A line for each reason why effects on KL/H are not known, or known from earlier steps only."""
+        layers: dict[str, list[str]] = {}
+        for path, reason in self.no_effect.items():
+            layers.setdefault(reason, []).append(path)
+        return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
+
+
+def _region_line(path: str, times: Mapping[str, Measurement]) -> str | None:
+    region, hp = times.get(REGION), times.get(HP)
+    if region is None or hp is None or not region.microseconds or not hp.microseconds:
+        return None
+    return (
+        f"in a compiled region {path} takes {region.microseconds.value:.1f} us with the code around it, "
+        f"{hp.microseconds.value:.1f} us in hp ({region.speedup.value if region.speedup else 1.0:.2f}x)"
+    )
+
+
+def _unknown(paths: str, why: str) -> str:
+    if why.startswith(OLD):
+        why = why.removeprefix(OLD)
+        return f"effect on KL/H known from earlier steps, not renewed by the latest: {paths}: {why}"
+    return f"effect on KL/H not known: {paths}: {why}"
+
+
+# Columns of the table: the measure, and how it is written.
+_ERRORS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "sqnr_db": ("sqnr_db", "{:.1f}".format),
+    "row_db": ("row_db", "{:.1f}".format),
+    "mere": ("mere", "{:.3f}".format),
+    "shrink_%": ("shrink", lambda share: f"{100 * share:+.2f}"),
+    "bias_%": ("bias", lambda share: f"{100 * share:+.3f}"),
+    "ne": ("ne", "{:.1e}".format),
+}
+_ALWAYS = ("sqnr_db", "mere")
+
+
+def _rows(site: SiteReport, shown: Sequence[tuple[str, Callable[[float], str]]]) -> list[tuple[str, ...]]:
+    """hp first, then the fastest; those that cannot run in one row. `shown`: measures, how written."""
+    problem = site.problem
+    place = (site.name, f"{problem.m}x{problem.n}x{problem.k}")
+
+    def rank(item: tuple[str, Measurement]) -> tuple[bool, float]:
+        time = item[1].microseconds
+        return item[0] != HP, time.value if time else 0.0
+
+    rows: list[tuple[str, ...]] = []
+    for candidate, measured in sorted(site.measurements.items(), key=rank):
+        if not measured.unsupported:
+            errors, speedup = measured.errors, measured.speedup
+            numbers = (
+                *(told(errors[name].value) if name in errors else "-" for name, told in shown),
+                f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
+                f"{speedup.value:.2f}x" if speedup else "-",
+            )
+            rows.append((*place, candidate, *numbers, ""))
+    reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
+    if reasons:
+        told = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
+        rows.append((*place, f"({reasons.total()} more)", *[""] * (len(shown) + 2), told))
+    return rows
+
+
+def _most_saved(tensor: str, pairs: Mapping[str, Estimate]) -> str:
+    best = max(pairs, key=lambda pair: pairs[pair].value)
+    return f"{tensor} {best} {pairs[best].value:.1f} us"
+
+
+def _parse(content: Mapping[str, Any]) -> Report:
+    report = decode(Report, content)
+    for name, site in report.sites.items():
+        if site.path not in report.model.layers:
+            raise ValueError(f"site {name} is of no layer of the model")
+        for candidate, measured in site.measurements.items():
+            if not measured.unsupported and not {"sqnr_db", "mere"} <= measured.errors.keys():
+                raise ValueError(f"{name}: {candidate} has neither errors nor a reason")
+    return report

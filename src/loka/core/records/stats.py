@@ -1,0 +1,225 @@
+"""The record that the online half of Probe hands to the offline half.
+
+For each linear layer it holds one `Distribution` per operand: sufficient statistics, no raw
+tensors. A distribution is a kind with named tensors and numbers, so that a deeper probe adds
+names and kinds, and readers ignore those they do not know; the record itself stays.
+A saved `Stats` is a folder: `stats.json`, and one safetensors file that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.core.numerics.effect import Effect
+from loka.core.problem import DTYPES
+from loka.core.records.coverage import Coverage
+from loka.core.signature import ModelSignature
+from loka.core.storage.codec import decode, encode
+from loka.core.storage.files import (
+    canonical,
+    read_record,
+    read_tensors,
+    sha256_of_file,
+    write_record,
+    write_tensors,
+)
+
+_KIND, _VERSION = "loka-stats", 1
+_WAY_OUT = "probe again, or use a copy of the folder; a running probe rewrites it at its next save"
+
+OPERANDS = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """What was learnt of one operand. `kind` says how to draw from it (statistics/draw.py)."""
+
+    kind: str
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str) -> Distribution:
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearStats:
+    """One linear layer: `rows` is the largest number of input rows in a call.
+
+    `dtype` is the compute dtype its output had, `order` its place in the forward pass;
+    without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
+    `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
+    GEMM alone costs the model, by recipe name (probe/model_effects/sensitivity.py); `no_effect` says why that
+    is not known, or beside effects that the latest steps did not renew them.
+    """
+
+    rows: int
+    calls: int
+    order: int
+    dtype: str
+    weight_dtype: str
+    needs_input_grad: bool
+    needs_weight_grad: bool
+    operands: Mapping[str, Distribution]
+    effects: Mapping[str, Effect] = field(default_factory=dict)
+    no_effect: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Statistics of a model. `skipped` says why a layer has none.
+
+    `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
+    any. `final_rate` is the learning rate, as a share of its peak, of the model that effects are of; None
+    where nobody said.
+    """
+
+    model: ModelSignature
+    steps: int
+    sampled_steps: int
+    layers: Mapping[str, LinearStats]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    coverage: Coverage | None = None
+    final_rate: float | None = None
+
+    def digest(self) -> str:
+        """Identifies the statistics; reports carry it so that a resumed measure checks it."""
+        content, tensors = flatten(self)
+        digest = hashlib.sha256(canonical(content))
+        for name in sorted(tensors):
+            digest.update(name.encode())
+            digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def for_inference(self, *, batch: float = 1.0) -> Stats:
+        """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.
+
+        What is measured from it are times and errors of a forward pass, so that a plan made of
+        it fits a frozen model at that batch size, whose weights lie in the dtype it computes in:
+        with float32 weights bf16 would cast them at every call, and look slower than it is.
+        """
+        layers = {
+            path: replace(
+                layer,
+                rows=max(round(layer.rows * batch), 1),
+                weight_dtype=layer.dtype,
+                needs_input_grad=False,
+                needs_weight_grad=False,
+                operands={name: d for name, d in layer.operands.items() if name != "grad_output"},
+            )
+            for path, layer in self.layers.items()
+        }
+        return replace(self, layers=layers)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the folder so that a reader sees the old statistics or the new, never a mix."""
+        folder = Path(folder)
+        content, tensors = flatten(self)
+        # The name carries the content: a reader of the old stats.json still finds its file.
+        folder.mkdir(parents=True, exist_ok=True)
+        staged = folder / "tensors.staged.safetensors"
+        write_tensors(staged, tensors)
+        digest = sha256_of_file(staged)
+        final = folder / f"tensors-{digest[:16]}.safetensors"
+        staged.replace(final)
+        content = {**content, "tensors": {"file": final.name, "sha256": digest}}
+        write_record(folder / "stats.json", kind=_KIND, version=_VERSION, content=content)
+        for old in folder.glob("tensors-*.safetensors"):
+            if old != final:
+                old.unlink()
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Stats:
+        """Raises FileRefused for a missing, truncated or edited folder.
+
+        What earlier versions noted of layers that feed each other (`chains`, `crosses`, `turned`) is dropped.
+        """
+        folder = Path(folder)
+
+        def parse(content: dict[str, Any]) -> Stats:
+            name = content["tensors"]["file"]
+            if Path(name).name != name:
+                raise ValueError(f"it names a file outside its folder: {name}")
+            tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
+            return unflatten(content, tensors)
+
+        record = folder / "stats.json"
+        return read_record(record, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
+
+
+def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What goes into JSON, and the tensors by "path/operand/name"."""
+    tensors: dict[str, torch.Tensor] = {}
+    layers = {}
+    for path, layer in stats.layers.items():
+        operands = {}
+        for operand, distribution in layer.operands.items():
+            for name, tensor in distribution.tensors.items():
+                tensors[f"{path}/{operand}/{name}"] = tensor
+            operands[operand] = {
+                "kind": distribution.kind,
+                "numbers": dict(distribution.numbers),
+                "tensors": sorted(distribution.tensors),
+            }
+        layers[path] = {
+            "rows": layer.rows,
+            "calls": layer.calls,
+            "order": layer.order,
+            "dtype": layer.dtype,
+            "weight_dtype": layer.weight_dtype,
+            "needs_input_grad": layer.needs_input_grad,
+            "needs_weight_grad": layer.needs_weight_grad,
+            "operands": operands,
+        }
+        if layer.effects:  # else the digest is that of a folder from before there were effects
+            layers[path]["effects"] = {name: effect.to_json() for name, effect in layer.effects.items()}
+        if layer.no_effect:
+            layers[path]["no_effect"] = layer.no_effect
+    content = {
+        "model": encode(stats.model),
+        "steps": stats.steps,
+        "sampled_steps": stats.sampled_steps,
+        "layers": layers,
+        "skipped": dict(stats.skipped),
+    }
+    if stats.coverage is not None:
+        content["coverage"] = encode(stats.coverage)
+    if stats.final_rate is not None:
+        content["final_rate"] = stats.final_rate
+    return content, tensors
+
+
+def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
+    """Of what `flatten` made. Raises LookupError, TypeError or ValueError for anything else."""
+    layers = {}
+    for path, layer in content["layers"].items():
+        if not {layer["dtype"], layer["weight_dtype"]} <= set(DTYPES) or layer["rows"] < 0:
+            raise ValueError(f"layer {path} has a dtype or a number of rows that cannot be")
+        if not {"input", "weight"} <= set(layer["operands"]):
+            raise ValueError(f"layer {path} lacks the statistics of its input or weight")
+        operands = {
+            operand: Distribution(
+                kind=entry["kind"],
+                numbers=entry["numbers"],
+                tensors={name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]},
+            )
+            for operand, entry in layer["operands"].items()
+        }
+        effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
+        known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
+        layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
+    return Stats(
+        model=decode(ModelSignature, content["model"], at="model"),
+        steps=content["steps"],
+        sampled_steps=content["sampled_steps"],
+        layers=layers,
+        skipped=content["skipped"],
+        coverage=decode(Coverage, content["coverage"], at="coverage") if "coverage" in content else None,
+        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
+    )

@@ -1,0 +1,1 @@
+"""Files, and what is in them: atomic, checked, locked, bounded; JSON of dataclasses."""

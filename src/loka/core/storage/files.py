@@ -1,0 +1,196 @@
+"""Files that LoKA writes and reads: versioned JSON with a checksum, written atomically.
+
+A record file is `{"kind", "version", "sha256", "content"}`. The checksum covers the
+canonical JSON of `content`, so truncation and hand edits are both noticed. Nothing here
+can execute code: JSON for records, safetensors for arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from loka.core.exceptions import FileRefused, MissingLibrary, NotWritten
+from loka.core.storage.untrusted import Limits, open_regular, parse_json, read_bounded
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+
+_LIMITS = Limits()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Raises OSError where it cannot be read, or is no regular file."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes `data` so that a reader sees the old file or the new one, never a part. It is readable by whom
+    the umask says.
+
+    Raises:
+        NotWritten: the disk is full or refuses; `path` is as it was.
+    """
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        _forget(temporary)
+        if isinstance(error, OSError):
+            raise _not_written(path, error) from error
+        raise
+    sync_folder(path.parent)
+
+
+def _forget(temporary: Path) -> None:
+    with contextlib.suppress(OSError):  # such as a folder that is a file: why it failed is said already
+        temporary.unlink(missing_ok=True)
+
+
+def _not_written(path: Path, error: OSError) -> NotWritten:
+    there = os.path.lexists(path)
+    standing = f"{path} is as it was before" if there else f"there is no {path}, nor a part of it"
+    return NotWritten(
+        f"cannot write {path}",
+        why=[error.strerror or str(error), standing],
+        way_out="free space, or choose another folder, then run the same again",
+    )
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def canonical(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def write_record(path: Path, *, kind: str, version: int, content: Mapping[str, Any]) -> None:
+    digest = hashlib.sha256(canonical(content)).hexdigest()
+    record = {"kind": kind, "version": version, "sha256": digest, "content": content}
+    write_atomic(path, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def read_record(
+    path: Path,
+    *,
+    kind: str,
+    version: int,
+    way_out: str,
+    parse: Callable[[dict[str, Any]], T],
+    limits: Limits = _LIMITS,
+) -> T:
+    """`parse` applied to the content of a record file; one ending in ".gz" was compressed with gzip.
+
+    Raises:
+        FileRefused: missing, truncated, edited, of another kind, from a newer LoKA, beyond `limits`, or
+            `parse` raised.
+    """
+
+    def refuse(reason: str) -> FileRefused:
+        return FileRefused(f"cannot use {path} as a {kind}", why=[reason], way_out=way_out)
+
+    try:
+        data = read_bounded(path, limits)
+    except FileNotFoundError:
+        raise refuse("there is no such file") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise refuse(f"it is not whole gzip data ({error}); it was truncated or overwritten") from error
+    except OSError as error:
+        raise refuse(f"it cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise refuse(f"{error}, and no record does") from error
+    try:
+        record = parse_json(data, limits)
+        del data
+        if not isinstance(record, dict) or not {"kind", "version", "sha256", "content"} <= set(record):
+            raise refuse("it lacks the fields kind, version, sha256 and content")
+        if record["kind"] != kind:
+            raise refuse(f"it is a {str(record['kind'])[:80]}")
+        if (found := record["version"]) != version:
+            raise refuse(f"it has format version {str(found)[:80]}, and this LoKA reads {version}")
+        if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
+            raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")
+    except RecursionError:
+        raise refuse("its JSON is nested deeper than any record") from None
+    except ValueError as error:
+        raise refuse(f"it is not complete JSON ({error}); it was truncated or overwritten") from error
+    try:
+        return parse(record["content"])
+    except (FileRefused, MissingLibrary):
+        raise
+    except Exception as error:  # what a reader of fields raises on values that nobody expects has no bounds
+        why = str(error).splitlines()[0] if str(error) else ""
+        raise refuse(f"its content is not that of a {kind} ({type(error).__name__}: {why[:200]})") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes CPU copies of `tensors` as safetensors, atomically."""
+    write_atomic(path, tensors_to_bytes(tensors))
+
+
+def tensors_to_bytes(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """As safetensors."""
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return bytes(_safetensors().save(flat))
+
+
+def tensors_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
+    return dict(_safetensors().load(data))
+
+
+def read_tensors(path: Path, *, sha256: str, way_out: str) -> dict[str, torch.Tensor]:
+    """Reads a safetensors file whose checksum a record states."""
+
+    def refuse(reason: str) -> FileRefused:
+        return FileRefused(f"cannot use {path}", why=[reason], way_out=way_out)
+
+    try:
+        with open_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise refuse(f"it cannot be read ({error.strerror})") from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise refuse("its checksum differs from the one in the record beside it: truncated or damaged")
+    library = _safetensors()
+    try:
+        return dict(library.load(data))
+    except Exception as error:  # SafetensorError, which has no base but Exception; torch's on odd shapes
+        raise refuse(f"it is not safetensors data ({error})") from error
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingLibrary(
+            "statistics are stored as safetensors, which is not installed",
+            way_out="pip install safetensors",
+        ) from error
+    return safetensors.torch

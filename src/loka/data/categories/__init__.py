@@ -1,0 +1,1 @@
+"""From strings to ids: columns, hashes, vocabularies."""

@@ -1,0 +1,1 @@
+"""One file a format that rows are read from or prepared to."""

@@ -1,0 +1,274 @@
+"""Prepared clicks: a folder of parquet shards with encoded rows, and a manifest.
+
+    manifest.json         a record: settings, what the columns are, and of each shard rows, bytes and counts
+    vocabulary.json       a record: from categories to ids
+    shard-00000.parquet   label float32, dense list<float32>[D], sparse list<int32>[F]
+                          and with a history sequence list<int32>[L], lengths int32; no list without features
+
+Lists of fixed size decode twice as fast as a column per feature and any parquet reader knows them; LZ4 halves
+the bytes and costs less than reading them (benchmarks/reader). Pages carry checksums, so a flipped bit is an
+error and not a feature. Every row group but a shard's last has `group_rows` rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loka.core.exceptions import DataRefused
+from loka.core.storage.files import read_record, write_record
+from loka.data.batch import History
+from loka.data.block import Block
+from loka.data.files import require_pyarrow
+from loka.data.order import Shuffle
+from loka.data.reader import Reader, split
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+GROUP_ROWS = 8192
+MANIFEST = "manifest.json"
+_KIND, _VERSION = "manifest of prepared clicks", 1
+_MOST_ROWS = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A file of the folder, and what was replaced or skipped on the way into it; without rows, no file."""
+
+    file: str
+    rows: int
+    bytes: int
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder holds. `shards` are by piece of the input; all `pieces` of them when it is whole."""
+
+    settings: dict[str, Any]
+    digest: str
+    pieces: int
+    dense: tuple[str, ...]
+    sparse: tuple[str, ...]
+    vocab_sizes: tuple[int, ...]
+    history: History | None
+    group_rows: int
+    shards: dict[int, Shard]
+
+    @property
+    def whole(self) -> bool:
+        return len(self.shards) == self.pieces
+
+    @property
+    def rows(self) -> int:
+        return sum(shard.rows for shard in self.shards.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was replaced or skipped in all shards, by reason."""
+        found = [shard.counts for shard in self.shards.values()]
+        return {reason: sum(counts[reason] for counts in found) for reason in (found[0] if found else ())}
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Atomically; the same shards give the same bytes in whatever order they were finished."""
+    shards = {f"{number}": asdict(shard) for number, shard in sorted(manifest.shards.items())}
+    content = {**asdict(manifest), "shards": shards}
+    write_record(folder / MANIFEST, kind=_KIND, version=_VERSION, content=content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder, whole or not.
+
+    Raises:
+        FileRefused: there is none, or it is damaged.
+    """
+    return read_record(
+        folder / MANIFEST,
+        kind=_KIND,
+        version=_VERSION,
+        way_out=f"prepare the folder again: loka data convert FILES --out {folder}",
+        parse=_parsed,
+    )
+
+
+class ShardStore:
+    """The rows of a prepared folder, for a `Reader`.
+
+    Raises:
+        FileRefused: the manifest is missing or damaged.
+        DataRefused: the folder is not whole, or a shard is missing or has another size than was written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        require_pyarrow()
+        self._folder = folder
+        self._manifest = manifest = read_manifest(folder)
+        if not manifest.whole:
+            raise DataRefused(
+                f"{folder} is not complete",
+                why=[f"{len(manifest.shards)} of {manifest.pieces} pieces are converted"],
+                way_out="run the conversion again: it goes on where it stopped",
+            )
+        self._shards = [shard for _, shard in sorted(manifest.shards.items()) if shard.rows]
+        if not self._shards:
+            raise DataRefused(f"{folder} has no rows", way_out="convert files that have some")
+        for shard in self._shards:
+            check_size(folder, shard)
+        groups = [-(-shard.rows // manifest.group_rows) for shard in self._shards]
+        self._first_group = np.concatenate([[0], np.cumsum(groups)])
+
+    @cached_property
+    def group_rows(self) -> np.ndarray:
+        size = self._manifest.group_rows
+        rows = [np.minimum(size, shard.rows - np.arange(0, shard.rows, size)) for shard in self._shards]
+        return np.concatenate(rows).astype(np.int64)
+
+    @property
+    def dense_features(self) -> int:
+        return len(self._manifest.dense)
+
+    @property
+    def vocab_sizes(self) -> tuple[int, ...]:
+        return self._manifest.vocab_sizes
+
+    @property
+    def history(self) -> History | None:
+        return self._manifest.history
+
+    @property
+    def identity(self) -> str:
+        return self._manifest.digest
+
+    def account(self) -> dict[str, int]:
+        """Counts of the conversion, over the whole folder."""
+        return {f"{reason} (whole folder, when converted)": n for reason, n in self._manifest.counts.items()}
+
+    def load(self, group: int, first: int, last: int) -> Block:
+        index = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        path = self._folder / self._shards[index].file
+        table = _read_group(path, group - int(self._first_group[index]), int(self.group_rows[group]))
+        nothing = np.empty((last - first, 0), np.float32)
+        columns = {name: _array(table[name])[first:last] for name in table.column_names}
+        return Block(**{"dense": nothing, "sparse": nothing, "counts": nothing, **columns})
+
+
+def check_size(folder: Path, shard: Shard) -> None:
+    """Raise DataRefused when a shard is missing or has another size than the manifest says."""
+    path = folder / shard.file
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataRefused(f"{path}: the shard is missing", why=[str(error)], way_out=_redo(folder)) from error
+    if size != shard.bytes:
+        raise DataRefused(
+            f"{path}: the shard was truncated or overwritten",
+            why=[f"it has {size} bytes, and {shard.bytes} were written"],
+            way_out=_redo(folder),
+        )
+
+
+def _read_group(path: Path, group: int, rows: int) -> pa.Table:
+    from pyarrow import parquet
+
+    try:
+        footer = _footer(path, path.stat().st_mtime_ns)
+        with parquet.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+            table = file.read_row_group(group, use_threads=False)
+    except (OSError, ValueError) as error:  # pyarrow's errors are of these two
+        raise DataRefused(
+            f"{path}: row group {group} cannot be read",
+            why=[str(error)],
+            way_out=f"delete the file; {_redo(path.parent)}",
+        ) from error
+    if table.num_rows != rows:
+        raise DataRefused(
+            f"{path}: row group {group} has {table.num_rows} rows, and {rows} were written",
+            way_out=f"delete the file; {_redo(path.parent)}",
+        )
+    return table
+
+
+@lru_cache(maxsize=256)
+def _footer(path: Path, mtime_ns: int) -> Any:
+    """The footer of a shard: parsing it takes as long as reading a group."""
+    from pyarrow import parquet
+
+    return parquet.read_metadata(path)
+
+
+def _array(column: pa.ChunkedArray) -> np.ndarray:
+    """A column as [n] or [n, width], without a copy where it is one chunk."""
+    import pyarrow as pa
+
+    array = column.combine_chunks()
+    if not pa.types.is_fixed_size_list(column.type):
+        return array.to_numpy()
+    return array.flatten().to_numpy().reshape(-1, column.type.list_size)
+
+
+def _redo(folder: Path) -> str:
+    return f"run the conversion into {folder} again: it redoes only the shards that do not fit the manifest"
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    shards = {int(number): _shard(number, shard) for number, shard in content.pop("shards").items()}
+    history = History(**content["history"]) if content["history"] else None
+    names = {name: tuple(content[name]) for name in ("dense", "sparse", "vocab_sizes")}
+    return _checked(Manifest(**{**content, **names, "shards": shards, "history": history}))
+
+
+def _shard(number: str, content: dict[str, Any]) -> Shard:
+    shard = Shard(**content)
+    kinds = {"file": str, "rows": int, "bytes": int, "counts": dict}
+    if any(type(getattr(shard, name)) is not kind for name, kind in kinds.items()):
+        raise TypeError(f"shard {number} has fields of another type than it should")
+    if shard.file in ("", "..") or "\0" in shard.file or Path(shard.file).name != shard.file:
+        raise ValueError(f"shard {number} names {shard.file!r}, which is no file of the folder")
+    return shard
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Numbers that memory or arithmetic would be lost on. A group takes more than one byte of its shard."""
+    size = manifest.group_rows
+    for shard in manifest.shards.values():
+        possible = 0 < size < _MOST_ROWS and 0 <= shard.rows < _MOST_ROWS
+        if not possible or -(-shard.rows // size) > shard.bytes:
+            raise ValueError(f"{shard.file} of {shard.bytes} bytes has {shard.rows} rows in groups of {size}")
+    if any(type(ids) is not int or not 0 < ids <= 2**31 + 1 for ids in manifest.vocab_sizes):
+        raise ValueError("vocab_sizes that no column has")
+    return manifest
+
+
+def open_shards(
+    folder: str | Path,
+    *,
+    shuffle: Shuffle | None = None,
+    first_row: int = 0,
+    rows: int | None = None,
+    workers: int | None = None,
+    pin: bool = False,
+) -> Reader:
+    """A `Source` over rows [first_row, first_row + rows) of a prepared folder; see `Reader`."""
+    store = ShardStore(Path(folder))
+    return Reader(store, shuffle=shuffle, first_row=first_row, rows=rows, workers=workers, pin=pin)
+
+
+def split_shards(
+    folder: str | Path,
+    *,
+    holdout: float = 0.2,
+    shuffle: Shuffle | None = None,
+    workers: int | None = None,
+    pin: bool = False,
+) -> tuple[Reader, Reader]:
+    """A training and a held-out source: the last `holdout` share of the rows, in their order, is held out.
+
+    The split is that of `open_table` on the files that were converted.
+    """
+    return split(ShardStore(Path(folder)), holdout=holdout, shuffle=shuffle, workers=workers, pin=pin)

@@ -1,0 +1,1 @@
+"""A synthetic world of clicks."""

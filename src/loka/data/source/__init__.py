@@ -1,0 +1,1 @@
+"""Rows of files as they are: text, parquet."""

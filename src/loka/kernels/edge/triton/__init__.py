@@ -1,0 +1,1 @@
+"""Programs of edges on GPUs: each becomes kernels of its own."""

@@ -1,0 +1,316 @@
+"""Device functions that generated kernels call (rows.py, tall.py)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from loka.kernels.edge.program import GROUP
+from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
+from loka.kernels.triton.pack import INTERPRETED, inverse_of_power, magnitude_bits
+
+_CARRY, _EXPONENT, _LEAST = (tl.constexpr(b) for b in (SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST))
+_COMPILED = tl.constexpr(not INTERPRETED)
+_GROUP = tl.constexpr(GROUP)
+# Casts and conversions, written out for the hardware; the interpreter takes the plain paths. Four columns to
+# the bytes of a word; two rows to its lower half; two more rows on top of them; two bfloat16 to float32.
+_FOUR = tl.constexpr(
+    "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high};}"
+)
+_LOW = tl.constexpr("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;")
+_HIGH = tl.constexpr("{.reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 high, $3, $2; mov.b32 $0, {$1, high};}")
+_WIDEN = tl.constexpr(
+    "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
+    "mov.b32 $0, low; mov.b32 $1, high;}"
+)
+_EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+# Four bytes or two halves of two words: those below in turns, those above in turns.
+_BYTES_LOW, _BYTES_HIGH, _HALVES_LOW, _HALVES_HIGH = (
+    tl.constexpr(f"prmt.b32 $0, $1, $2, {selector};") for selector in ("0x5140", "0x7362", "0x5410", "0x7632")
+)
+
+
+@triton.jit
+def widened(value):
+    """To float32. Triton spells bfloat16 longer."""
+    if _COMPILED and value.dtype == tl.bfloat16:
+        value = tl.inline_asm_elementwise(_WIDEN, "=f,=f,r", [value], dtype=tl.float32, is_pure=True, pack=2)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def e4m3_number(byte):
+    if _COMPILED:
+        number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        size = byte.to(tl.int32) & 0x7F
+        number = ((size + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+        number = tl.where(size < 8, size.to(tl.float32) * 0.001953125, number)
+        number = tl.where(size == 0x7F, float("nan"), number)
+        number = tl.where(byte.to(tl.int32) > 0x7F, -number, number)
+    return number
+
+
+@triton.jit
+def e5m2_number(byte):
+    """The upper byte of a float16."""
+    return (byte.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def maximum_of(a, b):
+    """NaN where either is, as PyTorch has it."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minimum_of(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def relu_of(x):
+    return maximum_of(x, 0.0)
+
+
+@triton.jit
+def exp2_of(x):
+    """What is no normal number counts as zero: the hardware's own way is a third of the instructions."""
+    if _COMPILED:
+        power = tl.inline_asm_elementwise(_EXP2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        power = tl.exp2(x)
+    return power
+
+
+@triton.jit
+def exp_of(x):
+    return exp2_of(x * 1.4426950408889634)
+
+
+@triton.jit
+def inverse_of(x):
+    """1 / x; numbers that are not normal count as zeros."""
+    if _COMPILED:
+        inverse = tl.inline_asm_elementwise(_INVERSE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        inverse = 1.0 / x
+    return inverse
+
+
+@triton.jit
+def sigmoid_of(x):
+    return inverse_of(1.0 + exp2_of(x * -1.4426950408889634))
+
+
+@triton.jit
+def tanh_of(x):
+    """By the exponential where that loses no digits, else by Cephes' polynomial."""
+    size = tl.abs(x)
+    far = 1.0 - 2.0 * inverse_of(1.0 + exp2_of(size * 2.8853900817779268))
+    square = x * x
+    near = -5.70498872745e-3 * square + 2.06390887954e-2
+    near = near * square - 5.37397155531e-2
+    near = near * square + 1.33314422036e-1
+    near = near * square - 3.33332819422e-1
+    near = near * square * x + x
+    return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def erf_of(x):
+    """x P(x^2) / Q(x^2), as Eigen has it: half the instructions of the usual polynomials for two ranges."""
+    x = minimum_of(maximum_of(x, -4.0), 4.0)
+    square = x * x
+    above = -2.72614225801306e-10 * square + 2.77068142495902e-08
+    above = above * square - 2.10102402082508e-06
+    above = above * square - 5.69250639462346e-05
+    above = above * square - 7.34990630326855e-04
+    above = above * square - 2.95459980854025e-03
+    above = above * square - 1.60960333262415e-02
+    below = -1.45660718464996e-05 * square - 2.13374055278905e-04
+    below = below * square - 1.68282697438203e-03
+    below = below * square - 7.37332916720468e-03
+    below = below * square - 1.42647390514189e-02
+    return x * above * inverse_of(below)
+
+
+@triton.jit
+def top_of(tops_ptr, count):
+    """The maximum of `count` non-negative numbers, NaN if one is; 1 of none."""
+    most = tl.zeros([1024], tl.int32)
+    for first in range(0, count, 1024):
+        at = first + tl.arange(0, 1024)
+        most = tl.maximum(most, magnitude_bits(tl.load(tops_ptr + at, mask=at < count, other=0.0)))
+    return tl.where(count > 0, tl.max(most, axis=0).to(tl.float32, bitcast=True), 1.0)
+
+
+@triton.jit
+def scale_above(bits):
+    """edge/twin.scale_above, of the bits of magnitudes."""
+    scale = tl.maximum(((bits + _CARRY) & 0x7F800000) - _EXPONENT, _LEAST)
+    return tl.where(bits < 0x7F800000, scale, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _byte(value):
+    """The hardware's conversion in integers, to the last bit: the interpreter's own truncates."""
+    size = tl.minimum(tl.abs(value), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    low = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    integer = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF
+    low = tl.where(size < 0.015625, integer, low)
+    low = tl.where(value != value, 0x7F, low)
+    return low | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def as_bytes(value):
+    """Every value as a byte of FP8. Casts anew what words of the transposed copy hold too: a conversion more,
+    but no bytes to pick out of words."""
+    if _COMPILED:
+        byte = tl.inline_asm_elementwise(
+            _FOUR, "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        byte = _byte(value).to(tl.uint8)
+    return byte
+
+
+@triton.jit
+def half(value_0, value_1):
+    """Two values of consecutive rows as the lower bytes of a word."""
+    if _COMPILED:
+        low = tl.inline_asm_elementwise(
+            _LOW, "=h,f,f", [value_0, value_1], dtype=tl.int16, is_pure=True, pack=1
+        )
+    else:
+        low = _byte(value_0) | _byte(value_1) << 8
+    return low
+
+
+@triton.jit
+def whole(low, value_2, value_3):
+    """And the two rows below them as its upper bytes."""
+    if _COMPILED:
+        word = tl.inline_asm_elementwise(
+            _HIGH, "=r,h,f,f", [low, value_2, value_3], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        word = low | _byte(value_2) << 16 | _byte(value_3) << 24
+    return word
+
+
+@triton.jit
+def _added(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def sums_of(a, b, AXIS: tl.constexpr):
+    """Of two tiles at once. The interpreter takes any reduction but its own element by element."""
+    if _COMPILED:
+        sum_a, sum_b = tl.reduce((a, b), AXIS, _added)
+    else:
+        sum_a, sum_b = tl.sum(a, axis=AXIS), tl.sum(b, axis=AXIS)
+    return sum_a, sum_b
+
+
+@triton.jit
+def row_max_of(value, axis: tl.constexpr):
+    """NaN where one is, which the hardware's maxima would pass over."""
+    most = tl.max(value, axis=axis)
+    return tl.where(tl.max((value != value).to(tl.int32), axis=axis) != 0, float("nan"), most)
+
+
+@triton.jit
+def narrowed(value, DTYPE: tl.constexpr):
+    """From float32, to the nearest even: the interpreter truncates."""
+    if _COMPILED or tl.bfloat16 != DTYPE:
+        narrow = value.to(DTYPE)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = tl.where(value != value, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
+        narrow = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return narrow
+
+
+@triton.jit
+def _in_turns(a, b, ASM: tl.constexpr, SHIFT: tl.constexpr, SIZE: tl.constexpr):
+    """A word of pieces of SIZE bits of two words, in turns, from bit SHIFT of them on."""
+    if _COMPILED:
+        word = tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        mask: tl.constexpr = (1 << SIZE) - 1
+        word = ((a >> SHIFT) & mask) | ((b >> SHIFT) & mask) << SIZE
+        if SIZE == 8:
+            word |= ((a >> (SHIFT + SIZE)) & mask) << 2 * SIZE | ((b >> (SHIFT + SIZE)) & mask) << 3 * SIZE
+    return word
+
+
+@triton.jit
+def transposed(
+    from_ptr, to_ptr, start, first, rows, padded_rows,
+    WORDS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """HIGH rows from `start` on of a matrix of bytes, WIDE of its WORDS words of four columns from `first`
+    on, into its transpose of `padded_rows` columns. Rows from `rows` on count as zeros.
+
+    The bytes of four rows change places within words: a word of the transpose holds four rows.
+    """
+    w = tl.arange(0, HIGH // 4)
+    c = first + tl.arange(0, WIDE)
+    kept = (c < WORDS)[None, :]
+    left = (rows - start).to(tl.int32) - 4 * w
+    at = from_ptr + start * WORDS + (w[:, None] * (4 * WORDS) + c[None, :])
+    row_0 = tl.load(at, mask=(left > 0)[:, None] & kept, other=0)
+    row_1 = tl.load(at + WORDS, mask=(left > 1)[:, None] & kept, other=0)
+    row_2 = tl.load(at + 2 * WORDS, mask=(left > 2)[:, None] & kept, other=0)
+    row_3 = tl.load(at + 3 * WORDS, mask=(left > 3)[:, None] & kept, other=0)
+    upper_01 = _in_turns(row_0, row_1, _BYTES_LOW, 0, 8)
+    upper_23 = _in_turns(row_0, row_1, _BYTES_HIGH, 16, 8)
+    lower_01 = _in_turns(row_2, row_3, _BYTES_LOW, 0, 8)
+    lower_23 = _in_turns(row_2, row_3, _BYTES_HIGH, 16, 8)
+    along = padded_rows // 4
+    high = (start // 4).to(tl.int64)
+    to = to_ptr + high + ((4 * c)[None, :].to(tl.int64) * along + w[:, None])
+    mask = (high + w < along)[:, None] & kept
+    tl.store(to, _in_turns(upper_01, lower_01, _HALVES_LOW, 0, 16), mask=mask)
+    tl.store(to + along, _in_turns(upper_01, lower_01, _HALVES_HIGH, 16, 16), mask=mask)
+    tl.store(to + 2 * along, _in_turns(upper_23, lower_23, _HALVES_LOW, 0, 16), mask=mask)
+    tl.store(to + 3 * along, _in_turns(upper_23, lower_23, _HALVES_HIGH, 16, 16), mask=mask)
+
+
+@triton.jit
+def store_tops(r_ptr, scale_ptr, tops_ptr, group, rows, SCALES: tl.constexpr):
+    """The maximum of r times the input's scale over the rows of a group."""
+    row = group.to(tl.int64) * _GROUP + tl.arange(0, _GROUP)
+    product = tl.load(r_ptr + row, mask=row < rows, other=0.0)
+    if SCALES == 1:
+        product *= tl.load(scale_ptr)
+    if SCALES == 2:
+        product *= tl.load(scale_ptr + row, mask=row < rows, other=0.0)
+    most = tl.max(tl.where(row < rows, magnitude_bits(product), 0), axis=0)
+    tl.store(tops_ptr + group, most.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: tl.constexpr):
+    """Sums over the first side of `parts` [parts, FEATURES], of WIDE columns from `first` on."""
+    c = first + tl.arange(0, WIDE)
+    p = tl.arange(0, 512)
+    total = tl.zeros([512, WIDE], tl.float32)
+    for begin in range(0, parts, 512):
+        at = part_ptr + (begin + p)[:, None] * FEATURES + c[None, :]
+        total += tl.load(at, mask=(begin + p < parts)[:, None] & (c < FEATURES)[None, :], other=0.0)
+    tl.store(sum_ptr + c, tl.sum(total, axis=0), mask=c < FEATURES)
+
+
+DEVICE_FUNCTIONS = (
+    widened, e4m3_number, e5m2_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of, sigmoid_of,
+    tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
+    transposed, store_tops, finish_sums, magnitude_bits, inverse_of_power,
+)  # fmt: skip
+NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}
+"""What a generated kernel's text refers to."""

@@ -1,0 +1,301 @@
+"""Programs on the GPU: each becomes kernels of its own. Twin: kernels/edge/twin.py.
+
+    edge_rows    whole rows: what lies row by row, and partial sums over rows
+    edge_tall    after that: what lies transposed, and the sums
+
+A program that asks for nothing of one of them goes without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from loka.core.problem import round_up
+from loka.kernels.edge.outputs import unwritten
+from loka.kernels.edge.program import Kind, Program
+from loka.kernels.edge.triton.device import NAMES
+from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_parameters, row_places, row_source, sides_of
+from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
+from loka.kernels.edge.triton.values import Code, power_above, power_below
+from loka.kernels.edge.twin import run_program
+from loka.kernels.triton.launch import cdiv, launching_on
+from loka.kernels.triton.pack import INTERPRETED
+from loka.kernels.triton.processors import multiprocessors
+from loka.kernels.triton.source import compiled
+
+TILE: dict[str, int] = {}
+"""Overrides of `tile_of` by the names of Tile's attributes, for benchmarks and tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What programs of the grids hold.
+
+    Attributes:
+        warps: at most, of a program that holds rows; fewer where a row has not as many features.
+        vector: neighbours that a thread of it holds.
+        held: elements of rows in a thread, about; a row is the least.
+        stages: groups of rows that a program which walks holds at once: all but one are still read.
+        walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
+        direct: bytes of an element's leaves up to which the turned value is computed by the second kernel
+            from them, instead of being kept as bytes by the first.
+        high, wide, tall_warps: of the second kernel.
+    """
+
+    warps: int = 4
+    vector: int = 8
+    held: int = 16
+    stages: int = 3
+    walkers: int = 0
+    direct: int = 1
+    high: int = 128
+    wide: int = 128
+    tall_warps: int = 4
+
+
+def tile_of(code: Code) -> Tile:
+    """Measured on an H200. Few warps wait for each other less; what they hold has to fit their registers,
+    which sums over rows of all features take for themselves."""
+    program = code.program
+    columns = round_up(program.features, 16)
+    most = 32 if len(program.sums) < 2 else 24  # elements of a row in a thread
+    warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
+    places = row_places(code, staged=program.turned is not None)
+    deep = any(code.kinds[p] is Kind.BLOCK for p in places)
+    summed = any(code.is_row_sum(p) for p in places)
+    if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
+        return Tile(warps=warps, held=32 if columns > 1024 and warps == 4 else 16)
+    return Tile(warps=warps, held=8 if deep else 32 if columns <= 512 or (summed and warps == 4) else 16)
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    parameters: list[str]
+    programs: int
+    warps: int
+
+    def run(self, arguments: dict[str, Any], programs: int, registers: int = 0) -> None:
+        self.kernel[(programs,)](*self._values(arguments), **self._options(registers))
+
+    def resident(self, arguments: dict[str, Any]) -> tuple[int, int]:
+        """How many programs the GPU holds at once, and the limit of registers by which it is so many."""
+        if INTERPRETED:
+            return 3, 0
+        device = arguments["leaf0_ptr"].device
+        key = self.kernel, self.warps, device
+        if key not in _RESIDENT:
+            free = self._compiled(arguments, 0)
+            registers, limit = free.n_regs, 0
+            if _MANY < registers <= _TOO_MANY and self._compiled(arguments, _MANY).n_spills <= _FEW_SPILLS:
+                registers = limit = _MANY
+            each = min(65536 // (-(-registers // 8) * 8 * 32 * self.warps), 64 // self.warps, 32)
+            each = min(each, _SHARED // (free.metadata.shared + 1024))
+            _RESIDENT[key] = max(each, 1) * multiprocessors(device), limit
+        return _RESIDENT[key]
+
+    def _compiled(self, arguments: dict[str, Any], registers: int) -> Any:
+        values, options = self._values(arguments), self._options(registers)
+        compiled = self.kernel.warmup(*values, grid=(1,), **options)
+        compiled._init_handles()
+        return compiled
+
+    def _options(self, registers: int) -> dict[str, int]:
+        return {"num_warps": self.warps, **({"maxnreg": registers} if registers else {})}
+
+    def _values(self, arguments: dict[str, Any]) -> list[Any]:
+        spare = arguments["leaf0_ptr"]  # for what this program has not
+        return [spare if (value := arguments.get(name)) is None else value for name in self.parameters]
+
+
+_RESIDENT: dict[Any, tuple[int, int]] = {}
+_MANY, _TOO_MANY = 128, 200  # registers of a thread, above which a multiprocessor holds less than 16 warps
+_SHARED = 228 << 10  # bytes of a multiprocessor, of which each program takes 1024 more than its own
+_AHEAD, _MOST_AHEAD = 16 << 10, 160 << 10  # of them, into which a warp and a program may read ahead
+_FEW_SPILLS = 32  # words that a thread may keep in memory for that
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a program is run on a number of rows.
+
+    Attributes:
+        high: rows that a program of the first kernel holds.
+        walks, walkers: whether it goes through several groups of them, and how many programs do; 0 for what
+            the GPU holds.
+        copied: whether the first kernel writes the gradient's bytes.
+        staged: whether it writes the turned value's.
+    """
+
+    rows: Launch | None
+    tall: Launch | None
+    high: int
+    walks: bool
+    walkers: int
+    copied: bool
+    staged: bool
+
+
+def run_program_fused(
+    program: Program,
+    leaves: list[torch.Tensor],
+    rows: int,
+    input_scale: torch.Tensor | None,
+    unit: torch.Tensor | None,
+    tops: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """edge/twin.run_program. Leaves lie as edge/op.lying has them."""
+    if rows == 0:
+        return run_program(program, leaves, rows, input_scale, unit, tops)
+    scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
+    dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
+    plan = plan_of(program, dtypes, rows, scales)
+    outputs = unwritten(program, rows, leaves[0].device)
+    named = dict(zip(program.outputs, outputs, strict=True))
+    given = {"input_scale": input_scale, "unit": unit, "given": tops}
+    arguments: dict[str, Any] = {f"{name}_ptr": _contiguous(tensor) for name, tensor in given.items()}
+    arguments |= {f"{name}_ptr": _words(out, name) for name, out in named.items()}
+    device = leaves[0].device
+    if plan.copied and not program.row:
+        arguments["row_ptr"] = _bytes(program, rows, device)
+    if plan.staged:
+        arguments["staged_ptr"] = _bytes(program, rows, device)
+    arguments |= {f"leaf{p}_ptr": _numbers(leaf) for p, leaf in enumerate(leaves)}
+    arguments |= {
+        f"stride{p}": leaf.stride(0)
+        for p, (leaf, kind) in enumerate(zip(leaves, program.leaves, strict=True))
+        if kind is Kind.FULL
+    }
+    for name in ("row", "staged"):  # the second kernel reads four columns at a time
+        data = arguments.get(f"{name}_ptr")
+        arguments[f"{name}_words_ptr"] = None if data is None else data.view(torch.int32)
+    arguments |= {"rows": rows, "padded_rows": round_up(rows, 16), "span": plan.high}
+    arguments["count"] = 0 if tops is None else tops.numel()
+    with launching_on(leaves[0]):
+        if plan.rows is not None:
+            groups = cdiv(rows, plan.high)
+            walkers, registers = plan.rows.resident(arguments) if plan.walks else (groups, 0)
+            turns = cdiv(groups, plan.walkers or walkers) if plan.walks else 1
+            programs = cdiv(groups, turns)
+            arguments |= {"span": turns * plan.high, "parts": programs}
+            if program.sums:
+                size = len(program.sums), programs, program.features
+                arguments["part_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
+            plan.rows.run(arguments, programs, registers)
+        if plan.tall is not None:
+            plan.tall.run(arguments, plan.tall.programs)
+    return outputs
+
+
+def plan_of(program: Program, dtypes: tuple[str, ...], rows: int, scales: int) -> Plan:
+    return _plan(program, dtypes, rows, scales, tuple(TILE.items()))
+
+
+@functools.lru_cache(maxsize=8192)
+def _plan(
+    program: Program, dtypes: tuple[str, ...], rows: int, scales: int, tiles: tuple[tuple[str, int], ...]
+) -> Plan:
+    code = Code(program, dtypes)
+    tile = replace(tile_of(code), **dict(tiles))
+    staged = _is_staged(code, tile)
+    copied = program.row or program.column
+    first, high = None, 0
+    if row_places(code, staged=staged):
+        sides = sides_of(code, 32 * tile.warps * tile.vector, staged=staged)
+        warps = max(min(sides.width // (32 * tile.vector), tile.warps), 1)
+        high = power_below(tile.held * 32 * warps // (sides.parts * sides.width))
+        rows_launch = RowLaunch(
+            rows=high,
+            sides=sides,
+            vector=tile.vector,
+            walks=bool(program.sums),
+            stages=_stages(code, tile, sides, high, warps, staged=staged) if program.sums else 1,
+            even=rows % high == 0,
+            copy=copied,
+            staged=staged,
+        )
+        first = Launch(_row_kernel(program, dtypes, rows_launch), row_parameters(code), 0, warps)
+    return Plan(
+        rows=first,
+        tall=_tall(code, rows, scales, staged, tile),
+        high=high,
+        walks=bool(program.sums),
+        walkers=tile.walkers,
+        copied=copied,
+        staged=staged,
+    )
+
+
+def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, staged: bool) -> int:
+    """As many as lie in a multiprocessor's memory beside those of other programs."""
+    places, elements = row_places(code, staged=staged), sides.parts * sides.width * high
+    size = elements * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.FULL))
+    size += elements // sides.wide * sum(_SIZES[code.dtypes[p]] for p in code.leaves(places, Kind.BLOCK))
+    return max(min(tile.stages, 1 + min(_AHEAD * warps, _MOST_AHEAD) // max(size, 1)), 1)
+
+
+def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launch | None:
+    program = code.program
+    transposes = program.column or program.turned is not None
+    if not transposes and not program.sums:
+        return None
+    columns = round_up(program.features, 16)
+    wide = min(tile.wide, power_above(columns))
+    while not staged and not fits(code, wide):
+        wide //= 2
+    launch = TallLaunch(high=tile.high, wide=wide, even=rows % tile.high == 0, staged=staged, scales=scales)
+    tiles = cdiv(round_up(rows, 16), launch.high) * cdiv(columns, wide) if transposes else 0
+    kernel = _tall_kernel(program, code.dtypes, launch)
+    return Launch(kernel, tall_parameters(code), summing(code) + tiles, tile.tall_warps)
+
+
+def _is_staged(code: Code, tile: Tile) -> bool:
+    """Whether the turned value is kept as bytes where rows are read anyway, instead of computed again."""
+    program = code.program
+    if program.turned is None:
+        return False
+    if not fits(code, min(tile.wide, 64)):
+        return True
+    read = code.leaves(code.reached([program.turned]), Kind.FULL)
+    return bool(row_places(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
+
+
+_SIZES = {
+    str(dtype).removeprefix("torch."): dtype.itemsize
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_kernel(program: Program, dtypes: tuple[str, ...], launch: RowLaunch) -> Any:
+    return compiled(row_source(Code(program, dtypes), launch), "edge_rows", NAMES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tall_kernel(program: Program, dtypes: tuple[str, ...], launch: TallLaunch) -> Any:
+    return compiled(tall_source(Code(program, dtypes), launch), "edge_tall", NAMES)
+
+
+def _bytes(program: Program, rows: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(rows, round_up(program.features, 16), dtype=torch.uint8, device=device)
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _numbers(leaf: torch.Tensor) -> torch.Tensor:
+    """As the kernel reads it: what Triton has no loads for as bytes."""
+    narrow = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+    return leaf.view(torch.uint8) if leaf.dtype in narrow else leaf
+
+
+def _words(output: torch.Tensor, name: str) -> torch.Tensor:
+    """As kernels write it: transposed copies four rows at a time."""
+    if name in ("column", "turned"):
+        return output.view(torch.int32)
+    return output.view(torch.uint8) if name == "row" else output

@@ -1,0 +1,261 @@
+"""The text of the kernel that holds whole rows of a program: one text for each way to launch it.
+
+A program of the grid reads every leaf of R rows once and holds all N features of them in registers, so that
+sums over rows and the maximum of a row take no second look. It writes what lies row by row; what is wanted
+transposed is written as bytes row by row here, and turned by tall.py. Where sums over all rows are
+wanted, a program walks through several groups of R rows, and leaves one sum of them.
+
+A row is parts of one shape: [R, C], or [B, R, b] where blocks count: B blocks of b features, padded to a
+power of two. Threads lie along a part with V features each, as far as it reaches, and hold all its rows:
+Triton shares a tile among warps along its last axis first, then along its first. The padding of a copy lies
+behind the last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from loka.core.problem import round_up
+from loka.kernels.edge.program import Kind
+from loka.kernels.edge.triton.values import Code, Lines, folded, mask_of, power_above
+
+
+class Sides(NamedTuple):
+    """Of a row: how many parts it has, and of a part the blocks, 0 where they do not count, and features."""
+
+    parts: int
+    blocks: int
+    wide: int
+
+    @property
+    def width(self) -> int:
+        return max(self.blocks, 1) * self.wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLaunch:
+    """All that the text depends on besides the program and its leaves' dtypes.
+
+    Attributes:
+        rows: R.
+        vector: V.
+        walks: whether a program has more than one group of R rows.
+        stages: groups that it then holds at once: all but one are still read.
+        even: whether all rows of groups exist.
+        copy: whether the bytes of the gradient are written.
+        staged: whether those of the turned value are.
+    """
+
+    rows: int
+    sides: Sides
+    vector: int
+    walks: bool
+    stages: int
+    even: bool
+    copy: bool
+    staged: bool
+
+
+def row_places(code: Code, *, staged: bool) -> list[int]:
+    """The values that the kernel computes."""
+    program = code.program
+    turned = program.turned if staged else None
+    return code.reached([program.gradient, turned, *program.sums, *program.values])
+
+
+def sides_of(code: Code, width: int, *, staged: bool) -> Sides:
+    """For parts of about that width, where a row is wider."""
+    program = code.program
+    columns = round_up(program.features, 16)
+    if Kind.BLOCK not in (code.kinds[p] for p in row_places(code, staged=staged)):
+        wide = min(power_above(columns), width)
+        return Sides(-(-columns // wide), 0, wide)
+    wide = power_above(program.block + columns - program.features)
+    count = program.features // program.block
+    blocks = min(max(width // wide, 1), power_above(count))
+    return Sides(-(-count // blocks), blocks, wide)
+
+
+def row_parameters(code: Code) -> list[str]:
+    program = code.program
+    return [
+        *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
+        *("row_ptr", "staged_ptr", "r_ptr", "part_ptr"),
+        *(f"value{number}_ptr" for number in range(len(program.values))),
+        *("unit_ptr", "given_ptr", "rows", "span", "count"),
+        *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
+    ]
+
+
+def row_source(code: Code, launch: RowLaunch) -> str:
+    """Python that defines the kernel `edge_rows`."""
+    return _Rows(code, launch).text()
+
+
+class _Rows(Lines):
+    def __init__(self, code: Code, launch: RowLaunch) -> None:
+        sides = launch.sides
+        shape = (*((sides.blocks,) if sides.blocks else ()), launch.rows, sides.wide)
+        super().__init__(code, shape, shared=(Kind.COLUMN, Kind.SCALAR), rows_even=launch.even)
+        self.launch, self.sides = launch, sides
+        self.places = row_places(code, staged=launch.staged)
+        self.columns = round_up(code.program.features, 16)
+        self.parts = [f"_{k}" for k in range(sides.parts)]
+        reach = max(sides.blocks, 1) * (code.program.block if sides.blocks else sides.wide)
+        whole = sides.blocks == 0 or sides.wide == code.program.block
+        self.even = [whole and (k + 1) * reach <= code.program.features for k in range(sides.parts)]
+
+    def live(self, k: str, shape: str = "") -> str | None:
+        return None if self.rows_even else f"live{shape}"
+
+    def here(self, name: str, k: str) -> str | None:
+        return None if self.even[int(k[1:])] else f"{name}{k}{self.columnwise}"
+
+    def text(self) -> str:
+        launch, kinds = self.launch, self.code.kinds
+        before = [p for p in self.places if kinds[p] in (Kind.ROW, Kind.SCALAR)]
+        self._open(before)
+        if launch.walks:
+            along = f"0, (end - begin).to(tl.int32), {launch.rows}, num_stages={launch.stages}"
+            self.emit(f"for group in tl.range({along}):")
+            self.depth += 1
+            self.emit("start = begin + group")
+        if not launch.even:
+            self.emit(f"live = q < {'end' if launch.walks else 'rows'} - start")
+        self._load()
+        for place in before:
+            self.known(place, "")
+        self.compute([p for p in self.places if p not in before], self.parts)
+        self._scale()
+        if launch.walks:
+            self.depth -= 1
+        self._leave_sums()
+        return self.define("edge_rows", row_parameters(self.code), '"rows", "span", "count"')
+
+    def _open(self, before: Sequence[int]) -> None:
+        launch = self.launch
+        if launch.walks:
+            self.emit("begin = tl.program_id(0).to(tl.int64) * span")
+            self.emit("end = tl.minimum(begin + span, rows)")
+        else:
+            self.emit(f"start = tl.program_id(0).to(tl.int64) * {launch.rows}")
+        self.emit(f"q = tl.arange(0, {launch.rows})")
+        for number, k in enumerate(self.parts):
+            self._columns(number, k)
+        for place in self.code.leaves(before, Kind.ROW):
+            for k in self.parts:
+                at = f"leaf{place}_ptr + c{k}{self.columnwise}"
+                self.let(f"raw{place}{k}", f"tl.load({at}{mask_of(self.here('inside', k))})")
+        self.compute(before, self.parts, use=False)
+        if launch.staged:
+            self.emit("by = inverse_of_power(top_of(given_ptr, count))")
+        blocks, wide = self.sides[1:]
+        shape = f"[{blocks}, {wide}]" if blocks else f"[{wide}]"
+        for number in range(len(self.code.program.sums)):
+            for k in self.parts:
+                self.let(f"total{number}{k}", f"tl.zeros({shape}, tl.float32)")
+
+    def _columns(self, number: int, k: str) -> None:
+        """Their numbers: V at a time count as neighbours, whatever lies in a thread then."""
+        program, (_, blocks, wide) = self.code.program, self.sides
+        along = f"tl.max_contiguous(tl.arange(0, {wide}), {min(self.launch.vector, wide)})"
+        if not blocks:
+            self.let(f"c{k}", f"{number * wide} + {along}")
+            self.let(f"inside{k}", f"c{k} < {program.features}")
+            self.let(f"kept{k}", f"c{k} < {self.columns}")
+            return
+        self.let("t", along)
+        self.let(f"b{k}", f"{number * blocks} + tl.arange(0, {blocks})")
+        self.let(f"c{k}", f"b{k}[:, None] * {program.block} + t[None, :]")
+        count = program.features // program.block
+        self.let(f"inside{k}", f"(t < {program.block})[None, :] & (b{k} < {count})[:, None]")
+        self.let(f"kept{k}", f"inside{k} | (b{k} == {count - 1})[:, None] & (c{k} < {self.columns})")
+
+    # Leaves.
+
+    def _load(self) -> None:
+        """All leaves of a group before any arithmetic, so that no load waits for it."""
+        start, live = "start", self.live("")
+        for place in self.code.leaves(self.places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
+            kind = self.code.kinds[place]
+            if kind is Kind.COLUMN:
+                self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + {start} + q{mask_of(live)})")
+                continue
+            for k in self.parts:
+                if kind is Kind.FULL:
+                    at, inside = self._elements(start, f"stride{place}", k), self.here("inside", k)
+                else:
+                    at, inside = self._blocks(start, k)
+                mask = mask_of(self.live("", self.rowwise), inside)
+                self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
+        if self.launch.staged:
+            self.let("rawunit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
+
+    def _elements(self, start: str, stride: str | int, k: str) -> str:
+        return f"{start} * {stride} + (q{self.rowwise} * {stride} + c{k}{self.columnwise})"
+
+    def _blocks(self, start: str, k: str) -> tuple[str, str | None]:
+        """Where numbers of blocks lie, and which of them exist."""
+        count = self.code.program.features // self.code.program.block
+        at = f"{start} * {count} + (q{self.rowwise} * {count} + b{k}[:, None, None])"
+        return at, None if self.even[int(k[1:])] else f"(b{k} < {count})[:, None, None]"
+
+    # Outputs.
+
+    def known(self, place: int, k: str) -> None:
+        kind = self.code.kinds[place]
+        for part in self.parts if kind in self.shared or kind is Kind.ROW else [k]:
+            self._use(place, part)
+
+    def _use(self, place: int, k: str) -> None:
+        program, launch = self.code.program, self.launch
+        if launch.staged and place == program.turned:
+            self.let("factor", f"(rawunit * by){self.rowwise}")
+            self._store_bytes("staged", f"{self.full(place, k)} * factor", k)
+        for number, summed in enumerate(program.sums):
+            if place == summed:
+                text = self.full(place, k)
+                if not launch.even:
+                    text = f"tl.where(live{self.rowwise}, {text}, 0.0)"
+                self.let(f"total{number}{k}", f"total{number}{k} + tl.sum({text}, axis={self.down})")
+        for number, (value, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
+            if place == value:
+                self._store_value(number, place, dtype, k)
+
+    def _scale(self) -> None:
+        gradient = self.code.program.gradient
+        if gradient is None:
+            return
+        bits = [f"magnitude_bits({self.existing(self.full(gradient, k), k)})" for k in self.parts]
+        self.let("r", f"scale_above({self.across('tl.max({}, axis={})', folded('tl.maximum', bits))})")
+        self.emit(f"tl.store(r_ptr + start + q, r{mask_of(self.live(''))})")
+        self.let("inverse", f"inverse_of_power(r){self.rowwise}")
+        for k in self.parts if self.launch.copy else ():
+            self._store_bytes("row", f"{self.full(gradient, k)} * inverse", k)
+
+    def _store_bytes(self, name: str, text: str, k: str) -> None:
+        text = f"as_bytes({self.existing(text, k) if self.columns != self.code.program.features else text})"
+        mask = mask_of(self.live(k, self.rowwise), self.here("kept", k))
+        self.emit(f"tl.store({name}_ptr + {self._elements('start', self.columns, k)}, {text}{mask})")
+
+    def _store_value(self, number: int, place: int, dtype: str, k: str) -> None:
+        kind, features = self.code.kinds[place], self.code.program.features
+        if kind is Kind.COLUMN:
+            if k != self.parts[0]:
+                return
+            at, inside = f"start + q{self.rowwise}", None
+        elif kind is Kind.FULL:
+            at, inside = self._elements("start", features, k), self.here("inside", k)
+        else:
+            at, inside = self._blocks("start", k)
+        mask = mask_of(self.live(k, self.rowwise), inside)
+        self.emit(f"tl.store(value{number}_ptr + {at}, narrowed({self.number(place, k)}, tl.{dtype}){mask})")
+
+    def _leave_sums(self) -> None:
+        for number in range(len(self.code.program.sums)):
+            line = f"({number} * tl.num_programs(0) + tl.program_id(0)) * {self.code.program.features}"
+            for k in self.parts:
+                mask = mask_of(None if self.even[int(k[1:])] else f"inside{k}")
+                self.emit(f"tl.store(part_ptr + {line} + c{k}, total{number}{k}{mask})")

@@ -1,0 +1,202 @@
+"""The text of the kernel that writes what a program wants transposed, and finishes its sums.
+
+A program of the grid owns a tile [H, W] of rows and features. `column` is the transpose of bytes that
+rows.py wrote. `turned` is too, or it is computed here from the leaves: as four quarters of every fourth
+row, so that four rows become one word of the copy (triton/pack.py). The first programs add up sums instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loka.core.problem import round_up
+from loka.kernels.edge.program import GROUP, Kind
+from loka.kernels.edge.triton.values import Code, Lines, mask_of
+
+QUARTERS = range(4)
+SUMMED = 8  # columns that a program adds up
+
+
+@dataclass(frozen=True, kw_only=True)
+class TallLaunch:
+    """All that the text depends on besides the program and its leaves' dtypes.
+
+    Attributes:
+        high, wide: H, a multiple of 64, and W, one of 16; powers of two.
+        even: whether all rows of tiles exist.
+        staged: whether the turned value comes as bytes.
+        scales: of the input: 0 for none, 1 for one, 2 for one a row.
+    """
+
+    high: int
+    wide: int
+    even: bool
+    staged: bool
+    scales: int
+
+
+def tall_parameters(code: Code) -> list[str]:
+    program = code.program
+    return [
+        *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
+        *(
+            "row_words_ptr",
+            "staged_words_ptr",
+            "part_ptr",
+            "column_ptr",
+            "turned_ptr",
+            "top_ptr",
+            "r_ptr",
+            "tops_ptr",
+        ),
+        *(f"sum{number}_ptr" for number in range(len(program.sums))),
+        *("input_scale_ptr", "unit_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
+        *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
+    ]
+
+
+def tall_source(code: Code, launch: TallLaunch) -> str:
+    """Python that defines the kernel `edge_tall`."""
+    return _Tall(code, launch).text()
+
+
+def summing(code: Code) -> int:
+    """Programs of the grid that add up sums."""
+    return len(code.program.sums) * -(-code.program.features // SUMMED)
+
+
+def fits(code: Code, wide: int) -> bool:
+    """Whether tiles so wide can compute the turned value: no sums in it, no tile with parts of blocks."""
+    live = code.reached([code.program.turned])
+    blocks = any(code.kinds[p] is Kind.BLOCK for p in live)
+    return not any(code.is_reduction(p) for p in live) and not (blocks and code.program.block % wide)
+
+
+class _Tall(Lines):
+    def __init__(self, code: Code, launch: TallLaunch) -> None:
+        super().__init__(
+            code, (launch.high // 4, launch.wide), shared=(Kind.ROW, Kind.SCALAR), rows_even=launch.even
+        )
+        self.launch = launch
+        self.columns = round_up(code.program.features, 16)
+        self.columns_even = code.program.features % launch.wide == 0
+
+    def live(self, k: str, shape: str = "") -> str | None:
+        return None if self.rows_even else f"live{k}{shape}"
+
+    def here(self, name: str, k: str = "") -> str | None:
+        return None if self.columns_even else f"{name}{self.columnwise}"
+
+    def filled(self, text: str, k: str) -> str:
+        """With zeros in the padding of copies, which is written."""
+        conditions = [self.live(k, self.rowwise), self.here("inside")]
+        found = [condition for condition in conditions if condition]
+        return f"tl.where({' & '.join(found)}, {text}, 0.0)" if found else text
+
+    def text(self) -> str:
+        program = self.code.program
+        first = summing(self.code)
+        each = first // len(program.sums) if program.sums else 0
+        self.emit("program = tl.program_id(0)")
+        for number in range(len(program.sums)):
+            self.emit(f"if (program >= {number * each}) & (program < {(number + 1) * each}):")
+            part = f"part_ptr + {number * program.features} * parts.to(tl.int64)"
+            begin = f"(program - {number * each}) * {SUMMED}"
+            self.emit(
+                f"    finish_sums({part}, sum{number}_ptr, {begin}, parts, {program.features}, {SUMMED})"
+            )
+        if program.column or program.turned is not None:
+            self.emit(f"tile = program - {first}")
+            if first:
+                self.emit("if tile >= 0:")
+                self.depth += 1
+            self._tile()
+        return self.define("edge_tall", tall_parameters(self.code), '"rows", "count", "parts"')
+
+    def _tile(self) -> None:
+        """The rows written last come first: they may still lie in a cache."""
+        program, launch = self.code.program, self.launch
+        across = -(-self.columns // launch.wide)
+        self.emit(f"down = (padded_rows + {launch.high - 1}) // {launch.high} - 1 - tile // {across}")
+        self.emit(f"start = down.to(tl.int64) * {launch.high}")
+        self.emit(f"first = tile % {across} * {launch.wide}")
+        if program.column:
+            self._turn("row", "column")
+            self._tops()
+        if program.turned is None:
+            return
+        if launch.staged:
+            self.emit("if tile == 0:")
+            self.emit("    tl.store(top_ptr, top_of(given_ptr, count))")
+            self._turn("staged", "turned")
+        else:
+            self._compute_turned(program.turned)
+
+    def _turn(self, source: str, target: str) -> None:
+        words = f"{self.columns // 4}, {self.launch.high}, {self.launch.wide // 4}"
+        self.emit(
+            f"transposed({source}_words_ptr, {target}_ptr, start, first // 4, rows, padded_rows, {words})"
+        )
+
+    def _tops(self) -> None:
+        groups = max(self.launch.high // GROUP, 1)
+        whole = f" & (start % {GROUP} == 0)" if self.launch.high < GROUP else ""
+        for group in range(groups):
+            here = (
+                f"down * {self.launch.high // GROUP} + {group}"
+                if self.launch.high >= GROUP
+                else (f"down // {GROUP // self.launch.high}")
+            )
+            behind = f" & (start + {group * GROUP} < rows)"
+            self.emit(f"if (first == 0){whole}{behind}:")
+            self.emit(f"    store_tops(r_ptr, input_scale_ptr, tops_ptr, {here}, rows, {self.launch.scales})")
+
+    def _compute_turned(self, turned: int) -> None:
+        launch, code = self.launch, self.code
+        self.emit("top = top_of(given_ptr, count)")
+        self.emit("if tile == 0:")
+        self.emit("    tl.store(top_ptr, top)")
+        self.emit("by = inverse_of_power(top)")
+        self.emit(f"w = tl.arange(0, {launch.high // 4})")
+        self.emit(f"c = first + tl.arange(0, {launch.wide})")
+        if not self.columns_even:
+            self.emit(f"inside = c < {code.program.features}")
+            self.emit(f"kept = c < {self.columns}")
+        places = code.reached([turned])
+        for k in QUARTERS:
+            self._load(places, k)
+        for place in code.leaves(places, Kind.ROW):
+            mask = mask_of(self.here("inside"))
+            self.let(f"raw{place}", f"tl.load(leaf{place}_ptr + c{self.columnwise}{mask})")
+        self.compute([p for p in places if code.kinds[p] in self.shared], ("",))
+        for k in QUARTERS:
+            self.compute([p for p in places if code.kinds[p] not in self.shared], (f"_{k}",))
+            self.let(f"out_{k}", self.filled(f"{self.full(turned, f'_{k}')} * factor_{k}", f"_{k}"))
+            if k == 1:  # so that no more than two wait in float32
+                self.let("low", "half(out_0, out_1)")
+        self.emit("along = padded_rows // 4")
+        self.emit("high = start // 4")
+        at = f"high + (c{self.columnwise}.to(tl.int64) * along + w{self.rowwise})"
+        below = None if launch.even else f"(high + w < along){self.rowwise}"
+        self.emit(f"tl.store(turned_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})")
+
+    def _load(self, places: list[int], k: int) -> None:
+        """All leaves before any arithmetic, so that no load waits for it."""
+        program = self.code.program
+        if not self.launch.even:
+            self.emit(f"live_{k} = 4 * w + {k} < rows - start")
+        mask = mask_of(self.live(f"_{k}"))
+        self.let(f"factor_{k}", f"(tl.load(unit_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}")
+        for place in self.code.leaves(places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
+            kind = self.code.kinds[place]
+            if kind is Kind.FULL:
+                at = f"(start + {k}) * stride{place} + "
+                at += f"(w{self.rowwise} * (4 * stride{place}) + c{self.columnwise})"
+                mask = mask_of(self.live(f"_{k}", self.rowwise), self.here("inside"))
+            elif kind is Kind.COLUMN:
+                at, mask = f"start + {k} + 4 * w", mask_of(self.live(f"_{k}"))
+            else:
+                count = program.features // program.block
+                at = f"(start + {k}) * {count} + first // {program.block} + w{self.rowwise} * {4 * count}"
+                mask = mask_of(self.live(f"_{k}", self.rowwise))
+            self.let(f"raw{place}_{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")

@@ -1,0 +1,1 @@
+"""What can compute a scaled GEMM, and the one place that runs it."""

@@ -1,0 +1,1 @@
+"""One file a kernel library, and one line in the registry."""

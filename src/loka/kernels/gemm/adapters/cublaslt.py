@@ -1,0 +1,276 @@
+"""cuBLASLt through nvmath's low-level bindings: what torch calls, with a choice of algorithm.
+
+torch always takes the first algorithm of cuBLASLt's heuristic; here `algorithm=i` takes the i-th of
+up to eight. cuBLASLt is column-major, so it computes out^T [N, M] = B A^T: its first operand is our
+B [N, K], seen as K x N and transposed, its second our A [M, K], seen as K x M. Its "A scale" is
+therefore the scale of our B.
+
+A plan (descriptor, layouts, heuristic) is made once for each shape, types and alignment; a call
+then sets two pointers. The workspace comes from torch's allocator on every call, so it follows
+the stream and belongs to a CUDA graph that captures the call; most algorithms need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from loka.core.exceptions import LokaError
+from loka.core.numerics.reference import Quantized
+from loka.core.problem import DTYPES, Problem
+from loka.core.recipe import Granularity, Recipe
+from loka.core.timing import first_line
+from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
+from loka.kernels.gemm.legality import granularities, misaligned, no_fp8, not_hopper, older_cuda, undefined
+from loka.kernels.gemm.libraries import why_missing
+
+_FAST_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2")
+_REQUESTED = 8  # algorithms
+_WORKSPACE_LIMIT = 32 << 20  # bytes; torch's own limit on Hopper
+
+# Values of the C interface (cudaDataType, cublasComputeType_t, cublasOperation_t); they never change.
+_TYPES = {
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+    torch.bfloat16: 14,
+    torch.float16: 2,
+    torch.float32: 0,
+}
+_COMPUTE_32F = 68
+_REDUCE_IN_FLOAT32 = 2  # of split K; the other schemes add partial sums in the type of the result
+_TRANSPOSE = 1
+_SCALE_MODES = {
+    Granularity.TENSOR: "SCALAR_32F",
+    Granularity.ROW: "OUTER_VEC_32F",
+    Granularity.GROUP_1X128: "VEC128_32F",
+    Granularity.BLOCK_128X128: "BLK128x128_32F",
+}
+_LAYOUTS = {
+    Granularity.TENSOR: scalar,
+    Granularity.ROW: vector,
+    Granularity.GROUP_1X128: column_major,
+    Granularity.BLOCK_128X128: padded_rows,
+}
+_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
+_ALPHA, _BETA = _ONE.ctypes.data, _ZERO.ctypes.data
+
+
+def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
+    refused = undefined(problem, recipe) or no_fp8(problem.target)
+    if refused:
+        return refused
+    both = granularities(problem, recipe)
+    if problem.dtype == "float64":
+        return "float64 results: FP8 GEMMs accumulate in float32"
+    if both != (Granularity.TENSOR, Granularity.TENSOR):
+        refused = not_hopper(problem.target, "takes row and block scales on sm_90") or older_cuda(12, 9)
+    if Granularity.GROUP_1X128 in both and problem.dtype not in ("bfloat16", "float32"):
+        refused = refused or f"{problem.dtype} results; with block scales it writes bfloat16 or float32"
+    m, n, k = _multiples(problem, recipe)
+    return refused or misaligned(problem, m=m, n=n, k=k)
+
+
+def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
+    if Granularity.GROUP_1X128 in granularities(problem, recipe):
+        return (4, 16, 128)  # M: 1x128 scales lie in columns of M floats, each at 16 bytes
+    return (1, 16, 16)
+
+
+class _Key(NamedTuple):
+    """What a plan depends on. `alignment` of all three matrices in bytes."""
+
+    m: int
+    n: int
+    k: int
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # A, B, out
+    scales: tuple[Granularity, Granularity]  # A, B
+    fast: bool
+    alignment: int
+    device: int
+
+
+@dataclass(eq=False, kw_only=True)
+class _Plan:
+    """cuBLASLt's objects for a key. `algorithms` holds (address, bytes of workspace)."""
+
+    handle: int
+    descriptor: int
+    layouts: tuple[int, int, int]  # of B, A and out, in cuBLASLt's order
+    results: Any  # the array that `algorithms` points into
+    algorithms: tuple[tuple[int, int], ...]
+    failure: str
+    pointers: Any  # int64 [2]: the addresses of B's and of A's scale, which the descriptor copies
+    where: int  # address of `pointers`
+    lock: threading.Lock = field(default_factory=threading.Lock)  # the descriptor holds pointers of a call
+
+
+@functools.cache
+def _handle(device: int) -> int:
+    from nvmath.bindings import cublasLt
+
+    return cublasLt.create()  # of the current device
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(key: _Key) -> _Plan:
+    """Needs `key.device` to be the current one; touches no GPU memory."""
+    from nvmath.bindings import cublasLt
+
+    def set_attribute(setter: Any, owner: int, attribute: Any, value: Any) -> None:
+        array = np.array([value])
+        setter(owner, int(attribute), array.ctypes.data, array.nbytes)
+
+    with contextlib.ExitStack() as owned:
+        descriptor = cublasLt.matmul_desc_create(_COMPUTE_32F, _TYPES[torch.float32])
+        owned.callback(cublasLt.matmul_desc_destroy, descriptor)
+        names = cublasLt.MatmulDescAttribute
+        # An address that is aligned: the heuristic asks only whether there is one.
+        placeholder = np.int64(4096)
+        attributes: tuple[tuple[Any, Any], ...] = (
+            (names.TRANSA, np.int32(_TRANSPOSE)),
+            (names.A_SCALE_MODE, np.int32(cublasLt.MatmulMatrixScale[_SCALE_MODES[key.scales[1]]])),
+            (names.B_SCALE_MODE, np.int32(cublasLt.MatmulMatrixScale[_SCALE_MODES[key.scales[0]]])),
+            (names.A_SCALE_POINTER, placeholder),
+            (names.B_SCALE_POINTER, placeholder),
+            (names.FAST_ACCUM, np.int8(key.fast)),
+        )
+        for attribute, value in attributes:
+            set_attribute(cublasLt.matmul_desc_set_attribute, descriptor, attribute, value)
+        type_a, type_b, type_out = (_TYPES[dtype] for dtype in key.types)
+        layouts = []
+        for kind, rows, columns in (
+            (type_b, key.k, key.n),
+            (type_a, key.k, key.m),
+            (type_out, key.n, key.m),
+        ):
+            layout = cublasLt.matrix_layout_create(kind, rows, columns, rows)
+            owned.callback(cublasLt.matrix_layout_destroy, layout)
+            layouts.append(layout)
+        results = np.zeros(_REQUESTED, dtype=cublasLt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, dtype=np.int32)
+        failure = "the heuristic found none"
+        preference = cublasLt.matmul_preference_create()
+        try:
+            wishes = cublasLt.MatmulPreferenceAttribute
+            preferences: tuple[tuple[Any, Any], ...] = (
+                (wishes.MAX_WORKSPACE_BYTES, np.uint64(_WORKSPACE_LIMIT)),
+                (wishes.REDUCTION_SCHEME_MASK, np.uint32(_REDUCE_IN_FLOAT32)),
+                *((wishes[f"MIN_ALIGNMENT_{x}_BYTES"], np.uint32(key.alignment)) for x in "ABCD"),
+            )
+            for wish, value in preferences:
+                set_attribute(cublasLt.matmul_preference_set_attribute, preference, wish, value)
+            cublasLt.matmul_algo_get_heuristic(
+                _handle(key.device),
+                descriptor,
+                *layouts,
+                layouts[2],
+                preference,
+                _REQUESTED,
+                results.ctypes.data,
+                count.ctypes.data,
+            )
+        except Exception as error:  # NOT_SUPPORTED is how cuBLASLt says that there is no algorithm
+            failure = first_line(error)
+        finally:
+            cublasLt.matmul_preference_destroy(preference)
+        pointers = np.zeros(2, dtype=np.int64)
+        plan = _Plan(
+            handle=_handle(key.device),
+            descriptor=descriptor,
+            layouts=(layouts[0], layouts[1], layouts[2]),
+            results=results,
+            algorithms=tuple(
+                (results.ctypes.data + i * results.itemsize, int(results["workspace_size"][i]))
+                for i in range(int(count[0]))
+                if results["state"][i] == 0
+            ),
+            failure=failure,
+            pointers=pointers,
+            where=pointers.ctypes.data,
+        )
+        weakref.finalize(plan, owned.pop_all().close).atexit = False
+    return plan
+
+
+def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
+    from nvmath.bindings import cublasLt
+
+    (m, k), n, device = a.shape, b.shape[0], a.data.device
+    scales = a.cast.granularity, b.cast.granularity
+    scale_a, scale_b = _LAYOUTS[scales[0]](a.scale), _LAYOUTS[scales[1]](b.scale)
+    with torch.cuda.device_of(a.data):
+        out = torch.empty(m, n, dtype=dtype, device=device)
+        at_a, at_b, at_out = a.data.data_ptr(), b.data.data_ptr(), out.data_ptr()
+        bits = at_a | at_b | at_out
+        types = a.data.dtype, b.data.dtype, dtype
+        plan = _plan(_Key(m, n, k, types, scales, fast, min(bits & -bits, 256), a.data.get_device()))
+        if not plan.algorithms:
+            raise LokaError(f"cuBLASLt has no algorithm for M={m} N={n} K={k} in {dtype}", why=[plan.failure])
+        address, size = plan.algorithms[min(algorithm, len(plan.algorithms) - 1)]
+        workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+        with plan.lock:
+            plan.pointers[:] = scale_b.data_ptr(), scale_a.data_ptr()
+            names = cublasLt.MatmulDescAttribute
+            cublasLt.matmul_desc_set_attribute(plan.descriptor, int(names.A_SCALE_POINTER), plan.where, 8)
+            cublasLt.matmul_desc_set_attribute(plan.descriptor, int(names.B_SCALE_POINTER), plan.where + 8, 8)
+            cublasLt.matmul(
+                plan.handle,
+                plan.descriptor,
+                _ALPHA,
+                at_b,
+                plan.layouts[0],
+                at_a,
+                plan.layouts[1],
+                _BETA,
+                at_out,
+                plan.layouts[2],
+                at_out,
+                plan.layouts[2],
+                address,
+                0 if workspace is None else workspace.data_ptr(),
+                size,
+                _stream(device),
+            )
+    return out
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
+    """Never 0: where the heuristic finds none, running says so."""
+    padded = problem.padded(_multiples(problem, recipe))
+    casts = recipe.casts(problem.gemm)
+    assert casts is not None
+    types = casts[0].format.dtype, casts[1].format.dtype, DTYPES[problem.dtype]
+    scales = casts[0].granularity, casts[1].granularity
+    device = torch.cuda.current_device()
+    # torch allocates at 512 bytes; operands that begin elsewhere may have other algorithms.
+    key = _Key(padded.m, padded.n, padded.k, types, scales, fast, 256, device)
+    return max(1, len(_plan(key).algorithms))
+
+
+CUBLASLT, CUBLASLT_FAST = (
+    Kernel(
+        name="cublaslt_fast" if fast else "cublaslt",
+        library="cublaslt",
+        summary=f"cuBLASLt with a search of its algorithms, {'fast' if fast else 'float32'} accumulation",
+        recipes=_FAST_RECIPES if fast else (*_FAST_RECIPES, "blockwise_e4m3"),
+        unsupported=_unsupported,
+        multiples=_multiples,
+        run=functools.partial(_run, fast=fast),
+        missing=functools.partial(why_missing, "cublaslt"),
+        algorithms=functools.partial(_algorithms, fast=fast),
+        fast=fast,
+    )
+    for fast in (False, True)
+)

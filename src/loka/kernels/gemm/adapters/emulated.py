@@ -1,0 +1,40 @@
+"""The emulated kernel: every recipe on every device, through dequantized float32.
+
+Shows what FP8 does to a model without FP8 hardware. The rounding of operands is exact; what
+it leaves out is the tensor cores' accumulation error (core/numerics/reference.py bounds it).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from loka.core.numerics.reference import Quantized, scaled_mm
+from loka.core.problem import Problem
+from loka.core.recipe import RECIPES, Recipe
+from loka.kernels.gemm.kernel import Kernel, Multiples
+
+
+def _unsupported(problem: Problem, recipe: Recipe) -> str | None:
+    if problem.dtype == "float64":
+        return "float64 results: FP8 GEMMs accumulate in float32"
+    return None
+
+
+def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
+    return (1, 1, 1)
+
+
+def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    return scaled_mm(a, b, dtype=dtype)
+
+
+EMULATED = Kernel(
+    name="emulated",
+    library="emulated",
+    summary="FP8 rounding in plain PyTorch; exact on any device, no speed",
+    recipes=tuple(RECIPES),
+    unsupported=_unsupported,
+    multiples=_multiples,
+    run=_run,
+    emulates=True,
+)

@@ -1,0 +1,143 @@
+"""PyTorch's own scaled GEMMs: cuBLASLt on Hopper and newer, an exact kernel on the CPU.
+
+`torch` accumulates in float32 after every 128 of K; `torch_fast` stays in the tensor core's
+register of about 14 bits, which is faster and less accurate (core/numerics/reference.py).
+
+The CPU kernels accept any side and any layout, so the rules of the GPU are written down here
+and asked on every machine: K and N must be multiples of 16, e5m2 cannot meet e5m2, and the
+blockwise recipe needs K in multiples of 128, M of 4, Hopper, and CUDA 12.9. (Tried on an H200
+with torch 2.11: M is free otherwise, and results in float16 and float32 are right too.)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn.functional import ScalingType, scaled_mm
+
+from loka.core.numerics.reference import Quantized
+from loka.core.problem import Problem, capability
+from loka.core.recipe import Format, Granularity, Recipe
+from loka.kernels.gemm.kernel import Kernel, Multiples
+from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
+
+_RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
+
+
+def _granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granularity]:
+    casts = recipe.casts(problem.gemm)
+    assert casts is not None
+    return casts[0].granularity, casts[1].granularity
+
+
+def _unsupported(problem: Problem, recipe: Recipe, *, fast: bool) -> str | None:
+    casts = recipe.casts(problem.gemm)
+    if casts is None:
+        return f"{recipe.name} does not define {problem.gemm}"
+    blocks = any(cast.granularity in (Granularity.GROUP_1X128, Granularity.BLOCK_128X128) for cast in casts)
+    if problem.dtype == "float64":
+        return "float64 results: FP8 GEMMs accumulate in float32"
+    if problem.target == "cpu":
+        if fast:
+            return "fast accumulation is a mode of the GPU's tensor cores"
+        if casts[0].granularity is Granularity.ROW and torch.__version__ < "2.13":
+            return f"torch {torch.__version__} has only tensorwise scales on the CPU"
+        return "torch has no blockwise kernel on the CPU" if blocks else None
+    gpu = capability(problem.target)
+    if gpu is None or gpu < (8, 9):
+        return f"{problem.target} has no FP8 tensor cores (needs sm_89 or newer)"
+    if casts[0].format is Format.E5M2 and casts[1].format is Format.E5M2:
+        return "both operands are e5m2; cuBLASLt takes at most one"
+    for side, size in (("K", problem.k), ("N", problem.n)):
+        if size % 16:
+            return f"{side}={size} is not a multiple of 16"
+    if not blocks:
+        return None
+    if fast:
+        return "blockwise scales are applied in float32; there is no fast accumulation"
+    if gpu != (9, 0):
+        return f"blockwise FP8 scales are for sm_90; {problem.target} has MX formats instead"
+    if problem.k % 128:
+        return f"K={problem.k} is not a multiple of 128"
+    if problem.m % 4:
+        return f"M={problem.m} is not a multiple of 4, which the layout of the 1x128 scales needs"
+    if problem.dtype not in ("bfloat16", "float32"):
+        return f"{problem.dtype} results; the blockwise kernel writes bfloat16 or float32"
+    if torch.version.cuda and tuple(map(int, torch.version.cuda.split(".")[:2])) < (12, 9):
+        return f"needs CUDA 12.9, this torch was built with {torch.version.cuda}"
+    return None
+
+
+def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
+    if problem.target == "cpu":
+        return (1, 1, 1)
+    if Granularity.GROUP_1X128 in _granularities(problem, recipe):
+        return (4, 16, 128)
+    return (1, 16, 16)
+
+
+def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
+    granularity = a.cast.granularity
+    if granularity is Granularity.TENSOR:
+        return _scaled(a, b, scalar(a.scale), scalar(b.scale), dtype, fast)
+    if granularity is Granularity.ROW:
+        return _scaled(a, b, _column(a.scale), _column(b.scale).t(), dtype, fast)
+    # The form with recipes: the older one accepts unpadded 128x128 scales and returns garbage
+    # when K / 128 is not a multiple of 4 (pytorch/ao#4209).
+    if b.cast.granularity is Granularity.BLOCK_128X128:
+        scale_b = padded_rows(b.scale).t()
+        recipe_b = ScalingType.BlockWise128x128
+    else:
+        scale_b = column_major(b.scale)
+        recipe_b = ScalingType.BlockWise1x128
+    return scaled_mm(
+        a.data,
+        b.data.t(),
+        column_major(a.scale),
+        ScalingType.BlockWise1x128,
+        scale_b,
+        recipe_b,
+        output_dtype=dtype,
+        use_fast_accum=False,
+    )
+
+
+def _column(scale: torch.Tensor) -> torch.Tensor:
+    """Row scales [R, 1] with stride 1, as the quantizer makes them; a view of one costs the host 3 us."""
+    if scale.stride() == (1, 1) and scale.data_ptr() % 16 == 0:
+        return scale
+    return vector(scale)[:, None]
+
+
+def _scaled(
+    a: Quantized,
+    b: Quantized,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+TORCH = Kernel(
+    name="torch",
+    library="torch",
+    summary="torch._scaled_mm and F.scaled_mm, float32 accumulation",
+    recipes=_RECIPES,
+    unsupported=functools.partial(_unsupported, fast=False),
+    multiples=_multiples,
+    run=functools.partial(_run, fast=False),
+)
+
+TORCH_FAST = Kernel(
+    name="torch_fast",
+    library="torch",
+    fast=True,
+    summary="torch._scaled_mm with fast accumulation",
+    recipes=tuple(name for name in _RECIPES if not name.startswith("blockwise")),
+    unsupported=functools.partial(_unsupported, fast=True),
+    multiples=_multiples,
+    run=functools.partial(_run, fast=True),
+)

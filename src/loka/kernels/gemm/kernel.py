@@ -1,0 +1,77 @@
+"""What a kernel must say about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from loka.core.numerics.reference import Quantized
+from loka.core.problem import Problem
+from loka.core.recipe import Recipe
+
+Multiples = tuple[int, int, int]
+
+
+class Run(Protocol):
+    """out [M, N] = A [M, K] @ B [N, K]^T in `dtype`; `algorithm` picks one where a kernel has several."""
+
+    def __call__(
+        self, a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0
+    ) -> torch.Tensor: ...
+
+
+def nothing_missing() -> str | None:
+    return None
+
+
+def rounds_once(problem: Problem, recipe: Recipe) -> float:
+    return 0.0
+
+
+def one_algorithm(problem: Problem, recipe: Recipe) -> int:
+    return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A way to compute out [M, N] = A [M, K] @ B [N, K]^T from quantized operands.
+
+    Attributes:
+        library: whose kernel it is: "torch", "torchao", "fbgemm", "deep_gemm", "cublaslt", "emulated".
+        unsupported: why this problem, with its exact sides, cannot run on its target under this
+            recipe, or None. Answers on any machine for any target; nothing is executed or imported.
+        multiples: what to pad M, N and K to beforehand (zeros are exact). Where padding cures
+            `unsupported`, LoKA pads.
+        run: computes; only called for what `unsupported` accepts.
+        missing: why the library cannot be used on this machine at all, or None.
+        algorithms: how many algorithms `run` can choose from for a problem it supports; asked on
+            the GPU only. Measuring searches them and the candidate's name pins the winner.
+        precompile: compiles ahead, in parallel processes, what running these problems would compile
+            one after the other; (problems, on_done), where on_done is called after each.
+        fast: accumulates all of K in the tensor core's register of about 14 bits
+            (core/numerics/reference.accumulation_bound).
+        rounding: relative error of its results beyond their one rounding to the problem's dtype:
+            2^-8 where they pass through bfloat16 on the way.
+        emulates: True for a stand-in that shows the numerics and has no speed.
+        on_request: why it is measured only when asked for by name.
+        never_run: why the authors could not run it anywhere; shown wherever it is listed.
+    """
+
+    name: str
+    library: str
+    summary: str
+    recipes: tuple[str, ...]
+    unsupported: Callable[[Problem, Recipe], str | None]
+    multiples: Callable[[Problem, Recipe], Multiples]
+    run: Run
+    missing: Callable[[], str | None] = nothing_missing
+    algorithms: Callable[[Problem, Recipe], int] = one_algorithm
+    precompile: Callable[[Sequence[Problem], Callable[[], None]], None] | None = None
+    fast: bool = False
+    rounding: Callable[[Problem, Recipe], float] = rounds_once
+    emulates: bool = False
+    on_request: str | None = None
+    never_run: str | None = None

@@ -1,0 +1,473 @@
+"""An FP8 GEMM on Hopper that normalizes, activates and casts its result before it writes it.
+
+    Z [M, N] = A8 [M, K] @ W8 [N, K]^T * scale_a * scale_w     float32 accumulators
+    out = cast(activation(BlockNorm(Z)) / scale_out)           e4m3, or bfloat16 unscaled
+
+A tile of the result is whole blocks of the norm wide, so a row's statistic never leaves the
+tile, and Z itself is written only where backward will want it: in bfloat16, or in eight bits with
+steps of each row and block (rounded.py). Twin: kernels/gemm/fused_gemm.py.
+
+The epilogue costs what the tensor cores wait for it: 128 x 256 accumulators take 256 cycles for
+one instruction an element, and their 512 products each 4096. So factors of a row (the norm, the
+scales) are multiplied first and an element pays once; and epilogues overlap with products, by
+two programs on a multiprocessor (`per_sm`), by loads of the next tile (`flatten`) or by
+warps that only load (`specialize`).
+
+The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.py), NaN among them, so there
+the kernel reads and writes float32 and the casts are torch's; all else is the same code.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Norm, Rounded
+from loka.kernels.gemm.triton.rounded import step_of, to_byte
+from loka.kernels.triton.launch import launching_on
+from loka.kernels.triton.pack import inverse_of_power
+from loka.kernels.triton.processors import multiprocessors
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
+_PROGRAMS_INTERPRETED = 3  # few, so that each has several tiles
+
+_NONE, _HARD_SWISH, _RELU, _SWISH, _GELU = (tl.constexpr(i) for i in range(5))
+_ACTIVATIONS = {
+    Activation.NONE: _NONE,
+    Activation.HARD_SWISH: _HARD_SWISH,
+    Activation.RELU: _RELU,
+    Activation.SWISH: _SWISH,
+    Activation.GELU: _GELU,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel is laid out; results do not depend on it beyond the order of float32 sums.
+
+    Attributes:
+        block_m, block_n, block_k: a tile. `block_n` is raised to the norm's block and lowered to N.
+        stages, warps: of Triton's software pipeline.
+        per_sm: programs on a multiprocessor.
+        parts: 2 writes a tile in two halves of its columns, for half the shared memory.
+        flatten: the loops over tiles and over K are one pipeline.
+        specialize: warps that load, and warps that compute, for which triton 3.6 wants 4 `warps`,
+            one part, no `flatten`, and descriptors that the kernel makes itself.
+        group: rows of tiles that are worked through together, for the L2 cache.
+        tma: tensor memory accelerator; without it plain loads and stores.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 128
+    stages: int = 3
+    warps: int = 8
+    per_sm: int = 1
+    parts: int = 1
+    flatten: bool = True
+    specialize: bool = False
+    group: int = 8
+    tma: bool = True
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """The row and column of a tile: GROUP rows of tiles at a time, column by column."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    high = tl.minimum(tiles_m - first, GROUP)
+    inside = tile % (GROUP * tiles_n)
+    return first + inside % high, inside // high
+
+
+@triton.jit
+def _load(
+    source, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
+):
+    """A tile of a row-major operand, zeros beyond its sides."""
+    if TMA:
+        tile = source.load([row, column])
+    else:
+        r = row + tl.arange(0, BLOCK_R)
+        c = column + tl.arange(0, BLOCK_C)
+        offsets = r.to(tl.int64)[:, None] * columns + c[None, :]
+        tile = tl.load(source + offsets, mask=(r < rows)[:, None] & (c < columns)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(
+    place, tile, row, column, rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
+):
+    if TMA:
+        place.store([row, column], tile)
+    else:
+        r = row + tl.arange(0, BLOCK_R)
+        c = column + tl.arange(0, BLOCK_C)
+        offsets = r.to(tl.int64)[:, None] * columns + c[None, :]
+        tl.store(place + offsets, tile, mask=(r < rows)[:, None] & (c < columns)[None, :])
+
+
+@triton.jit
+def _factor(acc, scale, eps, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """1 / sqrt(mean(z^2) + eps) of every row and block of z = acc * scale [BLOCK_M, blocks], and that times
+    scale, as wide as `acc` or 1.
+
+    The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
+    """
+    if WIDTH == BLOCK:
+        mean = tl.sum(acc * acc, axis=1, keep_dims=True) * (1.0 / BLOCK) * scale * scale
+        inverse = tl.rsqrt(mean + eps)
+        factor = inverse * scale
+    else:
+        blocks = tl.reshape(acc * acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        mean = tl.sum(blocks, axis=2, keep_dims=True) * (1.0 / BLOCK) * scale * scale
+        inverse = tl.rsqrt(mean + eps)
+        wide = tl.broadcast_to(inverse * scale, (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        factor = tl.reshape(wide, (BLOCK_M, WIDTH))
+        inverse = tl.reshape(inverse, (BLOCK_M, WIDTH // BLOCK))
+    return inverse, factor
+
+
+@triton.jit
+def _steps(
+    acc,
+    inverse,
+    scale,
+    place,
+    row,
+    column,
+    rows,
+    columns,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the steps of Z = acc * scale in a tile that begins at `row` and `column`; returns 1 / those of
+    acc, as wide as `acc` or 1. `inverse`: 1 / rms of rows and blocks, which knows what is not finite."""
+    if WIDTH == BLOCK:
+        largest = tl.max(tl.abs(acc), axis=1, keep_dims=True)
+    else:
+        blocks = tl.reshape(acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        largest = tl.max(tl.abs(blocks), axis=2)
+    step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
+    r = row + tl.arange(0, BLOCK_M)
+    b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
+    count = columns // BLOCK
+    offsets = r.to(tl.int64)[:, None] * count + b[None, :]
+    tl.store(place + offsets, step * scale, mask=(r < rows)[:, None] & (b < count)[None, :])
+    turned = inverse_of_power(step)
+    if WIDTH != BLOCK:
+        wide = tl.broadcast_to(tl.expand_dims(turned, 2), (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        turned = tl.reshape(wide, (BLOCK_M, WIDTH))
+    return turned
+
+
+@triton.jit
+def _activated(acc, factor, inverse, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
+    """activation(acc * factor) * inverse. Keeps NaN."""
+    value = acc * (factor * inverse)
+    if ACTIVATION == _HARD_SWISH:
+        # One instruction an element, where add, minimum, maximum and multiply are four. It makes
+        # NaN 0, and NaN * 0 is NaN.
+        if HARDWARE:
+            gate = tl.inline_asm_elementwise(
+                "fma.rn.sat.f32 $0, $1, $2, 0f3F000000;",
+                "=f,f,f",
+                [acc, factor * (1.0 / 6.0)],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            gate = tl.minimum(tl.maximum(acc * (factor * (1.0 / 6.0)) + 0.5, 0.0), 1.0)
+        value = value * gate
+    elif ACTIVATION == _RELU:
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == _SWISH:
+        value = value / (1.0 + tl.exp(-(acc * factor)))
+    elif ACTIVATION == _GELU:
+        value = value * (0.5 + 0.5 * tl.erf(acc * (factor * 0.7071067811865476)))
+    return value
+
+
+@triton.jit
+def _finish(
+    acc,
+    factor,
+    scale,
+    turned,
+    inverse,
+    out,
+    z,
+    row,
+    column,
+    rows,
+    columns,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FP8: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Writes a tile, or half of one: Z, or its bytes by 1 / steps `turned`, where kept, and the result."""
+    if KEEP:
+        if ROUNDED:
+            kept = to_byte(acc, turned)
+        else:
+            kept = acc * scale
+            if HARDWARE:
+                kept = kept.to(tl.bfloat16)
+        _store(z, kept, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
+    value = _activated(acc, factor, inverse, ACTIVATION, HARDWARE)
+    if FP8 and not NORM:  # a norm makes NaN of infinity; the cast would make it the largest number
+        value = tl.where(tl.abs(value) < float("inf"), value, float("nan"))
+    if HARDWARE:  # sm_90's only cast to e4m3 saturates and keeps NaN (cvt.rn.satfinite)
+        value = value.to(tl.float8e4nv if FP8 else tl.bfloat16)
+    _store(out, value, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
+
+
+@triton.jit
+def _gemm(
+    a,
+    w,
+    out,
+    z,
+    steps_ptr,
+    scale_a_ptr,
+    scale_w_ptr,
+    scale_out_ptr,
+    rows,
+    columns,
+    inner,
+    eps,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FP8: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    FAST: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none.
+    ROUNDED: whether `z` keeps Z in eight bits."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    scale = tl.load(scale_a_ptr) * tl.load(scale_w_ptr)
+    inverse = 1.0
+    if FP8:
+        inverse = 1.0 / tl.load(scale_out_ptr)
+    if TMA and SPECIALIZE:  # its passes cut the tiles of a descriptor, and cannot those of an argument
+        a = tl.make_tensor_descriptor(a, [rows, inner], [inner, 1], [BLOCK_M, BLOCK_K])
+        w = tl.make_tensor_descriptor(w, [columns, inner], [inner, 1], [BLOCK_N, BLOCK_K])
+        out = tl.make_tensor_descriptor(out, [rows, columns], [columns, 1], [BLOCK_M, BLOCK_N // PARTS])
+        if KEEP:
+            z = tl.make_tensor_descriptor(z, [rows, columns], [columns, 1], [BLOCK_M, BLOCK_N // PARTS])
+    begin = tl.program_id(0)
+    # Counted apart from the loop, so that in one pipeline the loads of the next tile need not wait
+    # for the epilogue of this one.
+    written = begin - PROGRAMS
+    for tile in tl.range(begin, tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
+        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(tl.cdiv(inner, BLOCK_K)):
+            k = step * BLOCK_K
+            left = _load(a, tile_m * BLOCK_M, k, rows, inner, BLOCK_M, BLOCK_K, TMA)
+            right = _load(w, tile_n * BLOCK_N, k, columns, inner, BLOCK_N, BLOCK_K, TMA)
+            if FAST:
+                acc = tl.dot(left, right.T, acc)
+            else:
+                acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=128)
+
+        written += PROGRAMS
+        tile_m, tile_n = _place(written, tiles_m, tiles_n, GROUP)
+        row = tile_m * BLOCK_M
+        column = tile_n * BLOCK_N
+        factor = scale
+        turned = scale
+        if NORM == BLOCK_N or (NORM > 0 and PARTS == 1):
+            root, factor = _factor(acc, scale, eps, BLOCK_M, BLOCK_N, NORM)
+            if ROUNDED:
+                turned = _steps(
+                    acc, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N, NORM
+                )
+        if PARTS == 1:
+            _finish(
+                acc, factor, scale, turned, inverse, out, z, row, column, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N, TMA,
+            )  # fmt: skip
+        else:
+            halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+            first, second = tl.split(halves)
+            if NORM > 0 and NORM < BLOCK_N:
+                root, factor = _factor(first, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                if ROUNDED:
+                    turned = _steps(
+                        first, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
+                    )
+            _finish(
+                first, factor, scale, turned, inverse, out, z, row, column, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+            )  # fmt: skip
+            if NORM > 0 and NORM < BLOCK_N:
+                root, factor = _factor(second, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
+                if ROUNDED:
+                    half = column + BLOCK_N // 2
+                    turned = _steps(
+                        second, root, scale, steps_ptr, row, half, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
+                    )
+            _finish(
+                second, factor, scale, turned, inverse, out, z, row, column + BLOCK_N // 2, rows, columns,
+                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+            )  # fmt: skip
+
+
+# What is worth a race; benchmarks/loka_gemms/gemm.py runs it. Shared memory of an H200 is 227 KB: a stage
+# of 128 x 256 x 128 takes 48 KB and half a tile of Z 32 KB. Nothing spills registers (triton
+# 3.6) but GELU under the last two.
+CONFIGS = {
+    "one pipeline": Config(stages=3, parts=2),
+    "whole": Config(stages=3),
+    "low": Config(block_m=64, stages=4, warps=4, flatten=False),
+    "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
+    "loading warps": Config(stages=3, warps=4, flatten=False, specialize=True),
+}
+EXACT = Config(block_n=128, stages=3)
+EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
+
+
+def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Config:
+    """The configuration for a problem, as raced on an H200 (benchmarks/loka_gemms/gemm.json).
+
+    Exact accumulation needs registers for a second tile. Large tiles want one for nearly every
+    multiprocessor, and with Z besides they do not fit whole into shared memory.
+    """
+    if not fast:
+        return EXACT if block <= EXACT.block_n else EXACT_WIDE
+    if triton.cdiv(rows, 128) * triton.cdiv(columns, 256) < 100:
+        return CONFIGS["low, in halves" if keep else "low"]
+    return CONFIGS["one pipeline" if keep else "whole"]
+
+
+def gemm_produce_fused(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_w: torch.Tensor,
+    epilogue: Epilogue,
+    *,
+    scale_out: torch.Tensor | None,
+    keep: bool,
+    into: Rounded | None = None,
+    fast: bool = True,
+    config: Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [M, N], Z [M, N] bfloat16 or None) of a [M, K] and w [N, K], e4m3 and row-major.
+
+    Arguments and what is legal: kernels/gemm/fused_gemm.py, which checks them. `config`: None chooses.
+    """
+    norm = epilogue.block if epilogue.norm is Norm.BLOCK else 0
+    rows, columns = a.shape[0], w.shape[0]
+    if config is None:
+        config = choose(rows=rows, columns=columns, block=norm, fast=fast, keep=keep or into is not None)
+    result = torch.float8_e4m3fn if scale_out is not None else torch.bfloat16
+    held = (torch.float32, torch.float32) if _INTERPRETED else (result, torch.bfloat16)
+    out = torch.empty(rows, columns, dtype=held[0], device=a.device)
+    z = torch.empty(rows, columns, dtype=held[1], device=a.device) if keep else None
+    if into is not None:
+        assert norm, "eight bits are kept before a norm"
+        assert not keep, "eight bits are kept instead of Z"
+        z = into.values
+    if _INTERPRETED:
+        a, w = a.float(), w.float()
+    if out.numel():
+        # Triton launches on the current device, which need not be the operand's.
+        with launching_on(a):
+            steps = None if into is None else into.steps
+            _launch(a, w, out, z, steps, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
+    if _INTERPRETED:
+        largest = torch.finfo(result).max
+        out = out.clamp(-largest, largest).to(result)
+    return out, z.bfloat16() if z is not None and keep else None
+
+
+def _launch(
+    a: torch.Tensor,
+    w: torch.Tensor,
+    out: torch.Tensor,
+    z: torch.Tensor | None,
+    steps: torch.Tensor | None,
+    scale_a: torch.Tensor,
+    scale_w: torch.Tensor,
+    scale_out: torch.Tensor | None,
+    norm: int,
+    epilogue: Epilogue,
+    fast: bool,
+    config: Config,
+) -> None:
+    block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
+    if config.specialize and norm:
+        block_n = norm  # triton 3.6 cannot cut a tile of several blocks between its warps
+    programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
+    tiles = triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], block_n)
+    operands: list[Any] = [a, w, out, z if z is not None else out]
+    if config.tma and config.specialize:
+        triton.set_allocator(_workspace)
+    elif config.tma:
+        part = (config.block_m, block_n // config.parts)
+        tiling = ((config.block_m, config.block_k), (block_n, config.block_k), part, part)
+        operands = [
+            TensorDescriptor.from_tensor(operand, list(tile))
+            for operand, tile in zip(operands, tiling, strict=True)
+        ]
+    _gemm[(min(programs, tiles),)](
+        *operands,
+        scale_a if steps is None else steps,
+        scale_a,
+        scale_w,
+        scale_out if scale_out is not None else scale_a,
+        *out.shape,
+        a.shape[1],
+        epilogue.eps,
+        NORM=norm,
+        ACTIVATION=_ACTIVATIONS[epilogue.activation].value,
+        FP8=scale_out is not None,
+        KEEP=z is not None,
+        ROUNDED=steps is not None,
+        FAST=fast,
+        HARDWARE=not _INTERPRETED,
+        TMA=config.tma,
+        BLOCK_M=config.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=config.block_k,
+        PARTS=config.parts,
+        GROUP=config.group,
+        FLATTEN=config.flatten,
+        SPECIALIZE=config.specialize,
+        PROGRAMS=programs,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _workspace(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Where a kernel's own descriptors lie; the allocator's 512 bytes satisfy every alignment."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,79 @@
+"""Quantization on the fastest path for the device: Triton on CUDA, else the reference.
+
+Hopper's FP8 tensor cores contract over K-major operands only, so a tensor is wanted twice in
+training: the input [T, in] for `output` and transposed for `grad_weight`, grad_output for both
+gradients, the weight for `output` and `grad_input`. `quantize_pair` makes both copies from one
+read; `quantize_operand` makes the one that a GEMM by itself needs.
+
+`health` (side.py) is written by the quantizing kernel, so watching for NaN costs no launch and no
+synchronization.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from loka.core.numerics.reference import Quantized, quantize
+from loka.core.recipe import Cast
+from loka.kernels.quantize.side import BAD_A, RUNS, Side
+
+
+def quantize_operand(
+    hp: torch.Tensor, cast: Cast, *, padded: tuple[int, int], health: torch.Tensor | None, slot: int
+) -> Quantized:
+    """Quantizes `hp` [R, C] of any strides into `padded` sides; flags `health[slot]`, counts operand A."""
+    side = Side(cast=cast, padded=padded, flag=slot, count=RUNS if slot == BAD_A else -1)
+    if hp.stride(1) != 1 and hp.stride(0) == 1:  # a transposed view: read it as it lies in memory
+        quantized = quantize_pair(hp.t(), row=None, column=side, health=health)[1]
+    else:
+        quantized = quantize_pair(hp, row=side, column=None, health=health)[0]
+    assert quantized is not None
+    return quantized
+
+
+def quantize_pair(
+    hp: torch.Tensor,
+    *,
+    row: Side | None,
+    column: Side | None,
+    given: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    health: torch.Tensor | None = None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes `hp` [R, C] by `row` and `hp`^T [C, R] by `column`, either or both.
+
+    Args:
+        given: float32 [1], a scale known beforehand (delayed scaling: from the maxima of earlier
+            steps) for tensor casts; values beyond it saturate. Without it scales are current.
+        seen: int32 [1], raised to the bits of max |hp| as float32, for the next step's scale.
+        health: int64, flat or not; `Side.flag` and `Side.count` are places in it.
+    """
+    if hp.device.type == "cuda":
+        from loka.kernels.quantize.triton.quantize import quantize_pair_fused
+
+        if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
+            turned, lying = quantize_pair_fused(
+                hp.t(), row=column, column=row, given=given, seen=seen, health=health
+            )
+            return lying, turned
+        return quantize_pair_fused(hp, row=row, column=column, given=given, seen=seen, health=health)
+    if seen is not None and hp.numel():
+        torch.maximum(seen, hp.abs().amax().float().view(1).view(torch.int32), out=seen)
+    return (
+        _reference(hp, row, given, health) if row else None,
+        _reference(hp.t(), column, given, health) if column else None,
+    )
+
+
+def _reference(
+    hp: torch.Tensor, side: Side, given: torch.Tensor | None, health: torch.Tensor | None
+) -> Quantized:
+    quantized = quantize(hp, side.cast, padded=side.padded, scale=given)
+    if health is not None:
+        flat = health.view(-1)
+        if side.flag >= 0:
+            shown = quantized.scale if given is None else hp
+            flat[side.flag].logical_or_((~torch.isfinite(shown)).any())
+        if side.count >= 0:
+            flat[side.count] += 1
+    return quantized

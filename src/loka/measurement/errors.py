@@ -1,0 +1,126 @@
+"""The error of every candidate at a layer's sites, on operands drawn from its statistics.
+
+All candidates see the same draws and are compared with the float32 product of the same
+operands (core/numerics/gemm_error.py, and for gradients core/numerics/direction.py). Draws go on until the 95
+% interval of every `sqnr_db`, and of every `shrink` and `bias` of a gradient, is narrow enough.
+
+At `output` the error "ne" stands beside them: what the candidate's recipe is predicted to add to the
+model's KL/H. It is not drawn but learnt while probing (measurement/predicted_ne.py), where it could be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from loka.core.error import Estimate, estimate_mean
+from loka.core.numerics.direction import Fold, Turn, shrink_bias_variance
+from loka.core.numerics.gemm_error import Truth, errors_of
+from loka.core.problem import DTYPES, Problem
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP
+from loka.core.records.stats import LinearStats
+from loka.core.timing import first_line, still_usable
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.gemm.run import run_gemm
+from loka.measurement.operands import draw_operands, layer_samplers, sides
+from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.settings import Settings
+
+
+@dataclass
+class _Drawn:
+    """What the draws showed of one candidate at one GEMM: a number of each by measure, and its turns."""
+
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+
+    def estimates(self) -> dict[str, Estimate]:
+        found = {measure: estimate_mean(values) for measure, values in self.samples.items()}
+        return found | (shrink_bias_variance(self.turns) if self.turns else {})
+
+
+_All = dict[tuple[Gemm, str], _Drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerErrors:
+    """Errors by GEMM, candidate and measure name; failures by GEMM and candidate."""
+
+    errors: Mapping[Gemm, Mapping[str, Mapping[str, Estimate]]]
+    failures: Mapping[Gemm, Mapping[str, str]]
+
+
+def draw_errors(
+    layer: LinearStats,
+    problems: Mapping[Gemm, Problem],
+    runnable: Mapping[Gemm, Sequence[str]],
+    *,
+    device: torch.device,
+    settings: Settings,
+) -> LayerErrors:
+    """Draws for the candidates in `runnable`. One that raises is a failure; the others go on.
+
+    What "hp" raises, and an error after which CUDA is unusable, is raised.
+    """
+    samplers = layer_samplers(layer, device, keep_tails=settings.keep_tails)
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    drawn: _All = {}
+    folds: dict[Gemm, Fold] = {}
+    failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
+    rows = min(layer.rows, settings.rows)
+    for count in itertools.count(1):
+        operands = draw_operands(layer, samplers, rows, generator)
+        for gemm, names in runnable.items():
+            a, b = sides(gemm, operands)
+            truth = _truth(gemm, a.float() @ b.float().t(), folds)
+            for name in names:
+                if name in failures[gemm]:
+                    continue
+                try:
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=DTYPES[problems[gemm].dtype])
+                    found, turn = errors_of(out, truth)
+                except Exception as error:  # libraries raise what they like
+                    error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
+                    if name == HP or (device.type == "cuda" and not still_usable()):
+                        raise
+                    failures[gemm][name] = first_line(error)
+                    drawn.pop((gemm, name), None)
+                    continue
+                kept = drawn.setdefault((gemm, name), _Drawn())
+                for measure, value in found.items():
+                    kept.samples.setdefault(measure, []).append(value)
+                kept.turns += [turn] if turn else []
+        if count >= settings.max_draws or (count >= settings.min_draws and _narrow(drawn, settings)):
+            break
+    errors: dict[Gemm, dict[str, dict[str, Estimate]]] = {gemm: {} for gemm in runnable}
+    for (gemm, name), kept in drawn.items():
+        errors[gemm][name] = kept.estimates()
+    for name, measures in errors.get(Gemm.OUTPUT, {}).items():
+        effect = None if name == HP else predicted_ne(layer, candidate_named(name).recipe)
+        if effect is not None:
+            measures["ne"] = effect
+    return LayerErrors(errors=errors, failures=failures)
+
+
+def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:
+    """Rows are examples but in grad_weight; all draws of a gradient are folded alike."""
+    if gemm is not Gemm.OUTPUT and gemm not in folds:
+        rows, columns = product.shape
+        folds[gemm] = Fold(rows, columns, mean_row=gemm is Gemm.GRAD_INPUT, device=product.device)
+    return Truth(product, by_row=gemm is not Gemm.GRAD_WEIGHT, fold=folds.get(gemm))
+
+
+def _narrow(drawn: _All, settings: Settings) -> bool:
+    """An infinite or NaN value will not get narrower by drawing more."""
+    low = [kept for (_, name), kept in drawn.items() if name != HP]
+    decibels = (estimate_mean(kept.samples["sqnr_db"]) for kept in low)
+    if any(e.high - e.low > 2 * settings.interval_db for e in decibels):
+        return False
+    turned = (shrink_bias_variance(kept.turns) for kept in low if kept.turns)
+    shares = (found[name] for found in turned for name in ("shrink", "bias"))
+    return not any(e.high - e.low > 2 * settings.interval_share for e in shares if math.isfinite(e.value))

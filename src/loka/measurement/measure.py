@@ -1,0 +1,290 @@
+"""The offline half of Probe: error and time of every candidate at every site.
+
+Of each layer the errors (measurement/errors.py); on a GPU then the times of its sites
+(measurement/times/site_times.py) and what shared quantization saves
+(measurement/times/quantize_once_savings.py). The largest first (measurement/queue.py), until everything is
+done or the time is up. The report is saved on the way, and measuring again goes on with what is missing. Who
+asks first where FP8 is safe measures errors only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from loka.core.device import fingerprint
+from loka.core.exceptions import LokaError
+from loka.core.problem import Problem
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
+from loka.core.records.stats import LinearStats, Stats
+from loka.core.timing import first_line, still_usable
+from loka.kernels.gemm.registry import all_candidates, candidate_named
+from loka.measurement.cache import TimesCache, sources_digest
+from loka.measurement.errors import draw_errors
+from loka.measurement.queue import agenda
+from loka.measurement.resume import ERRORS_ONLY, continue_from
+from loka.measurement.settings import Settings
+from loka.measurement.sites import gemms_of, problem_of
+from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
+from loka.measurement.times.layer_times import NOT_TIMED, Timer, time_in_region, time_layer
+
+_UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
+_SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
+
+
+def measure(
+    stats: Stats,
+    *,
+    device: torch.device | str | None = None,
+    candidates: Sequence[str] | None = None,
+    settings: Settings | None = None,
+    errors_only: bool = False,
+    out: Path | str | None = None,
+    cache: Path | str | None = None,
+    time_limit: float | None = None,
+    track: Track | None = None,
+) -> Report:
+    """Measures every candidate at every site of `stats`.
+
+    Args:
+        stats: from `Probe.stats()` or `Stats.load`.
+        device: where to measure; the GPU if there is one. Times are taken on GPUs only.
+        candidates: names to measure; by default all but those measured on request only
+            (`Candidate.on_request`), without emulation where a GPU is used.
+        settings: how finely.
+        errors_only: no times, on a GPU either. Such a report is complete, and `plan` decides by errors.
+        out: report file, written as layers are done. If it holds an unfinished measurement of
+            the same statistics on the same machine, that one is continued: one of errors only gets
+            its times when they are asked for, and one that was to have times keeps those it has.
+        cache: folder of times measured before, on this machine and with these kernels.
+        time_limit: seconds after which no further layer is begun, and a race under way ends
+            after its batch. `Report.notes` says what is missing; call again to go on.
+        track: wraps the loops over what is to do, for a progress bar.
+
+    Raises:
+        UnknownName: a candidate that does not exist.
+        LokaError: no step was sampled, so nothing was learnt.
+    """
+    if not stats.layers:
+        raise LokaError(
+            "these statistics hold no layer to measure",
+            why=[f"{path}: {reason}" for path, reason in stats.skipped.items()],
+            way_out="probe at least one step, with gradients enabled",
+        )
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    settings = settings or Settings()
+    names = _candidates(candidates, device)
+    timed = timeable(device) and not errors_only
+    untimed = {ERRORS_ONLY: True} if errors_only and timeable(device) else {}
+    report = Report(
+        model=stats.model,
+        machine=fingerprint(device),
+        stats_digest=stats.digest(),
+        settings={**settings.to_json(), "candidates": list(names), "sources": sources_digest(), **untimed},
+        sites={},
+        skipped=dict(stats.skipped),
+        coverage=stats.coverage,
+        final_rate=stats.final_rate,
+        no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
+        complete=False,
+    )
+    path = Path(out) if out is not None else None
+    if path is not None:
+        report = continue_from(path, report)
+    timer = Timer(
+        machine=report.machine,
+        device=device,
+        settings=settings,
+        candidates=names,
+        cache=TimesCache(Path(cache) if cache is not None else None),
+        deadline=deadline,
+    )
+    work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
+    try:
+        if timed:
+            _compile_ahead(work, track or untracked)
+        jobs = agenda(stats, timed=timed)
+        for job in (track or untracked)(jobs, "measuring", len(jobs)):
+            _DO[job.kind](work, job.path)
+    finally:
+        work.save(now=True)
+    return work.report
+
+
+def timeable(device: torch.device) -> bool:
+    """Times are taken under CUDA graphs."""
+    return device.type == "cuda"
+
+
+def _candidates(names: Sequence[str] | None, device: torch.device) -> tuple[str, ...]:
+    if names is not None:
+        return tuple(candidate_named(name).name for name in names if name != HP)
+    emulate = device.type == "cpu"
+    return tuple(c.name for c in all_candidates() if not c.on_request and (emulate or not c.kernel.emulates))
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """A measurement under way: the report so far, and where it is saved."""
+
+    stats: Stats
+    timer: Timer
+    time_limit: float | None
+    out: Path | None
+    report: Report
+    _saved: float = field(default=-float("inf"))
+    _seconds: float = 0.0
+
+    def save(self, *, now: bool = False) -> None:
+        """Saves, unless the last time was a moment ago: reports of a thousand layers take a second."""
+        began = time.monotonic()
+        if self.out is None and not now:
+            return
+        if not now and began - self._saved < _SAVING_SHARE * self._seconds:
+            return
+        self.report = self._noted()
+        if self.out is not None:
+            self.report.save(self.out)
+        self._saved = time.monotonic()
+        self._seconds = self._saved - began
+
+    @property
+    def wants_times(self) -> bool:
+        return timeable(self.timer.device) and not self.report.settings.get(ERRORS_ONLY)
+
+    def _noted(self) -> Report:
+        """The report with `notes` and `complete` as they are at this moment, in the model's order."""
+        report = self.report
+        missing: dict[str, list[str]] = {}
+        ordered: dict[str, SiteReport] = {}
+        for path, layer in self.stats.layers.items():
+            gemms, _ = gemms_of(path, layer)
+            sites = [site_name(path, gemm) for gemm in gemms]
+            ordered.update((name, report.sites[name]) for name in sites if name in report.sites)
+            unmeasured = [name for name in sites if name not in report.sites]
+            if unmeasured:
+                missing.setdefault("not measured", []).extend(unmeasured)
+            for name in sites:
+                if name in report.sites and (reason := report.sites[name].unfinished):
+                    missing.setdefault(reason, []).append(name)
+            if self.wants_times and sites and path not in report.sharing:
+                missing.setdefault("shared quantization not timed", []).append(path)
+            if self.wants_times and sites and path not in report.region_times:
+                missing.setdefault("not timed in a region", []).append(path)
+        notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
+        if missing and self.timer.late:
+            notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
+        notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
+        notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
+        return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
+
+
+def _compile_ahead(work: _Work, track: Track) -> None:
+    """For what is left to measure: at the rows of the layer, and at those that errors are drawn with."""
+    problems: dict[Problem, None] = {}
+    for path, layer in work.stats.layers.items():
+        for gemm in gemms_of(path, layer)[0]:
+            site = work.report.sites.get(site_name(path, gemm))
+            if site is None or site.unfinished:
+                problems[problem_of(path, layer, work.report, gemm)] = None
+                drawn = replace(layer, rows=min(layer.rows, work.timer.settings.rows))
+                problems[problem_of(path, drawn, work.report, gemm)] = None
+    compile_ahead(tuple(problems), work.timer.candidates, track)
+
+
+def _draw(work: _Work, path: str) -> None:
+    if work.timer.late:
+        return
+    report = work.report
+    sites, skipped = _draw_layer(path, work.stats.layers[path], report, work.timer)
+    if work.wants_times:
+        sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in sites.items()}
+    work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
+    if sites:
+        work.save()
+
+
+def _draw_layer(
+    path: str, layer: LinearStats, report: Report, timer: Timer
+) -> tuple[dict[str, SiteReport], dict[str, str]]:
+    gemms, skipped = gemms_of(path, layer)
+    gemms = [gemm for gemm in gemms if site_name(path, gemm) not in report.sites]
+    if not gemms:
+        return {}, skipped
+    problems = {gemm: problem_of(path, layer, report, gemm) for gemm in gemms}
+    runnable: dict[Gemm, list[str]] = {}
+    refused: dict[Gemm, dict[str, str]] = {}
+    for gemm, problem in problems.items():
+        reasons = {name: _unsupported(name, problem, timer.device) for name in timer.candidates}
+        runnable[gemm] = [HP, *(name for name, reason in reasons.items() if reason is None)]
+        refused[gemm] = {name: reason for name, reason in reasons.items() if reason is not None}
+    drawn = draw_errors(layer, problems, runnable, device=timer.device, settings=timer.settings)
+    sites = {}
+    for gemm, problem in problems.items():
+        measurements = {name: Measurement(errors=found) for name, found in drawn.errors[gemm].items()}
+        for name, reason in {**refused[gemm], **drawn.failures[gemm]}.items():
+            measurements[name] = Measurement(unsupported=reason)
+        site = SiteReport(path=path, problem=problem, measurements=measurements)
+        sites[site.name] = site
+    return sites, skipped
+
+
+def _unsupported(name: str, problem: Problem, device: torch.device) -> str | None:
+    candidate = candidate_named(name)
+    reason = candidate.unsupported(problem)
+    if reason is not None or candidate.kernel.emulates:
+        return reason
+    evidence = _self_check(name, problem.gemm, device)
+    return f"self-check: {evidence}" if evidence else None
+
+
+def _self_check(name: str, gemm: Gemm, device: torch.device) -> str | None:
+    from loka.kernels.gemm.self_check import self_check
+
+    try:
+        evidence = self_check(name, gemm=gemm, device=device)
+    except AssertionError as error:  # it knows no problem of this candidate, which must not pass unchecked
+        return first_line(error)
+    if evidence and device.type == "cuda" and not still_usable():
+        raise RuntimeError(f"CUDA is unusable after the self-check of {name} for {gemm}: {evidence}")
+    return evidence
+
+
+def _time(work: _Work, path: str) -> None:
+    """Also when it is late: what another layer of the shape took is known."""
+    layer, report = work.stats.layers[path], work.report
+    sites = {
+        gemm: report.sites[site_name(path, gemm)]
+        for gemm in gemms_of(path, layer)[0]
+        if site_name(path, gemm) in report.sites
+    }
+    sharing = report.sharing.get(path)
+    if not sites or (sharing is not None and not any(site.unfinished for site in sites.values())):
+        return
+    timed, sharing = time_layer(layer, sites, sharing, work.timer)
+    work.report = replace(
+        report,
+        sites={**report.sites, **{site.name: site for site in timed.values()}},
+        sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
+    )
+    work.save()
+
+
+def _time_region(work: _Work, path: str) -> None:
+    """Layers of one shape share their times; the cache on disk knows those of earlier measurements."""
+    report, timer = work.report, work.timer
+    if path in report.region_times or not any(site.path == path for site in report.sites.values()):
+        return
+    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer)
+    if found is not None:
+        work.report = replace(report, region_times={**report.region_times, path: found})
+        work.save()
+
+
+_DO: Mapping[str, Callable[[_Work, str], None]] = {"errors": _draw, "times": _time, "region": _time_region}

@@ -1,0 +1,58 @@
+"""The operands of a layer's GEMMs, drawn from its learnt statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from loka.core.problem import DTYPES
+from loka.core.recipe import Gemm
+from loka.core.records.stats import LinearStats
+from loka.statistics.draw import Sampler, samplers
+
+Operands = dict[str, torch.Tensor]
+"""input [T, in], weight [out, in], grad_output [T, out], in the dtypes the model uses."""
+
+_TIMED_ROWS = 16_384  # rows drawn for timing; longer operands repeat them
+_ROTATION_BYTES = 1 << 30  # copies of the operands to rotate, so that none stays in the L2
+_ROTATION = 8  # as many calls as a graph holds at most
+
+
+def layer_samplers(
+    layer: LinearStats, device: torch.device, *, keep_tails: bool = True
+) -> dict[str, Sampler]:
+    """By operand. With `keep_tails`, draws have the tails that were learnt (statistics/tails.py), if any
+    were."""
+    return samplers(layer.operands, device, keep_tails=keep_tails)
+
+
+def draw_operands(
+    layer: LinearStats, samplers: Mapping[str, Sampler], rows: int, generator: torch.Generator
+) -> Operands:
+    dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
+    return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
+
+
+def sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of a GEMM written A @ B^T (core/recipe.py)."""
+    if gemm is Gemm.OUTPUT:
+        return operands["input"], operands["weight"]
+    if gemm is Gemm.GRAD_INPUT:
+        return operands["grad_output"], operands["weight"].t()
+    return operands["grad_output"].t(), operands["input"].t()
+
+
+def rotated_operands(layer: LinearStats, *, device: torch.device, seed: int) -> list[Operands]:
+    """Operands of the true size in up to 8 copies, fewer where those would fill a gigabyte."""
+    generator = torch.Generator(device).manual_seed(seed)
+    plain = layer_samplers(layer, device, keep_tails=False)  # times do not depend on tails
+    operands = draw_operands(layer, plain, min(layer.rows, _TIMED_ROWS), generator)
+    for name in ("input", "grad_output"):
+        if name in operands:
+            repeats = -(-layer.rows // operands[name].shape[0])
+            operands[name] = operands[name].repeat(repeats, 1)[: layer.rows]
+    size = sum(operand.numel() * operand.element_size() for operand in operands.values())
+    copies = max(1, min(_ROTATION, _ROTATION_BYTES // max(size, 1)))
+    others = [{name: operand.clone() for name, operand in operands.items()} for _ in range(copies - 1)]
+    return [operands, *others]

@@ -1,0 +1,63 @@
+"""What a recipe at a layer's `output` GEMM is predicted to cost the model: KL/H, which needs no labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from loka.core.error import Estimate
+from loka.core.numerics.effect import Effect, joint_loss
+from loka.core.recipe import Casts, Recipe
+from loka.core.records.stats import LinearStats
+from loka.statistics.effect_casts import CASTS
+from loka.statistics.effect_depths import depth_loss
+
+
+def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:
+    """KL/H (absolute: 1e-4 is 0.01 %) of quantizing this layer's `output` GEMM alone, with its 95 % interval.
+
+    Effects of several layers add up. Of casts that were not tried while probing the histograms
+    tell, with the interval that sampling left at this layer. None where the recipe has no `output`
+    GEMM, or nothing is known of the layer (`LinearStats.no_effect` says why) or of these casts.
+    """
+    if recipe.output is None:
+        return None
+    effect = _effect(layer, recipe)
+    if effect is not None:
+        found = effect.ne()
+        return found if math.isfinite(found.value) else None
+    value = depth_ne(layer, recipe.output)
+    if value is None:
+        return None
+    estimates = [effect.ne() for effect in layer.effects.values()]
+    factor = max((e.high / e.value for e in estimates if e.value > 0), default=1.0)
+    return Estimate(value, value / factor, value * factor)
+
+
+def joint_ne(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
+    """KL/H of quantizing several layers together: the sum of their effects, but for what their errors do
+    to all samples alike. Those shifts of the logit add before they are squared (core/numerics/effect.py).
+
+    `chosen` maps layers to the recipe of their `output` GEMM. None where an effect is not known.
+    """
+    effects = []
+    for path, recipe in chosen.items():
+        effect = _effect(layers[path], recipe)
+        if effect is None or not effect.entropy > 0:
+            return None
+        effects.append(effect)
+    return joint_loss(effects) / effects[0].entropy if effects else 0.0
+
+
+def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
+    """By the recipe's name, or that of another one with the same casts."""
+    names = [recipe.name, *(name for name, casts in CASTS.items() if casts == recipe.output)]
+    return next((layer.effects[name] for name in names if name in layer.effects), None)
+
+
+def depth_ne(layer: LinearStats, casts: Casts) -> float | None:
+    """KL/H from sensitivity-weighted depth histograms alone (statistics/effect_depths.py); None without
+    them."""
+    loss = depth_loss(layer, casts)
+    entropy = next((effect.entropy for effect in layer.effects.values()), 0.0)
+    return None if loss is None or not entropy > 0 else loss / entropy

@@ -1,0 +1,45 @@
+"""Which GEMMs of a layer run in training, and the problems that they are."""
+
+from __future__ import annotations
+
+from loka.core.problem import Problem, linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.report import Report, site_name
+from loka.core.records.stats import LinearStats
+
+
+def gemms_of(path: str, layer: LinearStats) -> tuple[list[Gemm], dict[str, str]]:
+    """The GEMMs that run in training, and why another does not."""
+    empty = [
+        name for name, learnt in layer.operands.items() if name != "weight" and not learnt.numbers["count"]
+    ]
+    if empty:
+        reason = f"no finite row of {' or '.join(empty)} was seen, so there is nothing to draw from"
+        return [], {site_name(path, gemm): reason for gemm in Gemm}
+    gemms, skipped = [Gemm.OUTPUT], {}
+    if "grad_output" not in layer.operands:
+        reason = "no gradient reached this layer while it was probed (or it is in a reentrant checkpoint)"
+        return gemms, {site_name(path, g): reason for g in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
+    if layer.needs_input_grad:
+        gemms.append(Gemm.GRAD_INPUT)
+    else:
+        skipped[site_name(path, Gemm.GRAD_INPUT)] = "its input needs no gradient, so it never runs"
+    if layer.needs_weight_grad:
+        gemms.append(Gemm.GRAD_WEIGHT)
+    else:
+        skipped[site_name(path, Gemm.GRAD_WEIGHT)] = "its weight is frozen, so it never runs"
+    return gemms, skipped
+
+
+def problem_of(path: str, layer: LinearStats, report: Report, gemm: Gemm) -> Problem:
+    """Of `gemm` at the rows of `layer`, on the machine of `report`."""
+    shape = report.model.layers[path]
+    return linear_problem(
+        gemm,
+        rows=layer.rows,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        # A gradient of float32 weights is wanted in float32, whatever autocast computes in.
+        dtype=layer.weight_dtype if gemm is Gemm.GRAD_WEIGHT else layer.dtype,
+        target=report.machine.target,
+    )

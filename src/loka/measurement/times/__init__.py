@@ -1,0 +1,1 @@
+"""Times of GEMMs, layers and regions."""

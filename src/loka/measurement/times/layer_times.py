@@ -1,0 +1,199 @@
+"""Timing a layer of a report: asks the cache first, and says what stays unfinished."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP, Measurement, SiteReport
+from loka.core.records.stats import LinearStats
+from loka.core.signature import LinearShape
+from loka.core.storage.codec import encode
+from loka.measurement.cache import TimesCache, sources_digest
+from loka.measurement.operands import Operands, rotated_operands
+from loka.measurement.settings import Settings
+from loka.measurement.times.quantize_once_savings import SharingTimes, sharing_casts, time_sharing
+from loka.measurement.times.region_times import region_key, time_region
+from loka.measurement.times.site_times import SiteTimes, rivals_of, time_site
+
+NOT_TIMED = "not timed"
+CUT_SHORT = "timing cut short"
+NO_MEMORY = "not timed: the GPU has too little memory"
+
+Sharing = Mapping[str, Mapping[str, Estimate]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timer:
+    """What timing a layer needs besides the layer. `deadline` is of `time.monotonic()`.
+
+    `notes` receives what went wrong without stopping anything.
+    """
+
+    machine: Fingerprint
+    device: torch.device
+    settings: Settings
+    candidates: tuple[str, ...]
+    cache: TimesCache
+    deadline: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+
+def time_layer(
+    layer: LinearStats, sites: Mapping[Gemm, SiteReport], sharing: Sharing | None, timer: Timer
+) -> tuple[dict[Gemm, SiteReport], Sharing | None]:
+    """Times the unfinished sites of a layer, and `sharing` where it is None; gives back both.
+
+    Runs out of memory or of time without raising: `SiteReport.unfinished` says so, and the
+    sharing stays None.
+    """
+    operands = functools.cache(
+        functools.partial(rotated_operands, layer, device=timer.device, seed=timer.settings.seed)
+    )
+    timed = {
+        gemm: _time_site(site, layer, operands, timer) if site.unfinished else site
+        for gemm, site in sites.items()
+    }
+    if sharing is None and not timer.late and not any(site.unfinished for site in timed.values()):
+        sharing = _time_sharing(timed, layer, operands, timer)
+    return timed, sharing
+
+
+def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
+    """By "hp" and "region"; None where it is too late, or there is too little memory."""
+    key = {**_key(layer, timer), **region_key(layer, shape)}
+    known = timer.cache.get(key, Mapping[str, Measurement])
+    if known is not None or timer.late:
+        return known
+    try:
+        found = time_region(
+            layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline
+        )
+    except torch.OutOfMemoryError:
+        timer.notes.append(f"a layer of {shape.in_features} x {shape.out_features} in a region: {NO_MEMORY}")
+        return None
+    if found is not None:
+        timer.cache.put(key, found)
+    return found
+
+
+def _time_site(
+    site: SiteReport, layer: LinearStats, operands: Callable[[], list[Operands]], timer: Timer
+) -> SiteReport:
+    # An earlier attempt, cut short, may have pinned an algorithm: search again.
+    measured = {_asked(name, timer): m for name, m in site.measurements.items()}
+    names = [name for name, m in measured.items() if not m.unsupported]
+    key = {
+        **_key(layer, timer),
+        "problem": encode(site.problem),
+        "candidates": sorted(names),
+    }
+    times = timer.cache.get(key, SiteTimes)
+    if times is None:
+        if timer.late:
+            return site
+        try:
+            times = time_site(
+                operands(),
+                site.problem,
+                names,
+                device=timer.device,
+                settings=timer.settings,
+                rivals=rivals_of({name: measured[name].errors for name in names}),
+                deadline=timer.deadline,
+            )
+        except torch.OutOfMemoryError:
+            return replace(site, unfinished=NO_MEMORY)
+        if not times.cut_short and not _short_of_memory(times.failures):
+            timer.cache.put(key, times)
+    measurements: dict[str, Measurement] = {}
+    for name, found in measured.items():
+        actual = times.pinned.get(name, name)
+        if name in times.failures and not _short_of_memory({name: times.failures[name]}):
+            found = Measurement(unsupported=f"cannot be timed: {times.failures[name]}")
+        elif actual in times.timings:
+            timing = times.timings[actual]
+            found = replace(
+                found, microseconds=timing.microseconds, speedup=timing.speedup, rounds=timing.rounds
+            )
+        measurements[actual] = found
+    unfinished = CUT_SHORT if times.cut_short else None
+    if _short_of_memory(times.failures):  # says nothing about the kernel: it is tried again
+        unfinished = NO_MEMORY
+    return replace(site, measurements=measurements, unfinished=unfinished)
+
+
+def _asked(name: str, timer: Timer) -> str:
+    """The candidate that was asked for, of a name that a search may have pinned."""
+    return name if name == HP or name in timer.candidates else name.partition("@")[0]
+
+
+def _time_sharing(
+    sites: Mapping[Gemm, SiteReport],
+    layer: LinearStats,
+    operands: Callable[[], list[Operands]],
+    timer: Timer,
+) -> Sharing | None:
+    problems = {gemm: site.problem for gemm, site in sites.items()}
+    names = {
+        gemm: [name for name, m in site.measurements.items() if not m.unsupported]
+        for gemm, site in sites.items()
+    }
+    wanted = {
+        tensor: [{cast.name: list(sides) for cast, sides in casts.items()} for casts in both]
+        for tensor, both in sharing_casts(problems, names).items()
+    }
+    if not wanted:
+        return {}
+    sides = [encode(problem) for problem in problems.values()]
+    key = {**_key(layer, timer), "sharing": wanted, "problems": sides}
+    times = timer.cache.get(key, SharingTimes)
+    if times is None:
+        try:
+            times = time_sharing(
+                operands(),
+                problems,
+                names,
+                device=timer.device,
+                settings=timer.settings,
+                deadline=timer.deadline,
+            )
+        except torch.OutOfMemoryError:
+            return None
+        if times.cut_short:
+            return None
+        if not _short_of_memory(times.failures):
+            timer.cache.put(key, times)
+    path = next(iter(sites.values())).path
+    timer.notes.extend(f"{path}: quantizing {what} failed: {why}" for what, why in times.failures.items())
+    return times.saved
+
+
+def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
+    settings = timer.settings
+    return {
+        "machine": encode(timer.machine),
+        "sources": sources_digest(),
+        "rounds": [settings.max_rounds, settings.search_rounds, settings.sharing_rounds],
+        "tie": settings.tie,
+        "seed": settings.seed,
+        "dtype": layer.dtype,
+        "weight_dtype": layer.weight_dtype,
+    }
+
+
+def _short_of_memory(failures: Mapping[str, str]) -> bool:
+    """Another time the GPU may have more to give."""
+    return any("OutOfMemory" in reason for reason in failures.values())

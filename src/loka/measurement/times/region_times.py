@@ -1,0 +1,183 @@
+"""The time of a layer as a part of a compiled region, against the same code in high precision.
+
+    a cell:  relu -> the layer -> relu,   three times side by side, forward, and backward where probed
+
+Inside a region a layer's FP8 copies are written by the kernels between the layers, so that its GEMMs by
+themselves do not tell what it takes. A cell has what a layer brings to a region: its GEMMs, the cast of its
+input in the kernel before it, that of its gradient in the kernel behind it, and its weight's. Layers add up.
+What a graph does once, casting all weights and noting what ran, counts a third to each of the three layers,
+which is a guess: most models have more, and seldom one alone.
+
+Both arms are compiled, and run under CUDA graphs, on random normal data of the probed shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.compiler import install
+from loka.compiler.joint_sites import IN_REGIONS, misfit
+from loka.compiler.listing import regions
+from loka.compiler.notes import forget
+from loka.core.compiling import compile_in_place
+from loka.core.error import Estimate
+from loka.core.problem import DTYPES
+from loka.core.records.report import HP, REGION, Measurement
+from loka.core.records.stats import LinearStats
+from loka.core.signature import LinearShape
+from loka.core.timing import first_line, still_usable, time_interleaved
+from loka.graph.attach import attach
+from loka.measurement.settings import Settings
+from loka.nn.linears import signature
+from loka.nn.site import sites_of
+
+LAYERS = 3
+"""In a cell."""
+
+
+class _Cell(nn.Module):
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        relu = nn.functional.relu
+        return [relu(layer(relu(z))) for layer, z in zip(self.layers, inputs, strict=True)]
+
+
+def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
+    """Equal for layers that take equally long."""
+    return {
+        "sides": [layer.rows, shape.in_features, shape.out_features],
+        "bias": shape.bias,
+        "dtypes": [layer.dtype, layer.weight_dtype],
+        "gradients": [layer.needs_input_grad, layer.needs_weight_grad],
+        "region": [*IN_REGIONS, LAYERS],
+    }
+
+
+def time_region(
+    layer: LinearStats,
+    shape: LinearShape,
+    *,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None = None,
+) -> dict[str, Measurement] | None:
+    """By "hp" and "region"; a reason where it cannot be in one; None where the deadline cut it short.
+
+    Raises torch.OutOfMemoryError, which says nothing about the layer.
+    """
+    reason = misfit(shape.in_features, shape.out_features)
+    if reason is not None:
+        return {REGION: Measurement(unsupported=reason)}
+    install()
+    arms: dict[str, _Cell] = {}
+    for name in (HP, REGION):
+        with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
+            sides = shape.in_features, shape.out_features
+            cell = _Cell(nn.Linear(*sides, bias=shape.bias) for _ in range(LAYERS))
+        cell.to(device, DTYPES[layer.weight_dtype])
+        if not layer.needs_weight_grad:
+            cell.requires_grad_(False)
+        if name == REGION:
+            layers = signature(cell).layers
+            attach(cell, layers, dict.fromkeys(layers, IN_REGIONS), join=True)
+            forget(site.health for site in sites_of(cell).values())
+        arms[name] = compile_in_place(cell)
+    return _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
+
+
+def _race(
+    arms: Mapping[str, nn.Module],
+    shape: LinearShape,
+    layer: LinearStats,
+    *,
+    device: torch.device,
+    settings: Settings,
+    deadline: float | None,
+) -> dict[str, Measurement] | None:
+    steps: dict[str, Callable[[], object]] = {}
+    found: dict[str, Measurement] = {}
+    for name, arm in arms.items():
+        try:
+            step = _step(arm, shape, layer, device)
+            step()
+            step()
+            steps[name] = step
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # CUDA is unusable after the first
+        except Exception as error:  # a compiler raises what it likes
+            found[name] = _failure(error, device)
+    if len(steps) < len(arms):
+        return found
+    for reason in regions(arms[REGION]).apart.values():
+        return {REGION: Measurement(unsupported=f"it was not joined: {reason}")}
+    try:
+        times = time_interleaved(
+            steps,
+            baseline=HP,
+            device=device,
+            keep=list(steps),
+            max_rounds=settings.sharing_rounds,
+            deadline=deadline,
+        )
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # hp's step cannot be captured
+        return {REGION: _failure(error, device)}
+    if any("OutOfMemory" in why for why in times.failures.values()):
+        raise torch.OutOfMemoryError("a step did not fit while it was captured")
+    if times.ended == "deadline":
+        return None
+    for name, timing in times.timings.items():
+        found[name] = Measurement(
+            microseconds=_of_one(timing.microseconds), speedup=timing.speedup, rounds=timing.rounds
+        )
+    for name, why in times.failures.items():
+        found[name] = Measurement(unsupported=f"cannot be timed: {why}")
+    return found
+
+
+def _of_one(time: Estimate) -> Estimate:
+    """Of one layer of a cell."""
+    return Estimate(time.value / LAYERS, time.low / LAYERS, time.high / LAYERS)
+
+
+def _failure(error: Exception, device: torch.device) -> Measurement:
+    if device.type == "cuda" and not still_usable():
+        raise error
+    return Measurement(unsupported=f"cannot be timed: {first_line(error)}")
+
+
+def _step(
+    model: nn.Module, shape: LinearShape, layer: LinearStats, device: torch.device
+) -> Callable[[], object]:
+    generator = torch.Generator(device).manual_seed(0)
+    compute = DTYPES[layer.dtype]
+    sides = layer.rows, shape.in_features
+    inputs = [torch.randn(sides, generator=generator, device=device).to(compute) for _ in range(LAYERS)]
+    for z in inputs:
+        z.requires_grad_(layer.needs_input_grad)
+    grad = torch.randn(layer.rows, shape.out_features, generator=generator, device=device)
+    grad = (grad / max(layer.rows, 1)).to(compute)
+    leaves = [*inputs, *model.parameters()]
+    training = layer.needs_input_grad or layer.needs_weight_grad
+    autocast = layer.dtype != layer.weight_dtype
+
+    def step() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(device.type, compute if autocast else torch.bfloat16, enabled=autocast),
+        ):
+            outputs = model(inputs)
+        if training:
+            torch.autograd.backward(outputs, [grad] * LAYERS)
+
+    return step

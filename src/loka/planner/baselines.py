@@ -1,0 +1,78 @@
+"""What a user of one kernel library would run: the rivals of a plan over all of them.
+
+A candidate is admitted at a site if `plan` would take it were it the only one, so the budget's
+rules hold for a library as they do for the choice. Among those admitted the fastest wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from loka.core.budget import Budget
+from loka.core.records.report import HP, Measurement, Report
+from loka.kernels.gemm.registry import candidate_named
+from loka.planner.plan import plan
+
+
+def library_of(candidate: str) -> str:
+    """Whose kernel a candidate is; "hp" for high precision."""
+    return HP if candidate == HP else candidate_named(candidate).kernel.library
+
+
+def libraries_of(report: Report) -> tuple[str, ...]:
+    """The libraries with a candidate that ran at some site, sorted; no emulation."""
+    names = {
+        name
+        for site in report.sites.values()
+        for name, measured in site.measurements.items()
+        if name != HP and not measured.unsupported and not candidate_named(name).kernel.emulates
+    }
+    return tuple(sorted({library_of(name) for name in names}))
+
+
+def only_library(report: Report, library: str) -> Report:
+    """The report as if there were no other library, whose layers run in no regions either."""
+    return _only(replace(report, region_times={}), lambda name: library_of(name) == library)
+
+
+def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhere: bool) -> dict[str, str]:
+    """Site -> the fastest candidate of `library` that `budget` admits there, or "hp"; needs times.
+
+    `everywhere`: what keeps the budget's error runs wherever it can, slower than hp or not.
+    """
+    fastest: dict[str, tuple[float, str]] = {}
+    names = {name for site in report.sites.values() for name in site.measurements}
+    apart = replace(report, sharing={}, region_times={})  # each site by itself
+    for name in sorted(names):
+        if library_of(name) != library:
+            continue
+        alone = _only(apart, name.__eq__)
+        for site, decision in plan(_without_times(alone) if everywhere else alone, budget).decisions.items():
+            speedup = report.sites[site].measurements[name].speedup if decision.candidate == name else None
+            if speedup is not None:
+                entry = (-speedup.value, name)
+                fastest[site] = min(fastest.get(site, entry), entry)
+    return {site: fastest[site][1] if site in fastest else HP for site in report.sites}
+
+
+def _without_times(report: Report) -> Report:
+    """Judged by `plan` on errors alone."""
+    return _with_measurements(
+        report, lambda measured: {n: replace(m, microseconds=None, speedup=None) for n, m in measured.items()}
+    )
+
+
+def _only(report: Report, keep: Callable[[str], bool]) -> Report:
+    return _with_measurements(
+        report, lambda measured: {n: m for n, m in measured.items() if n == HP or keep(n)}
+    )
+
+
+def _with_measurements(
+    report: Report, change: Callable[[Mapping[str, Measurement]], Mapping[str, Measurement]]
+) -> Report:
+    sites = {
+        name: replace(site, measurements=change(site.measurements)) for name, site in report.sites.items()
+    }
+    return replace(report, sites=sites)

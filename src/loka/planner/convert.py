@@ -1,0 +1,150 @@
+"""Putting a plan into a model, and taking it out again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from loka.compiler import install
+from loka.compiler.joint_sites import unjoined
+from loka.compiler.notes import forget
+from loka.core.device import fingerprint
+from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision, Plan
+from loka.core.records.report import HP
+from loka.core.signature import LinearShape
+from loka.graph.attach import attach, detach
+from loka.kernels.gemm.registry import require_supported
+from loka.kernels.gemm.self_check import self_check
+from loka.nn.linears import signature
+from loka.nn.site import site_forwards, sites_of
+from loka.nn.unwrap import class_name
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
+    """Makes the layers of `model` run as `plan` says, in place, and returns it.
+
+    Under torch.compile those that the plan has in regions are joined by a pass that this adds to Inductor's
+    configuration (loka/compiler); `regions=False` leaves every site by itself there too, to bisect.
+
+    Modules that call a site with at least one FP8 GEMM get another `forward` on the instance (nn/site.py).
+    The module objects and classes, parameters and `state_dict` keys stay the same, so optimizers,
+    checkpoints and wrappers are not touched. All checks come first: a refused plan leaves the model as it
+    was.
+
+    Raises:
+        PlanMismatch: the plan was made for another model, or measured on another machine.
+        NotConverted: the model is converted already.
+        NoKernelFits: a candidate of the plan cannot run here.
+        WrongResults: a candidate of the plan fails its self-check here.
+    """
+    if site_forwards(model):
+        raise NotConverted(
+            "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
+        )
+    _check_model(model, plan)
+    _check_machine(model, plan)
+    for decision in plan.decisions.values():
+        if decision.candidate != HP:
+            require_supported(decision.candidate, decision.problem)
+    _check_results(model, plan)
+    planned = dict.fromkeys(d.path for d in plan.decisions.values())
+    chosen = {path: plan.candidates(path) for path in planned}
+    in_fp8 = {
+        path: (names[Gemm.OUTPUT], names[Gemm.GRAD_INPUT], names[Gemm.GRAD_WEIGHT])
+        for path, names in chosen.items()
+        if set(names.values()) != {HP}
+    }
+    attach(model, plan.model.layers, in_fp8, join=regions)
+    forget(site.health for site in sites_of(model).values())
+    if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
+        install()
+    return model
+
+
+def revert(model: M) -> M:
+    """Undoes `convert` in place and returns the model; the parameters keep their values.
+
+    Raises NotConverted if there is nothing to revert.
+    """
+    if not site_forwards(model):
+        raise NotConverted("no site of this model runs by a plan", way_out="convert it first")
+    detach(model)
+    return model
+
+
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    differences = signature(model, like=plan.model).differences(plan.model)
+    differences += [
+        f"{d.site} is planned as {d.problem}, which does not fit {plan.model.layers[d.path]}"
+        if d.path in plan.model.layers
+        else f"{d.site} is planned, but the plan's model has no such layer"
+        for d in plan.decisions.values()
+        if d.path not in plan.model.layers or not _fits(d, plan.model.layers[d.path])
+    ]
+    if differences:
+        raise PlanMismatch(
+            f"this plan was made for {plan.model.name} with other linear layers than this "
+            f"{class_name(model)} has",
+            why=differences,
+            way_out="apply the same mods as when probing, or probe, measure and plan this model",
+        )
+
+
+def _fits(decision: Decision, shape: LinearShape) -> bool:
+    problem = decision.problem
+    rows = problem.k if problem.gemm is Gemm.GRAD_WEIGHT else problem.m
+    wanted = linear_problem(
+        problem.gemm,
+        rows=rows,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        dtype=problem.dtype,
+        target=problem.target,
+    )
+    return problem == wanted
+
+
+def _check_machine(model: nn.Module, plan: Plan) -> None:
+    here = [fingerprint(device) for device in _devices(model)]
+    differences = [line for machine in here for line in machine.differences(plan.machine)]
+    if differences:
+        raise PlanMismatch(
+            f"this plan was measured on {plan.machine}, not here",
+            why=differences,
+            way_out="measure here (`loka measure STATS`; the statistics stay valid) and plan again, "
+            "or move the model to that device",
+        )
+
+
+def _check_results(model: nn.Module, plan: Plan) -> None:
+    """Self-checks each candidate and GEMM of the plan on each device; once in a process."""
+    sites: dict[tuple[str, Gemm], list[str]] = {}
+    for decision in plan.decisions.values():
+        if decision.candidate != HP:
+            sites.setdefault((decision.candidate, decision.problem.gemm), []).append(decision.site)
+    evidence = []
+    for device in _devices(model):
+        for (name, gemm), where in sites.items():
+            found = self_check(name, gemm=gemm, device=device)
+            if found is not None:
+                more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+                evidence.append(f"{name} for {gemm} on {device} (planned at {where[0]}{more}): {found}")
+    if evidence:
+        raise WrongResults(
+            "a kernel of this plan returns wrong numbers here",
+            why=evidence,
+            way_out="plan again with those sites forced to 'hp' or to another candidate, or measure again, "
+            "which leaves wrong kernels out; please report it with the versions that `loka doctor` prints",
+        )
+
+
+def _devices(model: nn.Module) -> list[torch.device]:
+    """Of the parameters: where sites will run."""
+    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))

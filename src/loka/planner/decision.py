@@ -1,0 +1,27 @@
+"""What a report says of a candidate at a site, as a decision for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loka.core.records.plan import Decision
+from loka.core.records.report import HP, Measurement, SiteReport
+
+
+def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping[str, str]) -> Decision:
+    measured = site.measurements.get(candidate, Measurement())
+    errors = (site.measured(candidate) or measured).errors
+    hp = site.measurements.get(HP, Measurement())
+    return Decision(
+        path=site.path,
+        problem=site.problem,
+        candidate=candidate,
+        reason=reason,
+        sqnr_db=errors.get("sqnr_db"),
+        mere=errors.get("mere"),
+        ne=errors.get("ne"),
+        microseconds=measured.microseconds,
+        hp_microseconds=hp.microseconds,
+        speedup=measured.speedup,
+        rejected=rejected,
+    )

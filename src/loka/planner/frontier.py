@@ -1,0 +1,206 @@
+"""What each budget of KL/H buys: plans over a range of `Budget.ne`, so that a user picks the knee.
+
+    saved(plan) = sum over FP8 sites of (hp time - time)
+
+All points have one base, the hp time of all measured sites. Without times multiplications stand for them,
+halved in FP8 (planner/ne_budget.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from loka.core.budget import Budget, spends
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report
+from loka.core.storage.codec import encode
+from loka.core.storage.files import write_record
+from loka.core.table import format_table
+from loka.planner.ne_budget import WAY_OUT
+from loka.planner.plan import plan
+
+_UNLIMITED = 1e9  # no model loses so much NE
+_DECADES = 4  # that the default range covers below the largest effect
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A budget and what became of it. `spent` is the upper end of `ne`, which the budget limits."""
+
+    budget: float
+    ne: Estimate
+    spent: float
+    time: float
+    fp8: int
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """`points` by rising budget, each unlike the one before; the first spends nothing.
+
+    `base` is the time in hp, in `unit`: "us", or "multiplications" of what was not timed.
+    """
+
+    model: str
+    machine: str
+    base: float
+    unit: str
+    points: tuple[Point, ...]
+
+    @property
+    def knee(self) -> Point:
+        """The last point up to which NE buys more time than on average over the whole frontier."""
+        first, last = self.points[0], self.points[-1]
+        rate = (first.time - last.time) / max(last.spent - first.spent, 1e-300)
+        return max(
+            self.points, key=lambda point: (first.time - point.time) - rate * (point.spent - first.spent)
+        )
+
+    def __str__(self) -> str:
+        header = (
+            "budget",
+            "predicted KL/H",
+            "upper end",
+            "sites in FP8",
+            "time",
+            "speed-up",
+            "saved per 1e-6",
+            "",
+        )
+        rows = []
+        for before, point in zip((None, *self.points), self.points, strict=False):
+            rate = "-"
+            if before is not None:
+                bought = (before.time - point.time) / max(point.spent - before.spent, 1e-300)
+                rate = f"{100 * bought * 1e-6 / self.base:.3g} %"
+            rows.append(
+                (
+                    f"{point.budget:.2e}",
+                    str(point.ne),
+                    f"{point.spent:.2e}",
+                    point.fp8,
+                    f"{point.time:.4g}",
+                    f"{self.base / max(point.time, 1e-9):.3f}x",
+                    rate,
+                    "knee" if point is self.knee else "",
+                )
+            )
+        title = f"NE against linear-layer time for {self.model}, measured on {self.machine}"
+        if self.unit == "us":
+            told = f"hp takes {self.base:.0f} us, quantization included in all times."
+        else:
+            told = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
+        return f"{title}\n{format_table(header, rows)}\n{told}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The points with their decisions, without the reasons."""
+        points = [
+            {
+                "budget": point.budget,
+                "ne": encode(point.ne),
+                "spent": point.spent,
+                "time": point.time,
+                "fp8": {s: d.candidate for s, d in point.plan.decisions.items() if d.candidate != HP},
+                "knee": point is self.knee,
+            }
+            for point in self.points
+        ]
+        return {**{k: getattr(self, k) for k in ("model", "machine", "base", "unit")}, "points": points}
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind="loka-frontier", version=1, content=self.to_json())
+
+
+def frontier(
+    report: Report, budget: Budget | None = None, *, limits: Iterable[float] | None = None, count: int = 24
+) -> Frontier:
+    """Plans `report` at each limit of KL/H, everything else as `budget` says.
+
+    Args:
+        limits: values of `Budget.ne`; by default 0 and `count` of them in even ratios, from what the cheapest
+            site costs to what all together do, over four decades at most.
+
+    Raises:
+        LokaError: no site of the report has an estimate of its KL/H.
+    """
+    budget = budget or Budget()
+    everything = plan(report, replace(budget, ne=_UNLIMITED))
+    if everything.ne is None:
+        raise LokaError(
+            f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
+            why=list(everything.notes[:4]),
+            way_out=WAY_OUT,
+        )
+    if limits is None:
+        limits = [0.0, *_range(report, spends(everything.ne), count)]
+    points: list[Point] = []
+    for limit in sorted(limits):
+        made = plan(report, replace(budget, ne=limit))
+        if points and _choices(points[-1].plan) == _choices(made):
+            continue
+        effect = made.ne or Estimate(0.0, 0.0, 0.0)
+        points.append(
+            Point(
+                budget=limit,
+                ne=effect,
+                spent=spends(effect),
+                time=base_time(report) - saved_time(made),
+                fp8=sum(d.candidate != HP for d in made.decisions.values()),
+                plan=made,
+            )
+        )
+    return Frontier(
+        model=report.model.name,
+        machine=str(report.machine),
+        base=base_time(report),
+        unit="us" if report.timed else "multiplications",
+        points=tuple(points),
+    )
+
+
+def base_time(report: Report) -> float:
+    """All measured sites in hp: microseconds, or multiplications where nothing was timed."""
+    total = 0.0
+    for site in report.sites.values():
+        if report.timed:
+            hp = site.measurements[HP].microseconds
+            total += hp.value if hp else 0.0
+        else:
+            total += 2.0 * site.problem.m * site.problem.n * site.problem.k
+    return total
+
+
+def saved_time(made: Plan) -> float:
+    """What the plan saves of `base_time`, in the same unit."""
+    saved = 0.0
+    for decision in made.decisions.values():
+        if decision.candidate == HP:
+            continue
+        if not made.timed:
+            saved += decision.problem.m * decision.problem.n * decision.problem.k
+        elif decision.microseconds and decision.hp_microseconds:
+            saved += decision.hp_microseconds.value - decision.microseconds.value + decision.saved_us
+    return saved
+
+
+def _range(report: Report, largest: float, count: int) -> list[float]:
+    costs = [
+        spends(measured.errors["ne"])
+        for site in report.sites.values()
+        for measured in site.measurements.values()
+        if "ne" in measured.errors
+    ]
+    smallest = min((cost for cost in costs if 0 < cost < largest), default=largest)
+    low = max(smallest, largest / 10**_DECADES)
+    ratio = (largest / low) ** (1 / max(count - 1, 1)) if low > 0 else 1.0
+    return [low * ratio**index for index in range(count - 1)] + [largest * (1 + 1e-9)]
+
+
+def _choices(made: Plan) -> dict[str, str]:
+    return {site: decision.candidate for site, decision in made.decisions.items()}

@@ -1,0 +1,214 @@
+"""The three GEMMs of a layer, chosen together, because they share the quantization of their tensors.
+
+    time(choice) = sum of the sites' times - what shared passes save
+
+A site's time holds the quantization of both its operands. Where two GEMMs of a layer run in
+FP8, the tensor between them is read once for both copies (nn/site_ops.py), which saves what
+`Report.sharing` says. So a grad_weight that loses by itself may win beside an FP8 grad_input.
+
+A choice is allowed if every FP8 GEMM in it earns its place: taking it back to hp, with the rest
+as it is, costs at least what `min_speedup` asks, at the safe end of all intervals. The fastest
+allowed choice wins. Choices that differ from it in GEMMs that take no more than 1 % longer are
+ties; they go to the one with the fewest FP8 GEMMs, then to the first by name, so that every
+rank and every run decides alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from loka.compiler.joint_sites import IN_REGIONS
+from loka.core.error import Estimate
+from loka.core.recipe import SHARED, Gemm
+from loka.core.records.plan import Decision
+from loka.core.records.report import HP, REGION, Measurement, SiteReport
+from loka.core.timing import TIE
+from loka.kernels.gemm.registry import candidate_named
+
+Sharing = Mapping[str, Mapping[str, Estimate]]
+"""Tensor -> casts "row+column" -> microseconds saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A candidate at a site: its time free of clock drift, and how it casts A and B (none in hp)."""
+
+    name: str
+    time: Estimate
+    casts: tuple[str, str] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One option a GEMM, and the microseconds saved on each tensor that two of them share."""
+
+    options: Mapping[Gemm, Option]
+    saved: Mapping[str, Estimate]
+    region: Estimate | None = None  # speed-up of the layer in a region, where the choice is that
+
+    def saved_at(self, gemm: Gemm) -> float:
+        """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
+        return sum(saving.value for tensor, saving in self.saved.items() if SHARED[tensor][1][0] is gemm)
+
+    @property
+    def microseconds(self) -> float:
+        spent = sum(option.time.value for option in self.options.values())
+        return spent - sum(saving.value for saving in self.saved.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer on its way to decisions: what is `fixed` by GEMM, forced and kept and untimed GEMMs among it,
+    the timed `options` of each GEMM ("hp" among those of one that is not fixed), why others are out."""
+
+    sites: tuple[SiteReport, ...]
+    fixed: Mapping[Gemm, Decision]
+    options: Mapping[Gemm, Mapping[str, Option]]
+    rejected: Mapping[Gemm, Mapping[str, str]]
+    sharing: Sharing
+    region: Choice | None = None  # all GEMMs as a part of a region, where that was timed and is allowed
+
+
+def option_of(site: SiteReport, name: str) -> Option | None:
+    """A candidate with its time, in units of hp's median; None where it was not timed."""
+    hp, measured = site.measurements[HP].microseconds, site.measurements[name]
+    if hp is None:
+        return None
+    if name == HP:
+        return Option(name=HP, time=Estimate(hp.value, hp.value, hp.value), casts=None)
+    if measured.speedup is None:
+        return None
+    ratio = measured.speedup
+    time = Estimate(hp.value / ratio.value, hp.value / ratio.high, hp.value / max(ratio.low, 1e-9))
+    casts = candidate_named(name).recipe.casts(site.problem.gemm)
+    assert casts is not None
+    return Option(name=name, time=time, casts=(casts[0].name, casts[1].name))
+
+
+def choose(
+    options: Mapping[Gemm, Mapping[str, Option]],
+    sharing: Sharing,
+    *,
+    min_speedup: float,
+    fixed: Collection[Gemm] = (),
+    region: Choice | None = None,
+) -> Choice:
+    """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
+    return best_of(allowed_choices(options, sharing, min_speedup=min_speedup, fixed=fixed, region=region))
+
+
+def allowed_choices(
+    options: Mapping[Gemm, Mapping[str, Option]],
+    sharing: Sharing,
+    *,
+    min_speedup: float,
+    fixed: Collection[Gemm] = (),
+    region: Choice | None = None,
+) -> list[Choice]:
+    """Those in which every FP8 GEMM earns its place, hp everywhere that is free among them; and the region,
+    which earns its place as a whole."""
+    reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
+    allowed = []
+    for combination in itertools.product(*reduced.values()):
+        choice = combine(dict(zip(reduced, combination, strict=True)), sharing)
+        free = [gemm for gemm in choice.options if gemm not in fixed]
+        if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
+            allowed.append(choice)
+    if region is not None and region.region is not None and region.region.low >= min_speedup:
+        allowed.append(region)
+    return allowed
+
+
+def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measurement]) -> Choice | None:
+    """The layer as a part of a region, from its GEMMs in hp; None where that was not timed.
+
+    What the region saves is taken off the GEMMs in proportion to their times, so that choices compare.
+    """
+    region, hp = times.get(REGION), times.get(HP)
+    if region is None or hp is None or not region.microseconds or not hp.microseconds or not region.speedup:
+        return None
+    total = sum(option.time.value for option in options.values())
+    saved = hp.microseconds.value * (1 - 1 / region.speedup.value)
+    left = max(1 - saved / total, 0.01) if total else 1.0
+    inside = {
+        gemm: Option(
+            name=name,
+            time=Estimate(*(end * left for end in (option.time.value, option.time.low, option.time.high))),
+            casts=None,
+        )
+        for (gemm, option), name in zip(options.items(), _names(options), strict=True)
+    }
+    return Choice(options=inside, saved={}, region=region.speedup)
+
+
+def _names(gemms: Iterable[Gemm]) -> list[str]:
+    by_gemm = dict(zip(Gemm, IN_REGIONS, strict=True))
+    return [by_gemm[gemm] for gemm in gemms]
+
+
+def best_of(allowed: Sequence[Choice]) -> Choice:
+    """The fastest, or what is tied with it and comes first."""
+    best = min(allowed, key=lambda choice: (choice.microseconds, _order(choice)))
+    return min((choice for choice in allowed if tied(choice, best)), key=_order)
+
+
+def tied(choice: Choice, best: Choice) -> bool:
+    """Within 1 % of what the GEMMs take in which the two differ; the rest of the layer is no excuse."""
+    differing = [o for gemm, o in best.options.items() if o.name != choice.options[gemm].name]
+    return choice.microseconds - best.microseconds <= TIE * sum(option.time.value for option in differing)
+
+
+def combine(options: Mapping[Gemm, Option], sharing: Sharing) -> Choice:
+    saved = {}
+    for tensor, ((row_gemm, row_index), (column_gemm, column_index)) in SHARED.items():
+        row, column = options.get(row_gemm), options.get(column_gemm)
+        if row and column and row.casts and column.casts:
+            key = f"{row.casts[row_index]}+{column.casts[column_index]}"
+            saving = sharing.get(tensor, {}).get(key)
+            if saving is not None:
+                saved[tensor] = saving
+    return Choice(options=options, saved=saved)
+
+
+def speedup_of(choice: Choice, gemm: Gemm, hp: Option) -> Estimate:
+    """hp's time over what this GEMM adds to the layer, with the rest of the choice as it is."""
+    time = choice.options[gemm].time
+    savings = [
+        choice.saved[tensor]
+        for tensor, ends in SHARED.items()
+        if tensor in choice.saved and gemm in (ends[0][0], ends[1][0])
+    ]
+    adds = Estimate(
+        time.value - sum(s.value for s in savings),
+        time.low - sum(s.high for s in savings),
+        time.high - sum(s.low for s in savings),
+    )
+    ratios = [hp.time.value / max(added, 1e-9) for added in (adds.value, adds.high, adds.low)]
+    return Estimate(*ratios)
+
+
+def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
+    if choice.options[gemm].name == HP:
+        return True
+    return speedup_of(choice, gemm, hp).low >= min_speedup
+
+
+def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
+    """hp, then of each pair of casts, on which alone sharing depends: the fastest, what is tied
+    with it, and the one whose time is most surely short, which may earn its place where they do not."""
+    by_casts: dict[tuple[str, str] | None, list[Option]] = {}
+    for option in options.values():
+        by_casts.setdefault(option.casts, []).append(option)
+    kept = [*by_casts.pop(None, [])]
+    for several in by_casts.values():
+        fastest = min(option.time.value for option in several)
+        surest = min(several, key=lambda option: (option.time.high, option.name))
+        kept += [o for o in several if o.time.value <= fastest * (1 + TIE) or o is surest]
+    return kept
+
+
+def _order(choice: Choice) -> tuple[int, tuple[str, ...]]:
+    names = tuple(option.name for option in choice.options.values())
+    return sum(name != HP for name in names), names

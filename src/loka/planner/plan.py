@@ -1,0 +1,351 @@
+"""Planning: for every site, the fastest candidate that the budget admits, with the reasons.
+
+A candidate must be supported and keep the error limits at the safe end of its interval. Where
+times were measured, the three GEMMs of a layer are then chosen together for the least time of
+the layer, each faster than hp by `min_speedup` (planner/layer_choice.py). Where nothing was timed,
+the candidate with the smallest error wins. Everything else stays in hp. What is equal within
+the noise goes to the first name, so that every rank and every run decides alike.
+
+A budget of KL/H is spent first (planner/ne_budget.py): it grants each layer what its `output`
+GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from loka.core.annealing import annealing_note
+from loka.core.budget import Budget, spends
+from loka.core.exceptions import NoKernelFits, UnknownName
+from loka.core.recipe import SHARED, Gemm
+from loka.core.records.plan import Decision, Plan
+from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
+from loka.core.signature import ModelSignature
+from loka.kernels.gemm.registry import require_legal
+from loka.nn.linears import is_prediction
+from loka.planner.decision import decision_of
+from loka.planner.layer_choice import (
+    Choice,
+    Layer,
+    Option,
+    Sharing,
+    choose,
+    combine,
+    option_of,
+    speedup_of,
+    tied,
+)
+from loka.planner.ne_budget import cost_of, grant, is_forced
+from loka.planner.regions import in_region, objection, region_of
+
+
+def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, str] | None = None) -> Plan:
+    """Decides every site of `report` within `budget`. Needs no GPU and no model.
+
+    Args:
+        report: from `measure`, perhaps on another machine; the plan will fit that machine.
+        budget: limits; `Budget()` by default.
+        force: for debugging: pattern of sites ("mlp.*/output", "*") -> candidate or "hp".
+            A forced candidate bypasses the budget, not legality. The first match counts.
+
+    Raises:
+        NoKernelFits: a forced candidate cannot run its site, or a site has no candidate and
+            the budget says `on_miss="raise"`.
+        UnknownName: a pattern in `force` or `budget.keep` that matches no site.
+    """
+    budget = budget or Budget()
+    force = dict(force or {})
+    _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
+    layers: dict[str, list[SiteReport]] = {}
+    for site in report.sites.values():
+        layers.setdefault(site.path, []).append(site)
+    opened = {path: _open_layer(sites, report, budget, force) for path, sites in layers.items()}
+    granted = grant(report, budget, opened) if budget.ne is not None else None
+    decisions = _decisions(report, opened, budget, granted.layers if granted else None)
+    notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
+    notes += [*(granted.notes if granted else ()), *report.notes]
+    if budget.ne is not None:
+        notes.append(annealing_note(report.final_rate))
+    if not report.complete:
+        notes.append("the report is incomplete; sites not yet measured stay in hp")
+    return Plan(
+        model=report.model,
+        machine=report.machine,
+        budget=budget,
+        timed=report.timed,
+        decisions=decisions,
+        coverage=report.coverage,
+        notes=tuple(notes),
+    )
+
+
+def _matches(site: SiteReport, pattern: str) -> bool:
+    return _fits(site.name, pattern) or _fits(site.path, pattern)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Also the very name: brackets of `w[:64]` stand for a set of characters in a pattern."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> None:
+    names = [name for path in report.model.layers for name in (path, *(site_name(path, g) for g in Gemm))]
+    for where, several in patterns.items():
+        for pattern in several:
+            # All sites of the model: one budget serves a report of a part of them too.
+            if not any(_fits(name, pattern) for name in names):
+                raise UnknownName(
+                    f"{where}: no site matches {pattern!r}", way_out=f"one of {', '.join(names)}"
+                )
+
+
+def _decisions(
+    report: Report, layers: Mapping[str, Layer], budget: Budget, granted: Mapping[str, float] | None
+) -> dict[str, Decision]:
+    """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of KL/H."""
+    decided = {
+        decision.site: decision
+        for path, layer in layers.items()
+        for decision in _settle(layer, report, budget, math.inf if granted is None else granted[path])
+    }
+    return {name: decided[name] for name in report.sites}
+
+
+def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: Mapping[str, str]) -> Layer:
+    """What is decided of a layer by rule, and what is left to compare."""
+    fixed: dict[Gemm, Decision] = {}
+    rejected: dict[Gemm, dict[str, str]] = {}
+    options: dict[Gemm, dict[str, Option]] = {}
+    for site in sites:
+        gemm = site.problem.gemm
+        decision = _fixed(site, report, budget, force)
+        if decision is None:
+            decision, options[gemm], rejected[gemm] = _admit(site, budget, timed=report.timed)
+        if decision is not None:
+            fixed[gemm] = decision
+            known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
+            options[gemm] = {decision.candidate: known} if known else {}
+    region = "a GEMM of it is decided by rule" if fixed else region_of(sites, report, budget)
+    if isinstance(region, str) and report.timed:
+        for reasons in rejected.values():
+            reasons[REGION] = region
+    return Layer(
+        sites=tuple(sites),
+        fixed=fixed,
+        options={gemm: each for gemm, each in options.items() if each},
+        rejected=rejected,
+        sharing=report.sharing.get(sites[0].path, {}),
+        region=None if isinstance(region, str) else region,
+    )
+
+
+def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> list[Decision]:
+    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`."""
+    fixed, sharing = dict(layer.fixed), layer.sharing
+    options = {gemm: dict(each) for gemm, each in layer.options.items()}
+    rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
+    for site in layer.sites:
+        gemm = site.problem.gemm
+        if is_forced(fixed.get(gemm)):
+            continue
+        for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
+            if cost_of(site, name) <= granted:
+                continue
+            reason = f"KL/H {site.measurements[name].errors['ne']} is better spent elsewhere"
+            if gemm in fixed:
+                fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
+            else:
+                del options[gemm][name]
+                rejected[gemm][name] = reason
+    if not options:
+        return [fixed[site.problem.gemm] for site in layer.sites]
+    region = layer.region
+    if region is not None and any(
+        cost_of(site, region.options[site.problem.gemm].name) > granted for site in layer.sites
+    ):
+        region = None
+    choice = choose(options, sharing, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
+    if region is not None and choice.region is None:
+        for reasons in rejected.values():
+            reasons[REGION] = (
+                f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
+            )
+    if choice.region is not None:
+        return [in_region(site, choice, report, rejected[site.problem.gemm]) for site in layer.sites]
+    return [
+        replace(fixed[gemm], saved_us=choice.saved_at(gemm))
+        if (gemm := site.problem.gemm) in fixed
+        else _chosen(site, choice, options[gemm], sharing, budget, rejected[gemm])
+        for site in layer.sites
+    ]
+
+
+def _fixed(site: SiteReport, report: Report, budget: Budget, force: Mapping[str, str]) -> Decision | None:
+    """What was decided before any comparison: forced, or kept in hp."""
+    for pattern, wanted in force.items():
+        if _matches(site, pattern):
+            candidate = _measured_name(site, wanted)
+            _check_forced(site, candidate)
+            return decision_of(site, candidate, f"forced by {pattern!r}", {})
+    kept = _kept(site, report.model, budget)
+    return None if kept is None else decision_of(site, HP, kept, {})
+
+
+def _measured_name(site: SiteReport, wanted: str) -> str:
+    """A kernel with several algorithms was measured under the name of the fastest, "kernel:recipe@3"."""
+    pinned = [name for name in site.measurements if name.partition("@")[0] == wanted]
+    return wanted if wanted in site.measurements or not pinned else pinned[0]
+
+
+def _check_forced(site: SiteReport, candidate: str) -> None:
+    """Forcing bypasses the budget, not legality, nor what was found on the machine that was measured."""
+    if candidate == HP:
+        return
+    require_legal(candidate, site.problem)
+    measured = site.measurements.get(candidate)
+    if measured is not None and measured.unsupported:
+        raise NoKernelFits(
+            f"{candidate} cannot run {site.name} on the machine that was measured",
+            why=[measured.unsupported],
+            way_out="force a candidate that ran there, or measure again",
+        )
+
+
+def _admit(
+    site: SiteReport, budget: Budget, *, timed: bool
+) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
+    """A decision if there is nothing to compare in time; else the options and why others are out."""
+    rejected, admitted = {}, {}
+    for name, measured in site.measurements.items():
+        if name == HP:
+            continue
+        reason = objection(measured, budget, site.problem.gemm)
+        if reason is None and timed and option_of(site, name) is None:
+            reason = f"not timed: {site.unfinished or 'no time was measured'}"
+        if reason is None:
+            admitted[name] = measured
+        else:
+            rejected[name] = reason
+    if not admitted:
+        return _no_candidate(site, budget, rejected), {}, rejected
+    if not timed:
+        chosen, why, lost = _most_exact(admitted)
+        if budget.ne is not None and site.problem.gemm is Gemm.OUTPUT:
+            chosen, why, lost = _least_effect(admitted)
+        others = [name for name in admitted if name != chosen]
+        runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
+        decision = decision_of(site, chosen, why, {**rejected, **lost})
+        return replace(decision, runner_up=runner_up), {}, rejected
+    options = {name: option_of(site, name) for name in (HP, *admitted)}
+    return None, {name: option for name, option in options.items() if option}, rejected
+
+
+def _chosen(
+    site: SiteReport,
+    choice: Choice,
+    options: Mapping[str, Option],
+    sharing: Sharing,
+    budget: Budget,
+    rejected: dict[str, str],
+) -> Decision:
+    """The decision at one site of a layer, with what each other candidate would have cost."""
+    gemm = site.problem.gemm
+    name = choice.options[gemm].name
+    ties, others = [], {}
+    for other, option in options.items():
+        if other in (name, HP):
+            continue
+        instead = combine({**choice.options, gemm: option}, sharing)
+        speedup = speedup_of(instead, gemm, options[HP])
+        others[other] = instead.microseconds
+        if not speedup.low >= budget.min_speedup:
+            rejected[other] = f"speed-up {speedup} is below {budget.min_speedup:g}"
+        elif tied(instead, choice) and tied(choice, instead):
+            ties.append(other)
+            rejected[other] = f"tied with {name}, which comes first"
+        elif instead.microseconds < choice.microseconds:
+            rejected[other] = f"faster than {name}, but another GEMM of the layer would not earn its place"
+        else:
+            rejected[other] = f"slower: {site.measurements[other].microseconds} us"
+    if name == HP:
+        return _no_candidate(site, budget, rejected)
+    reason = "fastest within the budget" + _ties(ties) + _shares(choice, gemm)
+    decision = decision_of(site, name, reason, rejected)
+    runner_up = min(others, key=lambda other: others[other], default=HP)
+    return replace(decision, runner_up=runner_up, saved_us=choice.saved_at(gemm))
+
+
+def _shares(choice: Choice, gemm: Gemm) -> str:
+    parts = [
+        f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
+        for tensor, ((first, _), (second, _)) in SHARED.items()
+        if tensor in choice.saved and gemm in (first, second)
+        for other in ((second,) if gemm is first else (first,))
+    ]
+    return f"; shares the quantization of {', '.join(parts)}" if parts else ""
+
+
+def _kept(site: SiteReport, model: ModelSignature, budget: Budget) -> str | None:
+    for pattern in budget.keep:
+        if _matches(site, pattern):
+            return f"kept by the budget ({pattern!r})"
+    outputs = model.layers[site.path].out_features
+    if budget.keep_prediction and is_prediction(outputs):
+        return f"{outputs} outputs: taken for a prediction layer"
+    return None
+
+
+def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
+    """The winner where nothing was timed, why it won, and why each other candidate lost."""
+    errors = {name: m.errors["sqnr_db"] for name, m in admitted.items()}
+    best = max(sorted(errors), key=lambda name: errors[name].value)
+    equal = sorted(name for name, error in errors.items() if error.high >= errors[best].low)
+    chosen = equal[0]
+    lost = {
+        name: f"tied with {chosen}, which comes first" if name in equal else f"less exact: {error} dB"
+        for name, error in errors.items()
+        if name != chosen
+    }
+    return chosen, "smallest error; not timed" + _ties(equal[1:]), lost
+
+
+def _least_effect(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
+    """As `_most_exact`, by what a candidate spends of the budget of KL/H."""
+    effects = {name: m.errors["ne"] for name, m in admitted.items()}
+    chosen = min(effects, key=lambda name: (spends(effects[name]), name))
+    lost = {name: f"costs more: KL/H {effect}" for name, effect in effects.items() if name != chosen}
+    return chosen, "smallest KL/H; not timed", lost
+
+
+def _ties(names: list[str]) -> str:
+    return f" (tied with {len(names)} more)" if names else ""
+
+
+def _no_candidate(site: SiteReport, budget: Budget, rejected: Mapping[str, str]) -> Decision:
+    if budget.on_miss == "raise":
+        raise NoKernelFits(
+            f"{site.name}  ({site.problem})",
+            why=[f"{name}  {reason}" for name, reason in rejected.items()],
+            way_out='keep it in hp (Budget(on_miss="keep")), or lower min_sqnr_db or min_speedup',
+        )
+    runnable = [name for name, m in site.measurements.items() if name != HP and not m.unsupported]
+    reason = "no candidate is within the budget" if runnable else "no candidate can run here"
+    closest = _closest(site, runnable)
+    if closest:
+        reason = f"{reason}; {closest}: {rejected[closest]}"
+    return decision_of(site, HP, reason, rejected)
+
+
+def _closest(site: SiteReport, runnable: list[str]) -> str | None:
+    """The candidate a user would ask about: the fastest, or the most exact where none was timed."""
+
+    def rank(name: str) -> float:
+        measured = site.measurements[name]
+        if measured.microseconds:
+            return measured.microseconds.value
+        return -measured.errors["sqnr_db"].value
+
+    return min(runnable, key=rank) if runnable else None

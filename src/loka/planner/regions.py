@@ -1,0 +1,78 @@
+"""A layer as a part of a compiled region: whether the budget admits it, and the decisions that it makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loka.compiler.joint_sites import IN_REGIONS
+from loka.core.budget import Budget, spends
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision
+from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
+from loka.planner.decision import decision_of
+from loka.planner.layer_choice import Choice, Option, option_of, region_choice
+from loka.planner.ne_budget import WAY_OUT
+
+
+def objection(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
+    """Why the budget does not admit a candidate, or None. A NaN error is never admitted."""
+    if measured.unsupported:
+        return measured.unsupported
+    sqnr, relative = measured.errors["sqnr_db"], measured.errors["mere"]
+    if budget.min_sqnr_db is not None and not sqnr.low >= budget.min_sqnr_db:
+        return f"sqnr_db {sqnr} is below {budget.min_sqnr_db:g}"
+    if budget.max_mere is not None and not relative.high <= budget.max_mere:
+        return f"mere {relative} is above {budget.max_mere:g}"
+    if sqnr.value != sqnr.value:
+        return "its result holds NaN"
+    if budget.ne is None or gemm is not Gemm.OUTPUT:
+        return None
+    effect = measured.errors.get("ne")
+    if effect is None:
+        return f"its effect on NE is not known; {WAY_OUT}"
+    if not spends(effect) <= budget.ne:
+        return f"NE +{effect} is above the whole budget of {budget.ne:g}"
+    return None
+
+
+def region_of(sites: list[SiteReport], report: Report, budget: Budget) -> Choice | str:
+    """The layer in a region, where the budget admits every GEMM of it; else why it cannot be in one."""
+    if not budget.regions:
+        return "the budget wants no regions"
+    times = report.region_times.get(sites[0].path, {})
+    if REGION not in times:
+        return "not timed in a region"
+    if times[REGION].unsupported:
+        return str(times[REGION].unsupported)
+    in_hp: dict[Gemm, Option] = {}
+    for site in sites:
+        name = IN_REGIONS[list(Gemm).index(site.problem.gemm)]
+        measured, option = site.measured(name), option_of(site, HP)
+        if measured is None or option is None:
+            return f"the errors of {name}, or of hp, were not measured at {site.name}"
+        if reason := objection(measured, budget, site.problem.gemm):
+            return f"{site.name}: {reason}"
+        in_hp[site.problem.gemm] = option
+    return region_choice(in_hp, times) or "hp was not timed beside it"
+
+
+def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[str, str]) -> Decision:
+    """A GEMM of a layer that runs in a region; its time is its share of what the layer takes there."""
+    assert choice.region is not None
+    name = choice.options[site.problem.gemm].name
+    times = report.region_times[site.path]
+    told = [times[each].microseconds for each in (REGION, HP)]
+    reason = (
+        f"in a compiled region, where the layer and the code around it take {told[0]} us, {told[1]} us in hp"
+    )
+    lost = {
+        other: rejected.get(other, "slower than in a region")
+        for other in site.measurements
+        if other not in (HP, name)
+    }
+    return replace(
+        decision_of(site, name, reason, lost),
+        microseconds=choice.options[site.problem.gemm].time,
+        speedup=choice.region,
+        runner_up=HP,
+    )

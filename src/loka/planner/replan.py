@@ -1,0 +1,47 @@
+"""Planning again with the effects of a later window and the times of the report: what would change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from loka.core.error import Estimate
+from loka.core.exceptions import PlanMismatch
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report
+from loka.planner.diff import PlanDiff, diff
+from loka.planner.plan import plan
+
+
+def with_effects(report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> Report:
+    """`report` with other effects on KL/H: by layer and recipe, as `core.drift.effects_of` gives them.
+
+    A candidate whose recipe is not in `effects` keeps its own; times and errors stay as they are.
+    """
+    sites = {}
+    for name, site in report.sites.items():
+        measurements = dict(site.measurements)
+        if site.problem.gemm is Gemm.OUTPUT:
+            for candidate, measured in site.measurements.items():
+                recipe = candidate.partition("@")[0].rpartition(":")[2]
+                effect = effects.get(site.path, {}).get(recipe)
+                if candidate != HP and not measured.unsupported and effect is not None:
+                    measurements[candidate] = replace(measured, errors={**measured.errors, "ne": effect})
+        sites[name] = replace(site, measurements=measurements)
+    return replace(report, sites=sites)
+
+
+def replan(made: Plan, report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> PlanDiff:
+    """What `made`'s budget would decide differently now: `report` as it was against it `with_effects`.
+
+    Raises PlanMismatch for a report of another model or machine than the plan's.
+    """
+    differences = report.model.differences(made.model) + report.machine.differences(made.machine)
+    if differences:
+        raise PlanMismatch(
+            "this report is not the one behind the plan",
+            why=differences,
+            way_out="give the report that the plan was made from",
+        )
+    return diff(plan(report, made.budget), plan(with_effects(report, effects), made.budget))

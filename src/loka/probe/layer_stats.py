@@ -1,0 +1,209 @@
+"""What a running probe has learnt of a layer, and how that goes into a record and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+
+import torch
+
+from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.numerics.effect import Effect
+from loka.core.records.stats import OPERANDS, Distribution, LinearStats, Stats
+from loka.core.signature import ModelSignature
+from loka.statistics import gaussian, matrix_normal
+from loka.statistics.depths import Depths, depths_of, with_depths
+from loka.statistics.effect_depths import Tables
+from loka.statistics.sample_coherence import (
+    Picked,
+    Samples,
+    merge_samples,
+    samples_in,
+    samples_of,
+    with_samples,
+)
+from loka.statistics.tails import (
+    Cross,
+    Tails,
+    cross_in,
+    cross_of,
+    merge_cross,
+    merge_tails,
+    tails_in,
+    tails_of,
+    with_tails,
+)
+
+
+@dataclass
+class Learnt:
+    """What was learnt of one layer so far; the streams of its three operands.
+
+    `depths` are the operands' depth histograms (statistics/depths.py), by operand; `tails` and `cross` what
+    draws keep beside the moments (statistics/tails.py), and `samples` where these have several rows
+    (statistics/sample_coherence.py).
+    """
+
+    order: int
+    rows: int = 0
+    calls: int = 0
+    dtype: str = ""
+    weight_dtype: str = ""
+    needs_input_grad: bool = False
+    needs_weight_grad: bool = False
+    input: gaussian.Gaussian | None = None
+    weight: matrix_normal.MatrixNormal | None = None
+    grad_output: gaussian.Gaussian | None = None
+    depths: dict[str, Depths] = field(default_factory=dict)
+    tails: dict[str, Tails] = field(default_factory=dict)
+    cross: Cross | None = None
+    samples: Samples | None = None
+
+
+def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None) -> None:
+    """Of sampled `rows` [m, K]; `known` are the input's values in the same rows of a gradient."""
+    found = tails_of(rows)
+    before = learnt.tails.get(operand)
+    learnt.tails[operand] = found if before is None else merge_tails(before, found)
+    if known is not None:
+        cross = cross_of(known, rows)
+        learnt.cross = cross if learnt.cross is None else merge_cross(learnt.cross, cross)
+
+
+def add_samples(learnt: Learnt, picked: Picked | None, grads: torch.Tensor) -> None:
+    """Of the samples that were `picked` in a call, by its gradient [rows, N]."""
+    if picked is not None:
+        found = samples_of(picked.values, grads[picked.rows], all_rows=picked.all_rows)
+        learnt.samples = found if learnt.samples is None else merge_samples(learnt.samples, found)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A layer with what probe/model_effects/sensitivity.py learnt of it; `no_effect` also says why effects
+    are old."""
+
+    learnt: Learnt
+    effects: dict[str, Effect]
+    tables: Tables
+    no_effect: str
+
+
+def with_sites(stats: Stats, sites: Mapping[str, Site]) -> Stats:
+    """`stats` with the records of `sites` as its layers, on the CPU; those are no longer skipped."""
+    layers = {
+        path: with_effects(to_record(site.learnt), site.effects, site.tables, site.no_effect)
+        for path, site in sites.items()
+    }
+    skipped = {path: reason for path, reason in stats.skipped.items() if path not in layers}
+    return replace(stats, layers=layers, skipped=skipped)
+
+
+def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
+    """What tensors take, by operand, and "effects"."""
+    total = dict.fromkeys((*OPERANDS, "effects"), 0)
+    for site in sites:
+        for operand in OPERANDS:
+            learnt = site.learnt
+            kept = (getattr(learnt, operand), learnt.depths.get(operand), learnt.tails.get(operand))
+            total[operand] += sum(map(_bytes, kept))
+        total["grad_output"] += _bytes(site.learnt.cross) + _bytes(site.learnt.samples)
+        total["effects"] += _bytes(site.tables)
+    return total
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    if is_dataclass(value):
+        return sum(_bytes(getattr(value, field.name)) for field in fields(value))
+    return 0
+
+
+def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None:
+    """Raises PlanMismatch or LokaError where a probe of `model` cannot go on from `stats`."""
+    differences = model.differences(stats.model)
+    if differences:
+        raise PlanMismatch(
+            "these statistics are of another model", why=differences, way_out="probe this model afresh"
+        )
+    for path, layer in stats.layers.items():
+        for operand, learnt in layer.operands.items():
+            kept_in_full = "scatter" in learnt.tensors
+            if learnt.kind == gaussian.KIND and kept_in_full != (
+                learnt.tensors["mean"].shape[0] <= full_covariance
+            ):
+                raise LokaError(
+                    f"{path}, {operand}: these statistics were kept with another full_covariance "
+                    f"than {full_covariance}",
+                    way_out="resume with the value of the first run",
+                )
+
+
+def to_record(learnt: Learnt) -> LinearStats:
+    """On the CPU, without effects."""
+    operands = {}
+    if learnt.input is not None:
+        operands["input"] = _with_tails(learnt, "input", gaussian.to_distribution(learnt.input))
+    if learnt.weight is not None:
+        operands["weight"] = matrix_normal.to_distribution(learnt.weight)
+    if learnt.grad_output is not None:
+        found = gaussian.to_distribution(learnt.grad_output)
+        found = _with_tails(learnt, "grad_output", found, learnt.cross)
+        operands["grad_output"] = with_samples(found, learnt.samples)
+    return LinearStats(
+        rows=learnt.rows,
+        calls=learnt.calls,
+        order=learnt.order,
+        dtype=learnt.dtype,
+        weight_dtype=learnt.weight_dtype,
+        needs_input_grad=learnt.needs_input_grad,
+        needs_weight_grad=learnt.needs_weight_grad,
+        operands={
+            name: with_depths(distribution, learnt.depths.get(name, {})).to("cpu")
+            for name, distribution in operands.items()
+        },
+    )
+
+
+def _with_tails(
+    learnt: Learnt, operand: str, distribution: Distribution, cross: Cross | None = None
+) -> Distribution:
+    tails = learnt.tails.get(operand)
+    return distribution if tails is None else with_tails(distribution, tails, cross)
+
+
+def with_effects(
+    layer: LinearStats, effects: dict[str, Effect], tables: Tables, no_effect: str
+) -> LinearStats:
+    """`layer` with what probe/model_effects/sensitivity.py learnt of it."""
+    operands = dict(layer.operands)
+    for name, table in tables.items():
+        operand, _, tensor = name.partition("/")
+        tensors = {**operands[operand].tensors, tensor: table.cpu()}
+        operands[operand] = replace(operands[operand], tensors=tensors)
+    return replace(layer, operands=operands, effects=effects, no_effect=no_effect)
+
+
+def from_record(layer: LinearStats, device: torch.device) -> Learnt:
+    """To go on from; effects are restored by their owner."""
+    operands = {name: found.to(device) for name, found in layer.operands.items()}
+    return Learnt(
+        order=layer.order,
+        rows=layer.rows,
+        calls=layer.calls,
+        dtype=layer.dtype,
+        weight_dtype=layer.weight_dtype,
+        needs_input_grad=layer.needs_input_grad,
+        needs_weight_grad=layer.needs_weight_grad,
+        input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
+        weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
+        grad_output=(
+            gaussian.from_distribution(operands["grad_output"]) if "grad_output" in operands else None
+        ),
+        depths={name: depths_of(found) for name, found in operands.items()},
+        tails={name: tails for name, found in operands.items() if (tails := tails_in(found)) is not None},
+        cross=cross_in(operands["grad_output"]) if "grad_output" in operands else None,
+        samples=samples_in(operands["grad_output"]) if "grad_output" in operands else None,
+    )

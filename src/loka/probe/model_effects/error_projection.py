@@ -1,0 +1,177 @@
+"""What the errors of all recipes change at a linear layer's output, and effects from that, in few operations.
+
+    s_ir = sum over the rows of sample i of  (g W^_r) . (x^_r - x) + (g (W^_r - W)) . x
+
+for the gradient g of one scalar (probe/model_effects/sensitivity.py says of which, and why it is written so).
+Recipes differ by their scales: what they quantize, multiply and sum is stacked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from loka.core.numerics.effect import Effect
+from loka.core.recipe import Cast, Casts, Format
+from loka.statistics.depth_scales import sample_scales, sides_of
+
+_PART = 1 << 24  # elements of stacked weights, and of stacked rows, at a time
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def changes_of(
+    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Sequence[Casts]
+) -> torch.Tensor:
+    """s [m, casts] float32 of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
+
+    Scales are those of the whole `given` and `weight` [N, K], as `core.reference.quantize` takes them.
+    """
+    m, n = rows.shape
+    changes = torch.zeros(m, len(casts), device=weight.device)
+    full = weight.float()
+    for some in _parts(len(casts), weight.numel()):
+        weights = [pair[1] for pair in casts[some]]
+        low_weight = _quantized(weight, weight, None, weights)
+        moved = low_weight - full
+        for part in _parts(m, n * given.shape[1] * len(weights)):
+            at = rows[part].flatten()
+            x, g = given[at], grads[at].float()
+            error = _quantized(given, x, at, [pair[0] for pair in casts[some]])
+            x = x.float()
+            error = torch.matmul(g, low_weight).mul_(error.sub_(x))
+            error = error.addcmul_(torch.matmul(g, moved), x).sum(dim=2)
+            changes[part, some] = error.view(len(weights), -1, n).sum(dim=2).t()
+    return changes
+
+
+def _parts(count: int, each: int) -> Iterator[slice]:
+    step = max(_PART // max(each, 1), 1)
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
+
+
+def _quantized(
+    hp: torch.Tensor, sample: torch.Tensor, picked: torch.Tensor | None, casts: Sequence[Cast]
+) -> torch.Tensor:
+    """`dequantize(quantize(hp, cast))` of the rows `sample` [m, K] for each cast: [casts, m, K] float32."""
+    kinds = [(sides_of(cast.granularity, hp.shape, transposed=False), cast.power_of_two) for cast in casts]
+    distinct = list(dict.fromkeys(kinds))
+    by_kind = dict(zip(distinct, sample_scales(hp, sample, picked, distinct), strict=True))
+    scales = [_scale_for(cast.format, by_kind[kind]) for cast, kind in zip(casts, kinds, strict=True)]
+    values = sample.float()
+    scaled = values.new_empty(len(casts), *values.shape)
+    for scale, out in zip(scales, scaled, strict=True):
+        torch.div(values, scale, out=out)
+    for cast_format in dict.fromkeys(cast.format for cast in casts):
+        alike = [at for at, cast in enumerate(casts) if cast.format is cast_format]
+        for begin, end in _runs(alike):
+            run, fmax = scaled[begin:end], cast_format.max
+            run.copy_(run.clamp_(-fmax, fmax).to(cast_format.dtype))
+    for scale, out in zip(scales, scaled, strict=True):
+        out.mul_(scale)
+    return scaled
+
+
+def _scale_for(cast_format: Format, scale: torch.Tensor) -> torch.Tensor:
+    """From the e4m3 scale: FMAX is a power of two as large, and scales end at the smallest normal."""
+    if cast_format is Format.E4M3:
+        return scale
+    return (scale * (Format.E4M3.max / cast_format.max)).clamp_min(_TINY)
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each run of successive ones."""
+    begin = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield numbers[begin], numbers[at - 1] + 1
+            begin = at
+
+
+def effects_of(
+    changes: Sequence[torch.Tensor],
+    predicted: torch.Tensor,
+    signed: torch.Tensor | None,
+    clusters: torch.Tensor | None = None,
+    weighing: torch.Tensor | None = None,
+) -> list[list[Effect]]:
+    """For each s [m, recipes] of the same samples the effect of each recipe, on the term s^2 / 2.
+
+    `predicted` [m, T]; `signed` [m, T] takes the signs out of s (core/numerics/effect.py `pulls`), where it
+    is known. `clusters` [m] int64, from 0 on, names the samples that may be alike; without it all are
+    independent. `weighing` [m], of mean 1: what each counts in every sum; without it all count alike.
+    A sample whose term is not finite is left out. Waits for the device once, for all of them.
+    """
+    if not changes:
+        return []
+    s = torch.stack([found.to(changes[0].device, torch.float64) for found in changes])
+    terms = s.square() / 2
+    finite = terms.isfinite()
+    terms = terms.where(finite, 0)
+    weights = finite.transpose(1, 2).double()  # [sites, recipes, m]
+    if weighing is not None:
+        weights = weights * weighing.to(weights)
+    by_row = weights.transpose(1, 2)
+    sums = [weights.sum(2, keepdim=True)]
+    sums += [(by_row * terms.pow(power)).sum(1).unsqueeze(2) for power in (1, 2, 3)]
+    alike = weighing is None and clusters is None
+    spread = weights.sum(2) if alike else _spread(terms, weights, clusters)
+    sums.append(spread.unsqueeze(2))
+    sums.append(weights @ predicted.to(s))
+    if signed is not None:
+        signs = signed.to(s)
+        sums += [(by_row * s.where(finite, 0)).transpose(1, 2) @ signs, weights @ signs.square()]
+    sizes = [part.shape[2] for part in sums]
+    return [[_effect(line, sizes) for line in site] for site in torch.cat(sums, dim=2).tolist()]
+
+
+def _spread(terms: torch.Tensor, weights: torch.Tensor, clusters: torch.Tensor | None) -> torch.Tensor:
+    """[sites, recipes]: of clustered or weighted `terms` [sites, m, recipes] n times what that costs.
+
+    That is the variance of the weighted mean, by clusters of rows where they are named (Liang and Zeger 1986,
+    with the factor C / (C - 1)), over that of n independent samples that weigh 1,
+
+        sum_c (sum_i in c w_i (t_i - m))^2 / sum_i w_i (t_i - m)^2
+
+    and at least sum_c W_c^2 / n with W_c the weight of a cluster, n / C where they are of one size: no more
+    samples count than there are clusters (Kish's effective number).
+    """
+    count = weights.sum(2)
+    kept = weights.transpose(1, 2)
+    mean = (kept * terms).sum(1) / count.clamp_min(1e-300)
+    rest = (terms - mean.unsqueeze(1)) * kept
+    if clusters is None:
+        within = (rest * (terms - mean.unsqueeze(1))).sum(1)
+        cost = rest.square().sum(1) / within.where(within > 0, 1.0)
+        return count * torch.maximum(cost, weights.square().sum(2) / count.clamp_min(1e-300))
+    at, most = clusters.to(terms.device), int(clusters.max()) + 1
+    shape = (terms.shape[0], most, terms.shape[2])
+    sums = rest.new_zeros(shape).index_add_(1, at, rest)
+    sizes = rest.new_zeros(shape).index_add_(1, at, kept)
+    number = (sizes > 0).sum(1)
+    within = (rest * (terms - mean.unsqueeze(1))).sum(1)
+    cost = sums.square().sum(1) / within.where(within > 0, 1.0)
+    cost = cost * number / (number - 1).clamp_min(1)
+    return count * torch.maximum(cost, sizes.square().sum(1) / count.clamp_min(1e-300))
+
+
+def _effect(sums: Sequence[float], sizes: Sequence[int]) -> Effect:
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    parts = [tuple(sums[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    (count,), (total,), (squares,), (cubes,), (spread,), probabilities, *shift = parts
+    if not count:
+        return Effect(count=0, spread=0, total=0.0, squares=0.0, probabilities=())
+    pulls, curvatures = shift or ((), ())
+    assert math.isfinite(total)
+    return Effect(
+        count=count if count % 1 else int(count),
+        spread=spread,
+        total=total,
+        squares=squares,
+        cubes=cubes,
+        probabilities=probabilities,
+        pulls=pulls,
+        curvatures=curvatures,
+    )

@@ -1,0 +1,274 @@
+"""Effects of every site on the model as it is now, from fresh rows: no step of training, nothing changed.
+
+    for a batch:  forward in eval mode, one backward from the logits to the sites' outputs    sensitivity.py
+    after all:    term_i of every row, their mean over rows, relative to H             core/numerics/effect.py
+    interval:     standard error over rows, or over clusters of rows; H's own where labels tell it; and with a
+                  `horizon` what the model moves until then                                    movement.py
+
+Samples of sampled steps fade slowly and are of models that are gone; these are all of one model, so their
+standard error is that of a plain mean. The cost is `samples / per_batch` forward and backward passes (8 with
+the defaults) and quantizing `samples` rows once for each recipe, whatever the length of training.
+In eval mode a BatchNorm uses its running statistics, so rows do not mix, and such models have effects too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.numerics.effect import NO_PROMISE, OLD
+from loka.core.numerics.label_rate import BaseRate, task_rates
+from loka.core.records.stats import LinearStats, Stats
+from loka.nn.linears import find_linears, signature
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import unwrap
+from loka.probe.force_eager import eager
+from loka.probe.layer_stats import with_effects
+from loka.probe.model_effects.error_projection import effects_of
+from loka.probe.model_effects.logits import Logits, NoEffect, refuse
+from loka.probe.model_effects.movement import Horizon, added_variance, widened
+from loka.probe.model_effects.promise import no_promise
+from loka.probe.model_effects.sensitivity import Found, Sensitivity, step_seed
+from loka.probe.model_effects.untouched import as_evaluated
+from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
+from loka.statistics.effect_casts import CASTS
+from loka.statistics.effect_depths import PREFIX, Tables, merge_tables
+
+Forward = Callable[[nn.Module, Any], Any]
+Clusters = Callable[[Any], torch.Tensor]
+"""A batch -> int64 [B]: rows of one number, such as a user's, may be alike."""
+Weights = Callable[[Any], torch.Tensor]
+"""A batch -> [B], not negative: what each row weighs in the loss."""
+
+SAMPLES, PER_BATCH = 1536, 192
+
+
+def renew_effects(
+    model: nn.Module,
+    stats: Stats,
+    batches: Iterable[Any],
+    *,
+    logits: Logits | None = None,
+    base_rate: BaseRate | None = None,
+    forward: Forward | None = None,
+    clusters: Clusters | None = None,
+    weights: Weights | None = None,
+    horizon: Horizon | None = None,
+    samples: int = SAMPLES,
+    per_batch: int = PER_BATCH,
+    final_rate: float | None = None,
+    seed: int = 0,
+) -> Stats:
+    """`stats` with the effects of all sites, and their histograms, replaced by those of fresh rows.
+
+    `model` is left as it was: weights, buffers, gradients, mode and random state. Wrappers are passed by,
+    so a rank may do this alone. Where the rows tell nothing of a site, its old effects stay, and
+    `no_effect` says so; where KL/H itself cannot be promised (logits saturated, labels all alike or too
+    rare), every site's effects go, and `no_effect` says why.
+
+    Args:
+        stats: of this model, by a Probe or by an earlier renewal.
+        batches: rows that training has not used, in batches as large as training's: scales of whole tensors
+            depend on it. No more are read than `samples` takes.
+        logits: function from what `forward` returns to logits; as for `Probe`.
+        base_rate: share of positive labels, or the labels counted, whose error then widens intervals; of
+            several tasks one for all or a sequence of one for each; by default the mean prediction.
+        forward: (model, batch) -> what the model returns; by default a `data.Batch` goes in as in training,
+            a tuple as arguments, anything else as the one argument.
+        clusters: which rows may be alike; by default all are independent.
+        weights: of rows in the loss; by default all weigh alike. KL/H is then a weighted mean over the
+            weighted labels' H, so `base_rate` has to be of weighted labels too. Histograms stay unweighted.
+        horizon: until when the effects are to hold while training goes on, and what is known of how the
+            model moves (`Horizon.of_probe`). None: for the model as it is.
+        samples: rows in all, of which each batch gives `per_batch` at most.
+        final_rate: learning rate of `model` as a share of its peak, by which plans tell whether it is
+            annealed. None: nobody says.
+        seed: of the choice of rows.
+
+    Raises:
+        PlanMismatch: `stats` is of another model.
+        NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
+        ValueError: a base rate that is no share, another number of them than tasks, no samples, or weights
+            that are negative, not finite or all 0.
+    """
+    if samples < 1 or per_batch < 1:
+        raise ValueError(f"samples is {samples}, per_batch {per_batch}; each must be at least 1")
+    if base_rate is not None:  # of one that cannot be nothing has to run
+        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
+    differences = signature(model, like=stats.model).differences(stats.model)
+    if differences:
+        raise PlanMismatch(
+            "these statistics are of another model", why=differences, way_out="probe this model afresh"
+        )
+    if site_forwards(model):
+        raise NotConverted(
+            "this model runs a plan, and its effects are those of the unquantized model",
+            way_out="loka.revert(model) first",
+        )
+    rows = _Rows()
+    try:
+        refuse(model)
+    except NoEffect as reason:
+        rows.missed = dict.fromkeys(stats.layers, str(reason))
+    else:
+        run = forward or _as_in_training
+        _read(unwrap(model), stats, batches, rows, logits, run, (clusters, weights), samples, per_batch, seed)
+    return replace(_renewed(stats, rows, base_rate, horizon), final_rate=final_rate)
+
+
+@dataclass
+class _Rows:
+    """What the batches showed: one `Found` for each, its clusters and weights, and why sites show nothing."""
+
+    found: list[Found] = field(default_factory=list)
+    clusters: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+    missed: dict[str, str] = field(default_factory=dict)
+    count: int = 0
+
+
+def _read(
+    model: nn.Module,
+    stats: Stats,
+    batches: Iterable[Any],
+    rows: _Rows,
+    logits: Logits | None,
+    forward: Forward,
+    by_row: tuple[Clusters | None, Weights | None],
+    samples: int,
+    per_batch: int,
+    seed: int,
+) -> None:
+    clusters, weights = by_row
+    linears, _ = find_linears(model)
+    traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
+    found: list[Found] = []
+    for number, batch in enumerate(batches):
+        take = min(per_batch, samples - rows.count)
+        sensitivity = Sensitivity(
+            samples=take, per_step=take, logits=logits, base_rate=None, seed=seed, sink=found.append
+        )
+
+        def observe(site: SiteCall, output: torch.Tensor, to: Sensitivity = sensitivity) -> None:
+            if site.path in stats.layers:
+                to.see(site.path, site.weight, site.x, output, site.rows)
+
+        names = SiteNames(linears, traced)
+        trace = SiteTrace(model, names, linears=linears, filter=None, observe=observe, account=False)
+        eager.acquire()
+        try:
+            with as_evaluated(model):
+                sensitivity.begin((), step=step_seed(seed, number + 1) % (1 << 31))
+                trace.start()
+                try:
+                    output = forward(model, batch)
+                finally:
+                    for handle in trace.stop():
+                        handle.remove()
+                sensitivity.finish(model, output)
+        finally:
+            eager.release()
+        rows.missed |= sensitivity.missed()
+        for fresh in found:
+            rows.found.append(fresh)
+            rows.count += len(fresh.picks)
+            if clusters is not None:
+                rows.clusters.append(clusters(batch).to("cpu", torch.int64)[fresh.picks])
+            if weights is not None:
+                rows.weights.append(weights(batch).to("cpu", torch.float64)[fresh.picks])
+        found.clear()
+        if rows.count >= samples:
+            return
+
+
+def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None) -> Stats:
+    if not rows.found:
+        reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
+        return replace(
+            stats, layers={p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
+        )
+    z = torch.cat([found.logits for found in rows.found])
+    rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
+    refused = no_promise(z, rates)
+    if refused:
+        told = NO_PROMISE + refused
+        return replace(stats, layers={p: _without(layer, told) for p, layer in stats.layers.items()})
+    predicted = z.sigmoid()
+    if rates is not None:
+        predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
+    signed = torch.cat([found.signed for found in rows.found])
+    groups = torch.cat(rows.clusters).unique(return_inverse=True)[1] if rows.clusters else None
+    paths = [path for path in stats.layers if any(path in found.sites for found in rows.found)]
+    changes = [_over_batches(rows.found, path) for path in paths]
+    weighing = _of_mean_one(torch.cat(rows.weights)) if rows.weights else None
+    known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
+    now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
+    now = {path: effects for path, effects in now.items() if any(e.count for e in effects.values())}
+    variance = rates.log_variance if rates is not None else 0.0
+    moves = dict.fromkeys(now, 0.0)
+    if horizon is not None:
+        moves = added_variance({path: stats.layers[path].effects for path in now}, now, horizon)
+    layers = {}
+    for path, layer in stats.layers.items():
+        if path in now:
+            tables = _tables(rows.found, path)
+            effects = widened(now[path], variance + moves[path])
+            layers[path] = with_effects(_without(layer, ""), effects, tables, "")
+        else:
+            told = rows.missed.get(path, "no fresh row reaches it")
+            layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else told)
+    return replace(stats, layers=layers)
+
+
+def _of_mean_one(weights: torch.Tensor) -> torch.Tensor:
+    if not (weights.isfinite().all() and (weights >= 0).all() and weights.sum() > 0):
+        raise ValueError("weights of rows are finite, not negative, and not all 0")
+    return weights / weights.mean()
+
+
+def _over_batches(found: Sequence[Found], path: str) -> torch.Tensor:
+    """s [m, recipes] over all rows; NaN, which is left out, in batches that do not tell of the site."""
+    parts = []
+    for batch in found:
+        known = batch.sites.get(path)
+        parts.append(
+            known[0]
+            if known is not None
+            else batch.logits.new_full((len(batch.picks), len(CASTS)), torch.nan)
+        )
+    return torch.cat(parts)
+
+
+def _tables(found: Sequence[Found], path: str) -> Tables:
+    total: Tables = {}
+    for batch in found:
+        if path in batch.sites:
+            total = merge_tables(total, batch.sites[path][1])
+    return total
+
+
+def _without(layer: LinearStats, reason: str) -> LinearStats:
+    """No effects, and no histograms of them."""
+    operands = {
+        name: replace(d, tensors={n: t for n, t in d.tensors.items() if not n.startswith(PREFIX)})
+        for name, d in layer.operands.items()
+    }
+    return replace(layer, operands=operands, effects={}, no_effect=reason)
+
+
+def _kept(layer: LinearStats, reason: str) -> LinearStats:
+    """The effects of before, marked as old; `reason` is why they were not renewed."""
+    reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"
+    return replace(layer, no_effect=OLD + reason if layer.effects else reason)
+
+
+def _as_in_training(model: nn.Module, batch: Any) -> Any:
+    tensors = getattr(batch, "tensors", None)
+    if callable(tensors):
+        return model(*(tensor for name, tensor in tensors().items() if name != "label"))
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

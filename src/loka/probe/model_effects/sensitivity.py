@@ -1,0 +1,392 @@
+"""What quantizing each site would cost the model in KL/H, from one extra backward pass on a sampled step.
+
+    v     = sum_it eps_it sqrt(p_it (1 - p_it)) z_it        z logits [B, T], eps random signs
+    g_i   = dv / dY_i                                       at every linear layer's output, at once
+    s_ir  = sum over the rows and calls of sample i of g_i . dY_ir        dY_ir: error by recipe r
+    term  = 1/2 s_ir^2,     E_eps[s_ir^2] = sum_t p_it (1 - p_it) (J_it . dY_ir)^2   (core/numerics/effect.py)
+
+The signs make the tasks' cross terms vanish in the mean, so several tasks cost one backward. dY is
+the actual error of the sampled rows: both operands are quantized as the recipe does, with scales of
+the whole tensor where it has such, and g . dY = (g W^) . (x^ - x) + (g (W^ - W)) . x avoids the
+difference of two outputs. A sampled forward sees its rows before the optimizer learns from them, so
+rows are always probed before they are trained on; on rows seen before the loss is lower and less
+sensitive, and predictions come out too small.
+
+The pass goes from the logits to the outputs of linear layers only: no `.grad` is touched, weights'
+gradients are not computed, nothing of DistributedDataParallel is woken. Hooks that a program put on
+tensors inside the model do run; a model with backward hooks on modules is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from loka.core.numerics.effect import OLD, Effect, merged
+from loka.core.records.stats import LinearStats
+from loka.probe.model_effects.error_projection import changes_of, effects_of
+from loka.probe.model_effects.logits import Logits, NoEffect, finite, logits_of, refuse
+from loka.probe.model_effects.sample_rows import RowsMix, batch_of, rows_of
+from loka.probe.model_effects.untouched import batch_norms, buffers_kept
+from loka.probe.trace import unseen
+from loka.statistics.effect_casts import CASTS
+from loka.statistics.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
+
+_UNREACHED = "its output does not reach these logits"
+
+
+@dataclass(eq=False)
+class Step:
+    """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`."""
+
+    batch: int = 0
+    picks: torch.Tensor | None = None
+    pending: dict[str, tuple[torch.Tensor, Tables]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A site's call. `given` shares the input's memory and its `version` counter; `rows` brings a gradient
+    of what was returned to [..., N]."""
+
+    path: str
+    weight: torch.Tensor
+    given: torch.Tensor
+    version: int
+    dtype: torch.dtype
+    rows: Callable[[torch.Tensor], torch.Tensor]
+    step: Step
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one pass: s [m, recipes] and histograms by site, rows [m], logits and signed weights [m, T]."""
+
+    sites: Mapping[str, tuple[torch.Tensor, Tables]]
+    picks: torch.Tensor
+    logits: torch.Tensor
+    signed: torch.Tensor
+
+
+Sink = Callable[[Found], None]
+
+
+class Sensitivity:
+    """The effects of every site over the sampled steps.
+
+    While `working` is set, for any probe, the gradients that pass by are not those of training.
+
+    What a model is sensitive to moves until late in training, so old samples fade: the weights of
+    all sum up to `samples` at most, and those of a step are the latest one's times a constant for
+    each step since. A step that says nothing of a site takes away what its samples would have replaced,
+    so effects that no step refreshes go, and `of` says why they are old. No randomness is carried
+    from step to step: a run that goes on from its record learns what it would have learnt uninterrupted.
+
+    Args:
+        samples: 0 turns it off.
+        per_step: samples of a batch used in one step.
+        logits: what takes the model's output to logits; by default the output is taken as it is.
+        base_rate: share of positive labels, whose entropy is then H; else that of the mean
+            prediction, which is off where the model is not calibrated. With it, a model whose output
+            shows no logits falls back to the empirical Fisher: the gradient of training times the
+            batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
+        seed: of samples and signs.
+        sink: receives what each step finds, in place of the effects over the steps.
+    """
+
+    working = False
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        per_step: int,
+        logits: Logits | None,
+        base_rate: float | None,
+        seed: int,
+        sink: Sink | None = None,
+    ) -> None:
+        self._samples, self._per_step, self._seed = samples, per_step, seed
+        self._logits, self._base_rate = logits, base_rate
+        self._sink = sink
+        self._generator = torch.Generator()
+        self._calls: list[tuple[Call, GradientEdge]] = []
+        self._step, self._shown = Step(), False  # whether the output ever showed logits
+        self._waiting: list[Step] = []  # with gradients of training that are not noted yet
+        self._known: dict[str, _Known] = {}
+        self._reasons: dict[str, str] = {}
+        self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
+
+    def begin(self, arguments: Any, *, step: int) -> None:
+        """Sampled step number `step` begins; `arguments` are those of the model."""
+        self._flush()
+        self._generator.manual_seed(step_seed(self._seed, step))
+        self._calls = []
+        self._step = Step(batch_of(arguments))
+
+    def see(
+        self,
+        path: str,
+        weight: torch.Tensor,
+        given: torch.Tensor,
+        output: torch.Tensor,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Call | None:
+        """A site was called. Keeps what the step keeps anyway, and no copy.
+
+        Returns what `see_gradient` may want later.
+        """
+        if not self._samples:
+            return None
+        if not output.requires_grad:
+            self._missed[path] = "no gradient flows through its output (frozen, or in a reentrant checkpoint)"
+            return None
+        if output.is_nested:
+            self._missed[path] = "its input is a nested tensor, whose rows are of no known sample"
+            return None
+        call = Call(path, weight.detach(), given.detach(), given._version, output.dtype, rows, self._step)
+        # The edge is of this value, whatever is done to the tensor in place later. It is not part of
+        # the call, which a hook on the same node may hold: nobody would ever free such a circle.
+        self._calls.append((call, get_gradient_edge(output)))
+        return call if self._base_rate is not None and not self._shown else None
+
+    def forget(self) -> None:
+        """The forward pass failed, or nobody watches it any more: lets go of inputs and graph."""
+        self._calls = []
+
+    def finish(self, model: nn.Module, output: Any) -> None:
+        """The forward pass is over: the extra backward, and the effects. Never raises an Exception.
+
+        `model` is the one that is called, with its wrappers: they may have freed weights by now.
+        """
+        seen, self._calls = self._calls, []
+        if not seen:
+            return
+        calls, edges = [call for call, _ in seen], [edge for _, edge in seen]
+        try:
+            try:
+                z = logits_of(output, self._logits)
+            except NoEffect as reason:
+                self._step.picks = self._fall_back(str(reason))
+                return
+            self._shown = True
+            refuse(model)
+            _refuse_freed(calls)
+            picks = finite(self._pick(z.shape[0]), z)
+            grads, signed, p = self._backward(model, z, picks, edges)
+        except Exception as error:  # user code runs in the pass, and training goes on without it
+            self._drop(calls, _told(error))
+            return
+        reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
+        self._drop([call for call in calls if call.path not in reached], _UNREACHED)
+        found: dict[str, tuple[torch.Tensor, Tables]] = {}
+        mixing = batch_norms(model)
+        for call, grad in zip(calls, grads, strict=True):
+            if grad is not None:
+                self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
+        if self._sink is None:
+            self._note(found, p, signed)
+        else:
+            self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed))
+
+    def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
+        """Training's gradient at an output, where the model's output shows no logits."""
+        step = call.step
+        if step.picks is not None:
+            if step not in self._waiting:
+                self._waiting.append(step)
+            grad = grad.detach().float() * step.batch
+            self._add(step.pending, call, grad, step.picks, step.batch, of_all=True)
+
+    def missed(self) -> dict[str, str]:
+        """Why the latest step says nothing, by site."""
+        return dict(self._missed)
+
+    def restore(self, path: str, layer: LinearStats) -> None:
+        if layer.effects:
+            self._known[path] = _Known(dict(layer.effects), tables_of(layer))
+        if layer.no_effect:
+            self._reasons[path] = layer.no_effect.removeprefix(OLD)
+
+    def of(self, path: str) -> tuple[dict[str, Effect], Tables, str]:
+        """The effects of a site by recipe name, its histograms, and why there are none, or old ones."""
+        self._flush()
+        known, reason = self._known.get(path), self._reasons.get(path, "")
+        if known is None:
+            return {}, {}, reason
+        return known.effects, known.tables, OLD + reason if reason else ""
+
+    def _fall_back(self, reason: str) -> torch.Tensor:
+        if self._base_rate is None:
+            raise NoEffect(reason)
+        if not self._step.batch:
+            told = "the first sides of the model's arguments do not tell the size of the batch"
+            raise NoEffect(f"{reason}; and {told}")
+        return self._pick(self._step.batch)
+
+    def _pick(self, batch: int) -> torch.Tensor:
+        """Never the whole batch: rows of other samples, whose gradient is 0, show how rows lie."""
+        if batch < 2:
+            raise NoEffect("a batch of one row does not show which rows are of which sample")
+        count = min(self._per_step, batch - 1)
+        return torch.randperm(batch, generator=self._generator)[:count].sort().values
+
+    def _backward(
+        self, model: nn.Module, z: torch.Tensor, picks: torch.Tensor, edges: Sequence[GradientEdge]
+    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor, torch.Tensor]:
+        """The gradients of v at `edges`; eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
+        signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator).mul_(2).sub_(1)
+        at = picks.to(z.device)
+        p = z.detach()[at].sigmoid()
+        weight = torch.zeros_like(z)
+        signed = weight[at] = signs.to(z.device) * (p * (1 - p)).sqrt()
+        devices = [z.device] if z.device.type == "cuda" else []
+        Sensitivity.working = True
+        try:
+            # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
+            with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
+                grads = torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
+        finally:
+            Sensitivity.working = False
+        return grads, signed, p
+
+    def _add(
+        self,
+        found: dict[str, tuple[torch.Tensor, Tables]],
+        call: Call,
+        grad: torch.Tensor,
+        picks: torch.Tensor,
+        batch: int,
+        *,
+        of_all: bool = False,
+        mixing: str = "",
+    ) -> None:
+        """Adds s [m, recipes] of this call to those of earlier calls of the layer in this step.
+
+        `mixing` says what in the model mixes the rows of samples.
+        """
+        try:
+            changes, tables = _changes(call, grad, picks, batch, self._generator, of_all=of_all)
+        except Exception as error:  # out of memory, say; the step itself is whole
+            self._drop([call], _told(error) + (mixing if isinstance(error, RowsMix) else ""))
+            found.pop(call.path, None)
+            return
+        if call.path in found:
+            changes, tables = found[call.path][0] + changes, merge_tables(found[call.path][1], tables)
+        found[call.path] = changes, tables
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for step in waiting:
+            if step.picks is not None and self._base_rate is not None:
+                pending, step.pending = step.pending, {}
+                self._note(pending, torch.full((len(step.picks), 1), self._base_rate), None)
+        missed, self._missed = self._missed, {}
+        self._reasons |= missed
+        for path in missed.keys() & self._known.keys():
+            # What a step would have pushed out goes: a model that no longer shows its effects has none.
+            left = self._known[path].count - self._per_step
+            if left > 0:
+                self._known[path] = self._known[path].faded(left / self._known[path].count)
+            else:
+                del self._known[path]
+
+    def _note(
+        self,
+        found: Mapping[str, tuple[torch.Tensor, Tables]],
+        predicted: torch.Tensor,
+        signed: torch.Tensor | None,
+    ) -> None:
+        """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
+        if self._base_rate is not None:
+            predicted = torch.full_like(predicted, self._base_rate, dtype=torch.float64)
+        known = effects_of([changes for changes, _ in found.values()], predicted, signed)
+        for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
+            fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables)
+            if fresh.count:
+                self._known[path] = _after(self._known.get(path), fresh, self._samples)
+                self._reasons.pop(path, None)
+                self._missed.pop(path, None)
+            else:
+                self._missed[path] = "its effect is finite on no sample"
+
+    def _drop(self, calls: Sequence[Call], reason: str) -> None:
+        for call in calls:
+            self._missed[call.path] = reason
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of one site, over the same samples."""
+
+    effects: dict[str, Effect]
+    tables: Tables
+
+    @property
+    def count(self) -> float:
+        return max((effect.count for effect in self.effects.values()), default=0)
+
+    def faded(self, factor: float) -> _Known:
+        effects = {name: effect.faded(factor) for name, effect in self.effects.items()}
+        return _Known(effects, faded_tables(self.tables, factor))
+
+
+def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
+    """Both, the earlier samples faded so that all together weigh `limit` at most."""
+    if before is None or not before.count:
+        return fresh
+    faded = before.faded(min(max(limit - fresh.count, 0) / before.count, 1.0))
+    try:
+        effects = merged(faded.effects, fresh.effects)
+    except ValueError:  # another number of tasks: what came before was of another output
+        return fresh
+    return _Known(effects, merge_tables(faded.tables, fresh.tables))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """For the generator of one step: what is random there depends on nothing that came before."""
+    return (seed * 1_000_003 + step) % (1 << 63)
+
+
+def _refuse_freed(calls: Sequence[Call]) -> None:
+    """Raises NoEffect where a weight has no memory any more: a backward that reads it ends the process."""
+    for call in calls:
+        weight = call.weight
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+            raise NoEffect(
+                f"the weight of {call.path} was freed after its call, as a wrapper that shards does"
+            )
+
+
+def _told(error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    return first if isinstance(error, NoEffect) else f"{type(error).__name__}: {first}"
+
+
+def _changes(
+    call: Call,
+    grad: torch.Tensor,
+    picks: torch.Tensor,
+    batch: int,
+    generator: torch.Generator,
+    *,
+    of_all: bool,
+) -> tuple[torch.Tensor, Tables]:
+    """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
+    weight = call.weight
+    if call.given._version != call.version:
+        raise NoEffect("its input was changed in place after the call")
+    with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        grads = grad if of_all else call.rows(grad)
+        grads = grads.reshape(-1, grads.shape[-1])
+        rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
+        given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
+        changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()))
+        tables = effect_tables(given, weight, grads, rows, CASTS.values(), generator)
+    return changes, tables

@@ -1,0 +1,1 @@
+"""What is kept of tensors, and operands drawn from it."""

@@ -1,0 +1,128 @@
+"""What a site's error costs the model by any format, from depth histograms alone: nothing is quantized.
+
+    term = 1/2 sum_k Jx_k^2 (x_k - x^_k)^2  +  1/2 sum_jk A_jk (W_jk - W^_jk)^2        of one sample
+
+Jx = g W, and A_jk = (g_j x_k)^2; where a sample has several rows, the first sum runs over all of them
+and A = (sum_rows g_j x_k)^2, for an error of the weight is the same in every row. Errors are taken for
+independent with mean 0, so products of different elements vanish in the mean. With Jx^2 and A as the
+weights of core/numerics/depth.py, one histogram for each kind of scale answers for every format. They are
+kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`: sums over the samples of
+`LinearStats.effects`, the three WEIGHTED columns of a depth histogram.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from loka.core.numerics.depth import WEIGHTED, DepthHistogram, error_sum
+from loka.core.recipe import Cast, Casts
+from loka.core.records.stats import LinearStats
+from loka.statistics.depths import Layout, Request, collect_all, layout_of, merge
+from loka.statistics.row_picks import sent
+
+PREFIX = "effect_"
+OPERANDS = ("input", "weight")
+
+Tables = dict[str, torch.Tensor]
+"""[ROWS, 3] float64 by "input/effect_depth_row" and so on."""
+
+_ELEMENTS = 1 << 17  # of an operand that are looked at in a step
+_CHUNK = 1 << 22  # elements of A, over samples, at a time
+
+
+def effect_tables(
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    casts: Iterable[Casts],
+    generator: torch.Generator,
+) -> Tables:
+    """Of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
+
+    Large operands are represented by random rows of them; `weight` [N, K].
+    """
+    wanted: dict[str, dict[Layout, None]] = {operand: {} for operand in OPERANDS}
+    for pair in casts:
+        for operand, cast in zip(OPERANDS, pair, strict=True):
+            wanted[operand][layout_of(cast, transposed=False)] = None
+    flat, factor = _some(rows.numel(), given.shape[1], generator)
+    at = rows.flatten() if flat is None else rows.flatten()[sent(flat, rows.device)]
+    sensitive = (grads[at].float() @ weight.float()).square() * factor
+    requests = [Request(hp=given, wanted=wanted["input"], picked=at, weight=sensitive)]
+    outputs, factor = _some(weight.shape[0], weight.shape[1], generator)
+    outputs = None if outputs is None else sent(outputs, weight.device)
+    sensitive = _weight_sensitivity(given, grads, rows, outputs) * factor
+    requests.append(Request(hp=weight, wanted=wanted["weight"], picked=outputs, weight=sensitive))
+    return {
+        f"{operand}/{PREFIX}{name}": table
+        for operand, tables in zip(OPERANDS, collect_all(requests, weighted_only=True), strict=True)
+        for name, table in tables.items()
+    }
+
+
+def merge_tables(tables: Tables, others: Tables) -> Tables:
+    """The sums; a table that is in one of the two stays."""
+    return merge(others, tables)
+
+
+def faded_tables(tables: Tables, factor: float) -> Tables:
+    """Of the same samples with `factor` times their weight."""
+    if not tables:
+        return {}
+    return dict(zip(tables, torch._foreach_mul(list(tables.values()), factor), strict=True))
+
+
+def tables_of(layer: LinearStats) -> Tables:
+    return {
+        f"{operand}/{name}": table
+        for operand in OPERANDS
+        for name, table in layer.operands[operand].tensors.items()
+        if name.startswith(PREFIX)
+    }
+
+
+def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
+    """Nats a sample that quantizing the `output` GEMM with `casts` adds; None where no histogram fits."""
+    samples = max((effect.count for effect in layer.effects.values()), default=0)
+    if not samples:
+        return None
+    terms = 0.0
+    for operand, cast in zip(OPERANDS, casts, strict=True):
+        table = layer.operands[operand].tensors.get(_name(cast))
+        if table is None:
+            return None
+        whole = torch.zeros(table.shape[0], 10, dtype=torch.float64, device=table.device)
+        whole[:, -3:] = table
+        terms += error_sum(DepthHistogram(whole), cast.format, weighting=WEIGHTED).item()
+    return terms / 2 / samples
+
+
+def _name(cast: Cast) -> str:
+    return PREFIX + layout_of(cast, transposed=False).name
+
+
+def _some(rows: int, columns: int, generator: torch.Generator) -> tuple[torch.Tensor | None, float]:
+    """Random rows, and how many each stands for; None for all of them."""
+    kept = max(_ELEMENTS // max(columns, 1), 1)
+    if rows <= kept:
+        return None, 1.0
+    return torch.randperm(rows, generator=generator)[:kept], rows / kept
+
+
+def _weight_sensitivity(
+    given: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, outputs: torch.Tensor | None
+) -> torch.Tensor:
+    """A [N, K], summed over the samples, for all outputs or some."""
+    grads = grads if outputs is None else grads[:, outputs]
+    if rows.shape[1] == 1:
+        at = rows.flatten()
+        return grads[at].float().square().t() @ given[at].float().square()
+    total = torch.zeros(grads.shape[1], given.shape[1], device=grads.device)
+    step = max(1, _CHUNK // max(total.numel(), rows.shape[1] * max(total.shape), 1))
+    for part in rows.split(step):
+        products = grads[part].float().transpose(1, 2) @ given[part].float()
+        total += products.square().sum(dim=0)
+    return total

@@ -1,0 +1,1 @@
+"""From bf16 to FP8 within one run."""

@@ -1,0 +1,141 @@
+"""Statistics of a model as it is, from rows of a reader: nothing is trained.
+
+`learn` watches forward and backward passes without a step of an optimizer, and `renew` takes effects on KL/H
+from fresh rows (probe/model_effects/renewal.py). Both call the model as training does, at its precision, but
+in eval mode.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from loka.core.exceptions import DataRefused
+from loka.core.numerics.label_rate import LabelRate
+from loka.core.records.stats import Stats
+from loka.data.batch import Batch, Source
+from loka.probe import Probe, renew_effects
+from loka.probe.model_effects.movement import Horizon
+from loka.probe.model_effects.renewal import PER_BATCH, SAMPLES
+from loka.probe.model_effects.untouched import as_evaluated
+from loka.train.config import TrainConfig
+from loka.train.metrics import Quality
+from loka.train.steps.forward import arguments, matrix_precision, predict
+
+_WATCHED_BATCHES = 16
+
+
+def batches_needed(batch_size: int) -> int:
+    """How many a renewal reads at most: 8, or of small ones as many as hold its rows.
+
+    One row of a batch is left out, as probe/model_effects/sensitivity.py says.
+    """
+    return max(SAMPLES // PER_BATCH, -(-SAMPLES // max(batch_size - 1, 1)))
+
+
+def rate_of(quality: Quality) -> LabelRate:
+    """The labels that were counted."""
+    return LabelRate(
+        positives=round(quality.base_rate * quality.rows) if quality.rows else 0, rows=quality.rows
+    )
+
+
+def renew(
+    model: nn.Module,
+    stats: Stats,
+    batches: Iterable[Batch],
+    *,
+    config: TrainConfig,
+    base_rate: float | LabelRate | None,
+    horizon: Horizon | None = None,
+    seed: int = 0,
+) -> Stats:
+    """`stats` with effects of the model as it is; see `renew_effects`. Reads `batches_needed` at most, and
+    takes more rows of each where there are fewer."""
+    device = torch.device(config.device)
+
+    def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return predict(model, arguments(batch.to(device)), config.precision)
+
+    few = list(itertools.islice(batches, batches_needed(config.batch_size)))
+    with matrix_precision(config.precision, device):
+        return renew_effects(
+            model,
+            stats,
+            few,
+            logits=as_they_are,
+            base_rate=base_rate,
+            forward=forward,
+            horizon=horizon,
+            per_batch=-(-SAMPLES // max(len(few), 1)),
+            seed=seed,
+        )
+
+
+def learn(
+    model: nn.Module, source: Source, *, config: TrainConfig, base_rate: float | LabelRate | None
+) -> Stats:
+    """Statistics and effects of `model`, which is left as it was, from the first rows of `source`.
+
+    16 batches show what flows through the sites and `batches_needed` others the effects; where there are
+    fewer, in that ratio.
+
+    Raises DataRefused for fewer than two batches.
+    """
+    device = torch.device(config.device)
+    model.to(device)
+    wanted = _WATCHED_BATCHES + batches_needed(config.batch_size)
+    batches = list(itertools.islice(source.batches(config.batch_size), wanted))
+    watched = len(batches) * _WATCHED_BATCHES // wanted
+    if not watched:
+        raise DataRefused(
+            f"{source.rows} rows are fewer than two batches of {config.batch_size}",
+            why=["statistics come from other rows than effects on KL/H"],
+            way_out="give more rows, or a smaller --batch-size",
+        )
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    with (
+        matrix_precision(config.precision, device),
+        as_evaluated(model),
+        Probe(model, every=1, effect_samples=0, seed=config.seed) as probe,
+    ):
+        for batch in _on(device, batches[:watched]):
+            logits = predict(model, arguments(batch), config.precision)
+            loss = functional.binary_cross_entropy_with_logits(logits, batch.label)
+            torch.autograd.grad(loss, weights, allow_unused=True)  # `.grad` is the caller's
+    return renew(
+        model, probe.stats(), batches[watched:], config=config, base_rate=base_rate, seed=config.seed
+    )
+
+
+def told(stats: Stats, seconds: float) -> list[str]:
+    """Lines for the user: how many rows effects come from, and what is not known."""
+    reasons: dict[str, list[str]] = {}
+    for path, layer in stats.layers.items():
+        if layer.no_effect:
+            reasons.setdefault(layer.no_effect, []).append(path)
+    renewed = [layer for layer in stats.layers.values() if layer.effects and not layer.no_effect]
+    rows = max((effect.count for layer in renewed for effect in layer.effects.values()), default=0)
+    lines = [
+        f"effects on KL/H: of {len(renewed)} of {len(stats.layers)} sites from {rows:.0f} rows that training "
+        f"has not used, on the model as it is; {seconds:.1f} s"
+    ]
+    for reason, paths in reasons.items():
+        which = "every site" if len(paths) == len(stats.layers) else ", ".join(paths)
+        lines.append(f"no new effect on KL/H of {which}: {reason}")
+    return lines
+
+
+def as_they_are(output: Any) -> Any:
+    """What the models of `train` return are logits, so nothing has to be guessed."""
+    return output
+
+
+def _on(device: torch.device, batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch.to(device)

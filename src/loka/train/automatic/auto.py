@@ -1,0 +1,380 @@
+"""From a cold start to FP8 in one run: bf16 while a probe learns, then measure, plan, convert, and on.
+
+    probe      bf16, some steps sampled; ends when the predicted effects on KL/H are narrow, or after its
+               share, with effects of the model as it is by then, from fresh rows
+    measure    no steps: errors, and on a GPU times, of every candidate at every site; a plan in the budget
+    fp8        by the plan       (bf16, where nothing is worth FP8 or is allowed to be)
+
+Parameters and optimizers stay the same objects all the way. A checkpoint holds the phase, the statistics so
+far and the plan, so a run that is killed goes on in the phase that it was in; a measurement goes on from its
+file. Among several ranks rank 0 ends the probe and plans, on the statistics of all.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from loka.core.budget import Budget, spends, total_effect
+from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
+from loka.core.exchange import ranks_of
+from loka.core.numerics.effect import NO_PROMISE
+from loka.core.numerics.label_rate import LabelRate
+from loka.core.records.drift import effects_of
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP
+from loka.core.records.stats import Stats
+from loka.core.records.stats_bytes import from_bytes, to_bytes
+from loka.core.storage.codec import encode
+from loka.measurement import measure
+from loka.measurement.measure import timeable
+from loka.measurement.settings import Settings
+from loka.planner import agree
+from loka.planner import plan as plan_report
+from loka.probe import Probe
+from loka.probe.merging import gather_stats
+from loka.probe.model_effects.movement import Horizon
+from loka.train.automatic.as_it_is import as_they_are, batches_needed, renew, told
+from loka.train.automatic.timeline import Timeline, events_from_json
+from loka.train.ranks import by_the_first, first_rank, together
+from loka.train.run import Companion, Run
+from loka.train.schedule import rate_factor
+from loka.train.steps.step import Sight
+
+Phase = Literal["probe", "measure", "fp8", "bf16"]
+Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
+
+NE_ALLOWED = 2e-4
+_REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
+_CANNOT_RUN = (NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
+_LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoConfig:
+    """What `Auto` does when.
+
+    Attributes:
+        every, overhead, base_rate: of the probe; `overhead` is a share of the time of its phase, not of
+            the whole run.
+        least_steps: of the probe's phase; by default the warm-up's and at least 100, for what a model is
+            sensitive to moves early.
+        most_steps: after which the phase ends whatever is known; by default a fifth of the run.
+        width: the phase ends when what all layers in FP8 would cost is known so well that the end a budget is
+            charged with is at most `width` times the estimate.
+        budget: of the plan. None: an increase of KL/H of 2e-4, or, where no effect can be known, the default
+            `Budget()`.
+        candidates: to measure; all by default.
+        settings: how finely to measure.
+        measure_seconds: after which measuring begins nothing new; the largest layers come first, and what was
+            not timed stays in bf16.
+        cache: folder of times measured before.
+    """
+
+    every: int | Literal["auto"] = "auto"
+    overhead: float = 0.05
+    base_rate: float | None = None
+    least_steps: int | None = None
+    most_steps: int | None = None
+    width: float = 1.5
+    budget: Budget | None = None
+    candidates: tuple[str, ...] | None = None
+    settings: Settings = field(default_factory=Settings)
+    measure_seconds: float | None = None
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("least_steps", "most_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it has to be at least 1")
+        if not self.width > 1:
+            raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
+
+
+class Auto(Companion):
+    """See the module's text. To be given to `train` as its companion, with the model as it is.
+
+    Args:
+        config: what to do when.
+        folder: for stats/, report.json, plan.json and timeline.json; None keeps all in memory.
+        track: progress of measuring.
+        say: receives a line at each turn of the run.
+
+    `phase`, `timeline` and `plan` (None before it is made) can be read at any time.
+    """
+
+    def __init__(
+        self,
+        config: AutoConfig | None = None,
+        *,
+        folder: Path | None = None,
+        track: Track | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config or AutoConfig()
+        self.phase: Phase = "probe"
+        self.plan: Plan | None = None
+        self.timeline = Timeline(file=self._timeline_file(folder))
+        self._folder, self._track = folder, track
+        self._say = say or (lambda text: None)
+        self._probe: Probe | None = None
+        self._stats: Stats | None = None
+        self._sampled = 0  # steps, in this process
+        self._looked_at = 0
+
+    def identity(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "auto": {
+                "every": config.every,
+                "least_steps": config.least_steps,
+                "most_steps": config.most_steps,
+                "width": config.width,
+                "budget": encode(config.budget) if config.budget else None,
+                "candidates": list(config.candidates) if config.candidates else None,
+                "settings": config.settings.to_json(),
+            }
+        }
+
+    def start(self, run: Run) -> None:
+        if not self.timeline.events:
+            self.timeline = Timeline(file=self._timeline_file(self._folder))
+            self._begin("probe", run)
+        if self.phase == "probe":
+            self._probe = Probe(
+                run.model,
+                every=self.config.every,
+                overhead=self.config.overhead,
+                base_rate=self.config.base_rate,
+                logits=as_they_are,
+                seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+                resume=self._stats,
+            )
+            self._probe.__enter__()
+
+    def before(self, run: Run) -> Sight:
+        if self.phase == "measure":
+            self._turn_to_fp8(run)
+        if self.phase == "probe":
+            assert self._probe is not None
+            if not self._probe.next_step():
+                return "none"
+            self._sampled += 1
+            return "hooks"
+        return "none"
+
+    def after(self, run: Run) -> None:
+        if self.phase == "probe" and self._enough(run):
+            self._end_probe(run)
+
+    def stop(self, run: Run, error: BaseException | None) -> None:
+        if self._probe is not None:
+            self._probe.__exit__(type(error) if error else None, error, None)
+            self._probe = None
+        if error is None:
+            self._begin("end", run)
+
+    def state(self) -> dict[str, Any]:
+        stats = self._probe.stats() if self._probe else self._stats if self.phase == "measure" else None
+        return {
+            "phase": self.phase,
+            "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
+            "timeline": json.dumps(self.timeline.to_json()),
+            "seconds": self.timeline.seconds,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.phase = state["phase"]
+        if state["stats"] is not None:
+            self._stats = from_bytes(state["stats"].numpy().tobytes())
+        events = events_from_json(json.loads(state["timeline"]))
+        self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
+
+    def _enough(self, run: Run) -> bool:
+        """Whether the probe's phase ends here; rank 0 says."""
+        config, warm = self.config, int(run.steps * run.config.warmup)
+        least = max(warm, 100) if config.least_steps is None else config.least_steps
+        most = max(run.steps // 5, 1) if config.most_steps is None else config.most_steps
+        if run.step >= most:
+            return True
+        if run.step < least or run.step % _LOOK_EVERY:
+            return False
+        looks = self._sampled > self._looked_at
+        self._looked_at = self._sampled
+        _, narrow = together(lambda: looks and first_rank() and self._narrow())
+        return narrow[0] == str(True)
+
+    def _narrow(self) -> bool:
+        assert self._probe is not None
+        width = relative_width(self._probe.stats())
+        return width is not None and width <= self.config.width
+
+    def _end_probe(self, run: Run) -> None:
+        assert self._probe is not None
+        stats = self._probe.stats()
+        self._probe.__exit__(None, None, None)
+        self._probe = None
+        run.close()  # compiled code and graphs of bf16 are of no more use
+        stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
+        rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
+        merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
+        together(lambda: self._save(merged))
+        self._stats = merged
+        self.phase = "measure"
+        run.save_due = True  # a run killed while measuring need not probe again
+        width = relative_width(merged)
+        known = f"effects on KL/H known to a factor of {width:.2f}" if width else "no effect on KL/H known"
+        said = f"{stats.sampled_steps} of {stats.steps} steps sampled, {known}"
+        self._tell(f"step {run.step}: probed: {said}")
+        self._begin("measure", run, note=said)
+
+    def _renewed(self, run: Run, stats: Stats) -> Stats:
+        """With effects of the model as it is, from the next rows, that hold for twice the steps so far.
+
+        Beyond that nobody knows how a model moves. Rows of a second epoch are not fresh: then `stats`.
+        """
+        batches = list(itertools.islice(run.unused(), batches_needed(run.config.batch_size)))
+        if not batches:
+            self._tell("effects on KL/H are those of sampled steps: no row is left that was not trained on")
+            return stats
+        _, clicks = run.running.losses_and_clicks()
+        began = time.perf_counter()
+        renewed = renew(
+            run.model,
+            stats,
+            batches,
+            config=run.config,
+            base_rate=self.config.base_rate or LabelRate(positives=clicks, rows=run.running.rows),
+            horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
+            seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
+        )
+        for line in told(renewed, time.perf_counter() - began):
+            self._tell(line)
+        return renewed
+
+    def _turn_to_fp8(self, run: Run) -> None:
+        """Measures, plans and converts between two steps; where no plan can run here, bf16 goes on."""
+        assert self._stats is not None
+        run.close()  # compiled code and graphs of bf16 make room
+        gc.collect()
+        devices = [run.device] if run.device.type == "cuda" else []
+        if devices:
+            torch.cuda.empty_cache()
+        with torch.random.fork_rng(devices):
+            decided = json.loads(
+                by_the_first(lambda alive: self._decide(run, alive), idle=run.interrupt.check)
+            )
+        refused, self.plan = decided.get("refused"), None
+        if refused is None:
+            self.plan = Plan.from_json(decided["plan"])
+            refused = self._adopted(run)
+        if refused is not None:
+            self.phase, note = "bf16", f"stays in bf16: {refused}"
+        else:
+            assert self.plan is not None
+            self.phase, note = ("fp8" if run.plan else "bf16"), self.plan.summary()
+        self._stats = None
+        run.save_due = True
+        self._tell(f"step {run.step}: {note}")
+        self._begin(self.phase, run, note=note)
+
+    def _decide(self, run: Run, alive: Callable[[], object]) -> str:
+        """The plan, or why there is none, as JSON. On rank 0 alone."""
+        try:
+            return json.dumps({"plan": self._planned(run, alive).to_json()}, allow_nan=False)
+        except _CANNOT_RUN as error:
+            return json.dumps({"refused": str(error)})
+
+    def _planned(self, run: Run, alive: Callable[[], object]) -> Plan:
+        assert self._stats is not None
+        if not timeable(run.device):
+            self._tell("nothing is timed on a CPU: the plan goes by errors alone, and no speed is claimed")
+        config, folder = self.config, self._folder
+        report = measure(
+            self._stats,
+            device=run.device,
+            candidates=config.candidates,
+            settings=config.settings,
+            out=folder / "report.json" if folder else None,
+            cache=config.cache,
+            time_limit=config.measure_seconds,
+            track=self._tracked(run, alive),
+        )
+        budget = config.budget or self._default_budget()
+        if run.config.step == "eager":  # sites run by themselves then, so the plan goes by their own times
+            budget = replace(budget, regions=False)
+        decided = plan_report(report, budget)
+        if folder:
+            decided.save(folder / "plan.json")
+        return decided
+
+    def _adopted(self, run: Run) -> str | None:
+        """Converts the model, on every rank or on none; why not, if so."""
+        plan = self.plan
+        assert plan is not None
+
+        def adopt() -> str:
+            try:
+                if any(d.candidate != HP for d in plan.decisions.values()):
+                    run.adopt(plan)
+            except _CANNOT_RUN as error:
+                return str(error)
+            return ""
+
+        try:
+            agree(plan)  # whether every rank is a machine that it was made for
+        except PlanMismatch as error:
+            return str(error)
+        _, refusals = together(adopt)
+        told = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
+        if told and run.plan:
+            run.adopt(None)
+        return "\n".join(told) or None
+
+    def _save(self, stats: Stats) -> None:
+        if self._folder is not None and first_rank():
+            stats.save(self._folder / "stats")
+
+    def _default_budget(self) -> Budget:
+        assert self._stats is not None
+        known = any(effects_of(self._stats).values())
+        refused = any(layer.no_effect.startswith(NO_PROMISE) for layer in self._stats.layers.values())
+        return Budget(ne=NE_ALLOWED) if known or refused else Budget()  # refused: it stays in high precision
+
+    def _tracked(self, run: Run, alive: Callable[[], object]) -> Track:
+        """Progress that Ctrl-C gets through: it is deferred to between two steps, and so is measuring."""
+
+        def track(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+            for item in self._track(items, description, total) if self._track else items:
+                run.interrupt.check()
+                alive()
+                yield item
+
+        return track
+
+    def _begin(self, phase: str, run: Run, *, note: str = "") -> None:
+        self.timeline.begin(phase, step=run.step, rows=run.running.rows, device=run.device, note=note)
+
+    def _tell(self, text: str) -> None:
+        if first_rank():
+            self._say(text)
+
+    @staticmethod
+    def _timeline_file(folder: Path | None) -> Path | None:
+        return folder / "timeline.json" if folder is not None and first_rank() else None
+
+
+def relative_width(stats: Stats) -> float | None:
+    """What a budget is charged for all layers' effects together over their estimate; None while unknown."""
+    effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
+    total = total_effect(effects)
+    return spends(total) / total.value if effects and total.value > 0 else None

@@ -1,0 +1,96 @@
+"""When a run did what: phases with the step, the rows and the seconds at which they began."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.core.storage.files import read_record, write_record
+from loka.core.table import format_table
+
+_KIND, _VERSION = "training timeline", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`phase` begins after `step` steps and `rows` rows, `seconds` into the work. `note` says what came of
+    the phase before."""
+
+    phase: str
+    step: int
+    rows: int
+    seconds: float
+    note: str = ""
+
+
+class Timeline:
+    """Seconds count over all processes of a run, from what its checkpoints kept; what a killed one did after
+    its last checkpoint is done again, and counts once."""
+
+    def __init__(
+        self, events: Sequence[Event] = (), *, seconds: float = 0.0, file: Path | None = None
+    ) -> None:
+        self.events = list(events)
+        self._before, self._started = seconds, time.perf_counter()
+        self._file = file
+
+    @property
+    def seconds(self) -> float:
+        return self._before + time.perf_counter() - self._started
+
+    def begin(self, phase: str, *, step: int, rows: int, device: torch.device, note: str = "") -> None:
+        """Notes that `phase` begins now, after what was launched on `device` is done, and writes the file.
+
+        A file that cannot be written is a warning: checkpoints hold the same.
+        """
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.events.append(Event(phase=phase, step=step, rows=rows, seconds=self.seconds, note=note))
+        if self._file is None:
+            return
+        try:
+            write_record(self._file, kind=_KIND, version=_VERSION, content={"events": self.to_json()})
+        except OSError as error:
+            warnings.warn(f"{self._file} was not written: {error}", RuntimeWarning, stacklevel=2)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(event) for event in self.events]
+
+    def __str__(self) -> str:
+        """A line for each phase: when it began, how long it took, how fast it trained."""
+        rows = []
+        for event, after in zip(self.events, [*self.events[1:], None], strict=True):
+            lasted = after.seconds - event.seconds if after else None
+            trained = after.rows - event.rows if after else 0
+            rows.append(
+                (
+                    event.phase,
+                    str(event.step),
+                    f"{event.seconds:.1f}",
+                    f"{lasted:.1f}" if lasted is not None else "-",
+                    f"{trained / lasted:.0f}" if trained and lasted else "-",
+                    event.note,
+                )
+            )
+        return format_table(("phase", "from step", "at s", "lasted s", "rows/s", "note"), rows)
+
+
+def events_from_json(content: Sequence[Mapping[str, Any]]) -> list[Event]:
+    return [Event(**event) for event in content]
+
+
+def load_timeline(path: Path) -> list[Event]:
+    """Raises FileRefused for a missing, truncated or edited file."""
+    return read_record(
+        path,
+        kind=_KIND,
+        version=_VERSION,
+        way_out="it is written anew by the run's next phase",
+        parse=lambda content: events_from_json(content["events"]),
+    )

@@ -1,0 +1,1 @@
+"""Files from which a run resumes bit for bit."""

@@ -1,0 +1,166 @@
+"""Everything a run needs to continue bit for bit, as plain tensors, numbers and text.
+
+Model, optimizers, sums of the metrics, the mean of the weights, random generators, every buffer, what FP8
+sites count (nn/fp8_state_dict.py), and the plan that runs: none but the first is in a `state_dict`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from loka.core.exceptions import CheckpointRefused
+from loka.core.records.plan import Plan
+from loka.nn.fp8_state_dict import carried, restore_carried
+from loka.train.running import RunningQuality
+
+
+def capture(
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    running: RunningQuality,
+    average: AveragedModel | None = None,
+    plan: Plan | None = None,
+) -> dict[str, Any]:
+    """The state as it is now. Tensors are shared, not copied: save it before the next step."""
+    return {
+        "model": model.state_dict(),
+        "fp8": carried(model),
+        "plan": plan_text(plan),
+        "buffers": dict(model.named_buffers(remove_duplicate=False)),
+        "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
+        "running": running.state_dict(),
+        "average": average.state_dict() if average is not None else None,
+        "random": {"cpu": torch.get_rng_state(), **_cuda_random(model)},
+    }
+
+
+def plan_in(state: Mapping[str, Any], which: str = "plan") -> Plan | None:
+    """The plan that ran when `state` was captured; or with "given_plan" the one that the run began by.
+
+    Raises FileRefused for one of an earlier version by which layers ran together."""
+    return Plan.from_json(json.loads(state[which])) if state[which] else None
+
+
+def plan_text(plan: Plan | None) -> str | None:
+    """What `plan_in` reads."""
+    return json.dumps(plan.to_json(), allow_nan=False) if plan else None
+
+
+def labels_in(state: Mapping[str, Any]) -> tuple[float, int]:
+    """Positive labels of all rows that were trained on, and how many rows that are."""
+    return float(state["running"]["sums"][0, 2]), int(state["running"]["rows"])
+
+
+def rate_in(state: Mapping[str, Any]) -> float | None:
+    """The dense learning rate that the next step would have, as a share of its peak; None of a record of
+    before there were schedules."""
+    for optimizer in state["optimizers"].values():
+        for group in optimizer["param_groups"]:
+            if group.get("initial_lr"):
+                return float(group["lr"]) / float(group["initial_lr"])
+    return None
+
+
+def restore(
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    running: RunningQuality,
+    average: AveragedModel | None = None,
+    *,
+    path: Path,
+) -> None:
+    """Puts a captured state back in place; `path` is where it came from, for the message.
+
+    The model has to run by the state's plan already.
+    """
+    restore_model(state, model, path=path)
+    try:
+        restore_carried(model, state["fp8"])
+        for name, optimizer in optimizers.items():
+            _restore_optimizer(optimizer, state["optimizers"][name])
+        running.load_state_dict(state["running"])
+        if average is not None:
+            average.load_state_dict(state["average"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"], _device(model))
+    except _UNFIT as error:
+        raise _refused(path, error) from error
+
+
+def restore_model(state: Mapping[str, Any], model: nn.Module, *, path: Path) -> None:
+    """Weights and buffers alone; whether `model` runs by a plan does not matter."""
+    try:
+        model.load_state_dict(state["model"])
+        for name, value in state["buffers"].items():
+            _restore_buffer(model, name, value)
+    except _UNFIT as error:
+        raise _refused(path, error) from error
+
+
+_UNFIT = (RuntimeError, AttributeError, KeyError, ValueError, TypeError)
+
+
+def _refused(path: Path, error: Exception) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"the state in {path} does not fit this model",
+        why=str(error).splitlines(),
+        way_out="build and convert the model as the run did that wrote it",
+    )
+
+
+def layout(model: nn.Module) -> dict[str, Any]:
+    """Modules and weights, short enough for a manifest: another or a converted model differs."""
+    lines = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
+    lines += [f"{name} {tuple(w.shape)} {w.dtype}" for name, w in model.named_parameters()]
+    return {
+        "class": type(model).__name__,
+        "weights": sum(weight.numel() for weight in model.parameters()),
+        "layout": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+    }
+
+
+def identity_of(plan: Plan | None) -> dict[str, Any] | None:
+    """What of a plan decides the weights: not its times."""
+    if plan is None:
+        return None
+    return {"sites": {name: decision.candidate for name, decision in plan.decisions.items()}}
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """A rate that is a tensor stays the one on the device: the loaded one lies on the CPU."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(state))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(rate, torch.Tensor):
+            group["lr"] = rate
+
+
+def _restore_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    owner_name, _, own = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    current = owner._buffers.get(own)
+    if current is not None and current.shape == value.shape and current.dtype == value.dtype:
+        current.copy_(value)  # in place: compiled code and graphs may hold this very tensor
+    elif own in owner._buffers:
+        owner._buffers[own] = value.to(_device(model))
+    else:  # made on first use; were it persistent, loading the state dict would have failed
+        owner.register_buffer(own, value.to(_device(model)), persistent=False)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _cuda_random(model: nn.Module) -> dict[str, torch.Tensor]:
+    device = _device(model)
+    return {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}

@@ -1,0 +1,1 @@
+"""One step: forward, backward, its capture as a CUDA graph, its time."""

@@ -1,0 +1,255 @@
+"""One step of training on a batch: forward, loss, backward, optimizers, run as the config asks.
+
+    eager     as written
+    compile   the model's blocks compiled (train/steps/step_time.py), the rest as written
+  graph   blocks compiled, and all but tables with sparse gradients in one CUDA graph (train/steps/graphed.py)
+
+What cannot run as asked runs as the line above it, with the same result up to rounding, and `reason` says
+why. A batch of another size than the config's, such as the last one, runs eagerly: it is not worth a compile.
+Its gradients are as much smaller as it is shorter: Adam, which does not see a size that stays, would else
+move the weights by a few rows as far as by a whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from loka.core.timing import first_line
+from loka.data.batch import Batch
+from loka.nn import unwrap
+from loka.nn.fp8_state_dict import carried, restore_carried
+from loka.train.config import TrainConfig
+from loka.train.steps.forward import arguments, predict
+from loka.train.steps.graphed import GraphedStep, graphed
+from loka.train.steps.step_time import compiled, has_graphs, uncompiled
+from loka.zoo import dense_part, look_up
+
+Sight = Literal["none", "host", "hooks"]
+"""Who has to see a step: nobody; code on the host, so that no graph replays it; hooks, so that no compiled
+code runs it either."""
+
+
+class Predicted(NamedTuple):
+    """Of the batch, before it was learned from: float32 [B] each. The next step may overwrite them."""
+
+    losses: torch.Tensor
+    logits: torch.Tensor
+
+
+class Step:
+    """`step(batch)` trains `model` once. Make it anew when the model's modules or its plan change."""
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: TrainConfig) -> None:
+        self._model, self._optimizers, self._config = model, optimizers, config
+        self._compiled = config.step != "eager"
+        self._tried = False  # whether a compiled step was completed
+        self._why_not_compiled: str | None = None
+        self._graphed: GraphedStep | None = None
+        self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
+        self._whole = False
+        self._why_no_graph: str | None = None
+        if config.step == "graph":
+            self._why_no_graph = self._split()
+        if self._compiled:
+            compiled(unwrap(model))
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not run as the config asks; None where it does, or asks for nothing."""
+        if self._why_not_compiled or self._config.step != "graph":
+            return self._why_not_compiled
+        if self._why_no_graph:
+            return self._why_no_graph
+        return self._graphed.reason if self._graphed else "no step was run yet"
+
+    def __call__(self, batch: Batch, *, sight: Sight = "none") -> Predicted:
+        if sight == "hooks" or len(batch) != self._config.batch_size:
+            with _eagerly(self._compiled):
+                return self._outside(batch)
+        if sight == "host" and self._graphed is not None:
+            return self._outside(batch)
+        if not self._compiled or self._tried:
+            return self._inside(batch)
+        before = _Before(self._model)
+        try:
+            found = self._inside(batch)
+        except _compiler_errors() as error:
+            # The optimizers have not stepped: forward or backward failed while being compiled.
+            before.put_back()
+            cause = getattr(error, "inner_exception", error)
+            self._why_not_compiled = f"torch.compile failed: {first_line(cause)}"
+            self._compiled = False
+            uncompiled(unwrap(self._model))
+            return self._inside(batch)
+        self._tried = True
+        return found
+
+    def close(self) -> None:
+        """The model runs as it did before."""
+        if self._compiled:
+            uncompiled(unwrap(self._model))
+        self._graphed = None
+
+    def _inside(self, batch: Batch) -> Predicted:
+        """By the graph, where there may be one."""
+        if self._config.step != "graph" or self._why_no_graph:
+            return self._learn(arguments(batch), batch.label)
+        inputs = arguments(batch)
+        rows: list[torch.Tensor] = []
+        if self._beside:
+            inputs = (inputs[0], *look_up(self._model, *inputs[1:3]), *inputs[3:])
+            rows = _rows_in(inputs)
+            inputs = tuple(tensor.detach() for tensor in inputs)
+        if self._graphed is None:
+            self._graphed = graphed(
+                self._captured, *inputs, batch.label, model=self._part, optimizers=self._optimizers["dense"]
+            )
+        losses, logits, *gradients = self._graphed(*inputs, batch.label)
+        if rows:
+            self._optimizers["sparse"].zero_grad(set_to_none=True)
+            torch.autograd.backward(rows, gradients)
+            self._optimizers["sparse"].step()
+        return Predicted(losses, logits)
+
+    def _outside(self, batch: Batch) -> Predicted:
+        """Through the model itself, not replayed. Where a graph may exist, on its stream."""
+        if self._graphed is None:
+            return self._learn(arguments(batch), batch.label)
+        self._whole = True
+        try:
+            losses, logits = self._graphed.eager(*arguments(batch), batch.label)
+        finally:
+            self._whole = False
+        return Predicted(losses, logits)
+
+    def _captured(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the graph records: all but the tables, whose rows come in and whose gradients go out."""
+        *given, label = tensors
+        inputs = tuple(given)
+        if self._whole:
+            return self._learn(inputs, label)
+        rows: list[torch.Tensor] = []
+        if self._beside:
+            inputs = tuple(tensor.detach() for tensor in inputs)
+            rows = [tensor.requires_grad_() for tensor in _rows_in(inputs)]
+        self._optimizers["dense"].zero_grad(set_to_none=True)
+        losses, logits = _backward(self._part, inputs, label, self._config)
+        self._clip()
+        self._optimizers["dense"].step()
+        # Zeros where the model did not use them: a graph has one number of outputs.
+        gradients = [torch.zeros_like(row) if row.grad is None else row.grad for row in rows]
+        return losses, logits, *gradients
+
+    def _learn(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Predicted:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        predicted = _backward(self._model, inputs, label, self._config)
+        self._clip()
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+        return predicted
+
+    def _clip(self) -> None:
+        if self._config.grad_clip is not None and "dense" in self._optimizers:
+            groups = self._optimizers["dense"].param_groups
+            weights = [weight for group in groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(weights, self._config.grad_clip)
+
+    def _split(self) -> str | None:
+        """Sets the part that a graph can hold, and the tables beside it; or says why there is none."""
+        device = next(self._model.parameters()).device
+        if not has_graphs(device):
+            return f"CUDA graphs need a CUDA device; the model is on {device}"
+        if isinstance(self._model, nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel sends gradients while backward runs, which is not captured"
+        if "dense" not in self._optimizers:
+            return "the model has nothing but tables, whose sparse gradients no graph can hold"
+        if "sparse" not in self._optimizers:
+            return None
+        try:
+            with _without_hooks(self._model):  # a copy of the root would copy what its hooks belong to
+                self._part = dense_part(self._model)
+        except ValueError as error:
+            return f"its tables have sparse gradients, whose sizes are known on the device only, and {error}"
+        self._beside = True
+        return None
+
+
+def _rows_in(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """What was looked up, of the arguments of `dense_part`: in the place of ids, and of a history's, which
+    stay ids where the model does not read them."""
+    return [tensor for tensor in inputs[1:3] if tensor.is_floating_point()]
+
+
+def _backward(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor, config: TrainConfig
+) -> Predicted:
+    """Gradients of the sum of the rows' losses over `config.batch_size`: their mean, or less in a short
+    batch, so that each row counts alike. The batch goes through the model in `accumulate` parts."""
+    rows, size = len(label), -(-len(label) // config.accumulate)
+    losses, logits = [], []
+    for first in range(0, rows, size):
+        part = slice(first, first + size)
+        found = predict(model, tuple(tensor[part] for tensor in inputs), config.precision)
+        loss = functional.binary_cross_entropy_with_logits(found, label[part], reduction="none")
+        if size == config.batch_size:  # the whole batch at once
+            loss.mean().backward()
+        else:
+            (loss.sum() / config.batch_size).backward()
+        losses.append(loss.detach())
+        logits.append(found.detach())
+    return Predicted(torch.cat(losses), torch.cat(logits))
+
+
+@contextlib.contextmanager
+def _eagerly(compiled: bool) -> Iterator[None]:
+    if not compiled:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    kept = {name: vars(model)[name] for name in vars(model) if name.endswith("_hooks")}
+    for name, hooks in kept.items():
+        vars(model)[name] = type(hooks)()
+    try:
+        yield
+    finally:
+        vars(model).update(kept)
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    return (torch._dynamo.exc.TorchDynamoException,)
+
+
+class _Before:
+    """What forward and backward of a step change besides gradients, as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self._carried: dict[str, Any] = copy.deepcopy(carried(model))
+        self._random: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
+            (torch.set_rng_state, torch.get_rng_state())
+        ]
+        if next(model.parameters()).device.type == "cuda":
+            self._random.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        restore_carried(self._model, self._carried)
+        for put, state in self._random:
+            put(state)

@@ -1,0 +1,141 @@
+"""A bank of trained pairs: what they differed by, kept over validations, to know power and error rates by.
+
+A pair costs two trainings, and what it tells of the spread between pairs holds for the next validation of the
+same model on the same rows. `resample` draws validations from the pairs of one arm, with replacement:
+
+    A/A arms    the difference with a random sign: control and nudged control could change places
+    others      effect + (difference - mean) sqrt(n / (n - 1)), for a true difference of `effect`
+
+A bank of n pairs knows n values: shares of a percent need dozens of them, and the record says how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loka.core.storage.files import read_record, write_record
+from loka.validation.arms import NUDGED
+from loka.validation.power import Rates, rates, spread_by_rows
+from loka.validation.record import Validation
+from loka.validation.variance import MIN_PAIRS, Spread
+
+_KIND, _VERSION = "loka-pair-bank", 1
+_DRAWS = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class BankedArm:
+    """Pairs of one arm against one control, by seed, in percent of NE.
+
+    `world` is a digest of model, rows and configuration, which pairs have to share to be drawn together;
+    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the spread
+    between pairs that is the choice of these rows.
+    """
+
+    world: str
+    key: str
+    name: str
+    model: str
+    rows: int
+    rows_error: float
+    by_rows: float
+    pairs: Mapping[int, float]
+
+    @property
+    def spread(self) -> Spread:
+        values = list(self.pairs.values())
+        return Spread(
+            mean=float(np.mean(values)),
+            pairs=len(values),
+            rows=self.rows,
+            between=float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
+            rows_error=self.rows_error,
+        )
+
+
+@dataclass(frozen=True)
+class Bank:
+    arms: tuple[BankedArm, ...] = ()
+
+    def save(self, path: Path | str) -> None:
+        content = {"arms": [_to_json(arm) for arm in self.arms]}
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=content)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Bank:
+        """Raises FileRefused for a missing, truncated or edited file."""
+        way_out = "choose another file; `loka validate --bank` adds its pairs to a new one"
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=way_out, parse=_from_json)
+
+    def of(self, world: str) -> tuple[BankedArm, ...]:
+        """Arms with at least two pairs of that model, rows and configuration."""
+        return tuple(arm for arm in self.arms if arm.world == world and len(arm.pairs) > 1)
+
+
+def deposit(bank: Bank, found: Validation) -> Bank:
+    """`bank` with the pairs of `found`; a pair that it holds already is replaced."""
+    kept = {(arm.world, arm.key): arm for arm in bank.arms}
+    for arm in found.arms:
+        if arm.average is None:
+            continue
+        new = {seed: pair.ne_percent.value for seed, pair in arm.pairs.items()}
+        added = BankedArm(
+            world=found.world,
+            key=arm.key,
+            name=arm.name,
+            model=found.model,
+            rows=arm.average.spread.rows,
+            rows_error=arm.average.spread.rows_error,
+            by_rows=spread_by_rows(arm),
+            pairs=new,
+        )
+        before = kept.get((added.world, added.key))
+        if before is not None:
+            # The rows' error is known best from the validation with the most pairs.
+            better = added if len(new) >= len(before.pairs) else before
+            pairs = dict(sorted({**before.pairs, **new}.items()))
+            added = replace(better, pairs=pairs)
+        kept[added.world, added.key] = added
+    return Bank(tuple(kept.values()))
+
+
+def prior_of(bank: Bank, world: str, arms: tuple[str, ...]) -> BankedArm | None:
+    """The arm to expect a spread from: of those called `arms` the widest, else the widest of that world."""
+    known = bank.of(world)
+    named = [arm for arm in known if arm.name in arms and len(arm.pairs) >= MIN_PAIRS]
+    real = named or [arm for arm in known if arm.name != NUDGED] or list(known)
+    return max(real, key=lambda arm: arm.spread.between, default=None)
+
+
+def resample(
+    arm: BankedArm, *, pairs: int, limit: float, effect: float = 0.0, sequential: bool = False
+) -> Rates:
+    """How validations of `pairs` pairs end whose true difference is `effect` percent."""
+    rng = np.random.default_rng(0)
+    values = np.array(list(arm.pairs.values()))
+    place = rng.integers(0, len(values), (_DRAWS, pairs))
+    if arm.name == NUDGED:
+        drawn = values[place] * rng.choice((-1.0, 1.0), (_DRAWS, pairs)) + effect
+    else:
+        residual = (values - values.mean()) * (len(values) / (len(values) - 1)) ** 0.5
+        drawn = residual[place] + effect + arm.rows_error * rng.normal(size=(_DRAWS, 1))
+    return rates(drawn, rows_error=arm.rows_error, limit=limit, sequential=sequential)
+
+
+def _to_json(arm: BankedArm) -> dict[str, Any]:
+    return {**vars(arm), "pairs": [[seed, value] for seed, value in arm.pairs.items()]}
+
+
+def _from_json(content: dict[str, Any]) -> Bank:
+    def arm(entry: dict[str, Any]) -> BankedArm:
+        pairs = {int(seed): float(value) for seed, value in entry["pairs"]}
+        if not pairs or not all(map(np.isfinite, pairs.values())):
+            raise ValueError(f"the pairs of {entry['name']} are no finite numbers")
+        return BankedArm(**{**entry, "pairs": pairs})
+
+    return Bank(tuple(arm(entry) for entry in content["arms"]))

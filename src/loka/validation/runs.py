@@ -1,0 +1,327 @@
+"""The runs of a validation, kept on disk: train one, judge it on held-out rows, never train it twice.
+
+    out/runs/<arm>-<seed>/run.json                record: who it is, its quality, its curve
+    out/runs/<arm>-<seed>/held_out.safetensors    logits [N] float32 and labels [N], checksum in the record;
+                                                  also logits by the mean of the weights, where one was kept
+    out/runs/<arm>-<seed>/checkpoints/            while it trains; removed when it is done
+
+A killed run goes on from its newest checkpoint, and a finished one is read back. A file that is damaged
+means that the run is done again; a run of something else is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from loka.core.exceptions import FileRefused, LokaError, NonFinite
+from loka.core.storage.codec import encode
+from loka.core.storage.files import (
+    canonical,
+    read_record,
+    read_tensors,
+    sha256_of_file,
+    write_record,
+    write_tensors,
+)
+from loka.data.batch import Source
+from loka.nn import check_finite, fp8_runs
+from loka.train.average import as_averaged
+from loka.train.config import TrainConfig, as_recorded
+from loka.train.length import Length
+from loka.train.loop import Track, TrainLog, evaluate, train
+from loka.train.metrics import Quality, quality
+from loka.validation.arms import ArmSpec
+
+_KIND, _VERSION = "loka-validation-run", 1
+_WAY_OUT = "the run is done again"
+_POINTS = 100  # of a training curve
+
+Progress = Callable[[str, TrainLog], None]
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Progressive NE after `rows` training rows: of all so far, and of those since the last point."""
+
+    rows: int
+    ne: float
+    recent_ne: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One arm trained with one seed. `fp8` counts FP8 GEMMs by site (`nn.fp8_runs`).
+
+    `rows_per_second` is that of the process that ended it, 0 where that had nothing left to train.
+    `mean_quality` is that of the mean of its weights, where the config kept one; `final_rate` the learning
+    rate of the last step as a share of the peak. `broke` says where a NaN or infinity ended it; it has no
+    quality then.
+    """
+
+    arm: str
+    seed: int
+    quality: Quality | None = None
+    train_ne: float = math.nan
+    rows_per_second: float = 0.0
+    curve: tuple[CurvePoint, ...] = ()
+    fp8: Mapping[str, int] | None = None
+    mean_quality: Quality | None = None
+    final_rate: float = 1.0
+    broke: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "arm": self.arm,
+            "seed": self.seed,
+            "quality": _quality_to_json(self.quality),
+            "mean_quality": _quality_to_json(self.mean_quality),
+            "final_rate": self.final_rate,
+            "train_ne": encode(self.train_ne),
+            "rows_per_second": self.rows_per_second,
+            "curve": [[p.rows, encode(p.ne), encode(p.recent_ne)] for p in self.curve],
+            "fp8": dict(self.fp8 or {}),
+            "broke": self.broke,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Run:
+        points = tuple(CurvePoint(int(r), float(a), float(b)) for r, a, b in content["curve"])
+        kept = ("arm", "seed", "rows_per_second", "fp8", "broke")
+        return cls(
+            **{name: content[name] for name in kept},
+            quality=_quality_from_json(content["quality"]),
+            mean_quality=_quality_from_json(content.get("mean_quality")),
+            final_rate=float(content.get("final_rate", 1.0)),  # before schedules it was constant
+            train_ne=float(content["train_ne"]),
+            curve=points,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What all runs of a validation share. `build` makes a fresh model after the seed was set."""
+
+    build: Callable[[], nn.Module]
+    train: Source
+    test: Source
+    config: TrainConfig
+    out: Path
+    identity: Mapping[str, Any]
+    track: Track
+    on_log: Progress | None = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Logits and labels of the held-out rows, all [N], in order; `mean_logits` are those of the mean of the
+    weights, None where none was kept."""
+
+    logits: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.float32]
+    mean_logits: npt.NDArray[np.float32] | None = None
+
+
+def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
+    """Trains `arm` with `seed`, or reads back the run that did.
+
+    Raises:
+        LokaError: the folder holds a run of another model, other rows, or another configuration.
+        CheckpointRefused: so do its checkpoints.
+    """
+    folder = folder_of(bench.out, arm.name, seed)
+    config = _config(bench, seed)
+    identity = _identity(bench, arm, config)
+    done = _finished(folder, identity)
+    if done is not None:
+        return done
+    try:
+        finished, held_out = _train(bench, arm, config, folder)
+    except NonFinite as error:
+        finished = Run(arm=arm.name, seed=seed, broke=str(error))
+        held_out = None
+    digest = None
+    if held_out is not None:
+        tensors = folder / "held_out.safetensors"
+        parts = {name: torch.from_numpy(part) for name, part in vars(held_out).items() if part is not None}
+        write_tensors(tensors, parts)
+        digest = sha256_of_file(tensors)
+    content = {"run": finished.to_json(), "identity": identity, "held_out": digest}
+    write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    (folder / "curve.json").unlink(missing_ok=True)
+    return finished
+
+
+def held_out(out: Path, arm: str, seed: int) -> HeldOut:
+    """The predictions of a finished run. Raises FileRefused where they are missing or damaged."""
+    folder = folder_of(out, arm, seed)
+    content = _record(folder)
+    tensors = read_tensors(folder / "held_out.safetensors", sha256=content["held_out"], way_out=_WAY_OUT)
+    return HeldOut(**{name: tensor.numpy() for name, tensor in tensors.items()})
+
+
+def folder_of(out: Path, arm: str, seed: int) -> Path:
+    return out / "runs" / f"{re.sub(r'[^A-Za-z0-9_.+-]', '_', arm)}-{seed}"
+
+
+def _config(bench: Bench, seed: int) -> TrainConfig:
+    """Log lines and checkpoints fall on the same steps, so that a resumed curve has no seam."""
+    steps = Length.of(bench.train, bench.config).steps
+    every = max(steps // _POINTS, 1)
+    between = -(-bench.config.checkpoint_every // every) * every
+    return replace(bench.config, seed=seed, log_every=every, checkpoint_every=between)
+
+
+def world_of(bench: Bench) -> str:
+    """A digest of what pairs share: model, rows and configuration, without the seed."""
+    shared = _identity(bench, None, bench.config)
+    del shared["arm"], shared["config"]["seed"]
+    return digest_of(shared)
+
+
+def digest_of(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical(dict(identity))).hexdigest()[:16]
+
+
+def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[str, Any]:
+    return {
+        "arm": {"name": arm.name, **arm.identity} if arm else None,
+        "config": config.identity(),
+        "train": [bench.train.identity, bench.train.rows],
+        "test": [bench.test.identity, bench.test.rows],
+        "model": dict(bench.identity),
+    }
+
+
+def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
+    try:
+        content = _record(folder)
+        if content["held_out"] is not None:
+            path = folder / "held_out.safetensors"
+            if not path.exists() or sha256_of_file(path) != content["held_out"]:
+                return None
+    except FileRefused:
+        return None
+    there = dict(content["identity"])
+    there["config"] = as_recorded(there.get("config"), identity["config"])
+    differs = [part for part in identity if identity[part] != there.get(part)]
+    if differs:
+        raise LokaError(
+            f"{folder} holds a run of something else",
+            why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
+            way_out="choose another output folder, or remove that one",
+        )
+    return Run.from_json(content["run"])
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    def parse(content: dict[str, Any]) -> dict[str, Any]:
+        Run.from_json(content["run"])
+        return {name: content[name] for name in ("run", "identity", "held_out")}
+
+    return read_record(folder / "run.json", kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
+
+
+def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[Run, HeldOut]:
+    torch.manual_seed(config.seed)
+    model = bench.build().to(config.device)
+    arm.apply(model)
+    curve = _Curve(folder / "curve.json")
+
+    def log(line: TrainLog) -> None:
+        curve.add(line)
+        if line.step % config.checkpoint_every == 0:
+            curve.write()  # before the checkpoint that the run may have to go on from
+        if bench.on_log:
+            bench.on_log(f"{arm.name} seed {config.seed}", line)
+
+    try:
+        trained = train(
+            model,
+            bench.train,
+            config=config,
+            identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
+            checkpoints=folder / "checkpoints",
+            track=bench.track,
+            on_log=log,
+            check=check_finite,
+        )
+    finally:
+        curve.write()
+
+    def judge() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        return evaluate(
+            model,
+            bench.test,
+            batch_size=config.batch_size,
+            device=config.device,
+            precision=config.precision,
+            track=bench.track,
+        )
+
+    logits, labels = judge()
+    mean_logits = None
+    if trained.average is not None:
+        with as_averaged(model, trained.average, rows=bench.train, config=config):
+            mean_logits, _ = judge()
+    finished = Run(
+        arm=arm.name,
+        seed=config.seed,
+        quality=quality(logits, labels),
+        train_ne=trained.train_ne,
+        rows_per_second=trained.rows_per_second,
+        curve=curve.points(),
+        fp8=fp8_runs(model),
+        mean_quality=None if mean_logits is None else quality(mean_logits, labels),
+        final_rate=trained.final_rate,
+    )
+    return finished, HeldOut(logits, labels, mean_logits)
+
+
+def _quality_to_json(judged: Quality | None) -> dict[str, Any] | None:
+    return {k: encode(v) for k, v in asdict(judged).items()} if judged else None
+
+
+def _quality_from_json(content: Mapping[str, Any] | None) -> Quality | None:
+    if content is None:
+        return None
+    measures = {name: float(value) for name, value in content.items() if name != "rows"}
+    return Quality(rows=content["rows"], **measures)
+
+
+def _lines(content: Mapping[str, Any]) -> dict[int, list[Any]]:
+    return {int(rows): [float(value) for value in line] for rows, line in content.items()}
+
+
+class _Curve:
+    """Log lines of a run that may be killed: kept on disk, and cut where a checkpoint goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: dict[int, list[Any]] = {}
+        with contextlib.suppress(FileRefused):  # none yet, or damaged: the curve starts here
+            self._lines = read_record(path, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_lines)
+
+    def add(self, line: TrainLog) -> None:
+        self._lines = {rows: values for rows, values in self._lines.items() if rows < line.rows}
+        self._lines[line.rows] = [encode(line.ne), encode(line.recent_ne)]
+
+    def write(self) -> None:
+        content = {str(rows): values for rows, values in self._lines.items()}
+        write_record(self._path, kind=_KIND, version=_VERSION, content=content)
+
+    def points(self) -> tuple[CurvePoint, ...]:
+        return tuple(CurvePoint(r, float(a), float(b)) for r, (a, b) in sorted(self._lines.items()))

@@ -1,0 +1,248 @@
+"""Is FP8 harmless here? Paired runs: the same seed, rows and order, only the precision differs.
+
+Each pair trains the control and every arm from the same initial weights and judges them on the same
+held-out rows. Three intervals come of it: of a pair, over rows (validation/paired.py); over pairs, on these
+rows; and over both (validation/variance.py), which the verdict goes by (validation/verdicts.py).
+
+The number of pairs has to be settled before one looks: each further look at growing data is another
+chance, of 2.5 % at most, to pass with an effect that sits on the limit. `sequential` looks after every pair,
+at levels that hold over all looks together (validation/sequential.py), and stops where every arm is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+
+from loka.core.exceptions import FileRefused, LokaError
+from loka.data.batch import Source
+from loka.train.config import TrainConfig
+from loka.train.labels import require_both
+from loka.train.loop import Track, untracked
+from loka.train.metrics import Floats, checked, log_losses
+from loka.validation.annealed import annealed
+from loka.validation.arms import ArmSpec
+from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
+from loka.validation.record import ArmVerdict, Validation
+from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, world_of
+from loka.validation.segments import Divided, Division, clusters_of, divide
+from loka.validation.sequential import look_tail
+from loka.validation.variance import MIN_PAIRS, spreads
+from loka.validation.verdicts import ERROR, Judgement
+
+BY_MEAN = "all rows, by the mean of the weights"
+
+
+def validate(
+    build: Callable[[], nn.Module],
+    rows: Source,
+    held_out_rows: Source,
+    arms: Sequence[ArmSpec],
+    *,
+    config: TrainConfig,
+    out: Path | str,
+    model: str = "model",
+    pairs: int = MIN_PAIRS,
+    divisions: Sequence[Division] = (),
+    cluster: int | None = None,
+    limit: float = NE_LIMIT_PERCENT,
+    segment_limit: float | None = None,
+    sequential: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    context: Mapping[str, Any] | None = None,
+    track: Track = untracked,
+    on_start: Callable[[str], None] | None = None,
+    on_log: Progress | None = None,
+    on_pair: Callable[[Validation], None] | None = None,
+) -> Validation:
+    """Trains `pairs` pairs of the control and each of `arms`, and judges their difference in NE.
+
+    A killed validation goes on where it was when called again with the same arguments; `pairs` may grow
+    and arms may be added. The record is written to `out`/validation.json after every pair.
+
+    Args:
+        build: makes the model in high precision; it is called with torch's seed set.
+        rows, held_out_rows: to train on, and to judge on.
+        arms: what to compare with the control (validation/arms.py).
+        config: of all runs. Its `precision` is the control's; seeds are its `seed` and the next ones.
+        divisions: of the held-out rows into segments, each judged by itself.
+        cluster: the sparse feature, such as the user, whose rows come together; None: rows are independent.
+        limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
+        sequential: `pairs` are the most, and it stops after any from MIN_PAIRS on that decides every arm.
+        identity: JSON values that tell this model from another that `build` might make.
+        context: JSON values for readers of the record.
+        on_start: receives the digest of model, rows and configuration before anything is trained.
+        on_log: receives each run's name and log lines; `on_pair` the verdict so far.
+
+    Raises:
+        ValueError: no pairs, no arms, or a limit that is not positive.
+        LokaError: two arms have one name, `out` holds another validation or one that was looked at by other
+            rules, or the control ends in NaN.
+        DataRefused: all held-out labels are equal.
+    """
+    segment_limit = limit if segment_limit is None else segment_limit
+    names = [arm.name for arm in arms]
+    control = config.precision
+    if pairs < 1 or not arms:
+        raise ValueError(f"{pairs} pairs of {len(arms)} arms are nothing to validate")
+    if len({control, *names}) <= len(names):
+        raise LokaError(
+            f"arms of one name: {', '.join([control, *names])}", way_out="rename one, such as its plan file"
+        )
+    if not (limit > 0 and segment_limit > 0):
+        raise ValueError(f"limits of {limit} and {segment_limit} %: nothing can lie inside them")
+    if sequential and pairs < MIN_PAIRS:
+        raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
+    planned = pairs if sequential else None
+    _same_looks(Path(out), planned)
+    require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
+    bench = Bench(
+        build=build,
+        train=rows,
+        test=held_out_rows,
+        config=config,
+        out=Path(out),
+        identity={"name": model, **(identity or {})},
+        track=track,
+        on_log=on_log,
+    )
+    base = ArmSpec(name=control, apply=lambda model: None, identity={})
+    segments = divide(held_out_rows, divisions, batch_size=config.batch_size)
+    clusters = None
+    if cluster is not None:
+        clusters = clusters_of(held_out_rows, cluster, batch_size=config.batch_size)
+    judged_by = _By(control, segments, clusters, limit, segment_limit, planned)
+    seeds = tuple(range(config.seed, config.seed + pairs))
+    if on_start:
+        on_start(world_of(bench))
+    runs: list[Run] = []
+    done: Validation | None = None
+    for place, seed in enumerate(seeds):
+        for arm in (base, *arms):
+            finished = run(bench, arm, seed)
+            if finished.broke and arm is base:
+                raise LokaError(
+                    f"the control {control} ends in NaN with seed {seed}",
+                    why=finished.broke.splitlines()[:1],
+                    way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
+                )
+            runs.append(finished)
+        known = {arm.name: arm.pairs for arm in done.arms} if done else {}
+        judged = [
+            replace(
+                _judge(bench, judged_by, arm.name, runs, known.get(arm.name, {})), key=digest_of(arm.identity)
+            )
+            for arm in arms
+        ]
+        done = Validation(
+            model=model,
+            control=control,
+            limit=limit,
+            segment_limit=segment_limit,
+            seeds=seeds[: place + 1],
+            arms=tuple(judged),
+            runs=tuple(runs),
+            context=dict(context or {}),
+            planned=planned,
+            world=world_of(bench),
+            annealed=annealed(
+                runs[0].final_rate, [held_out(bench.out, control, s) for s in seeds[: place + 1][:MIN_PAIRS]]
+            ),
+        )
+        done.save(bench.out / "validation.json")
+        if on_pair:
+            on_pair(done)
+        if sequential and place + 1 >= MIN_PAIRS and all(arm.verdict != "undecided" for arm in done.arms):
+            break
+    assert done is not None
+    return done
+
+
+@dataclass(frozen=True)
+class _By:
+    """What arms are judged by: against which control, in which segments, under which limits; and which
+    rows of the evaluation come together."""
+
+    control: str
+    segments: Sequence[Divided]
+    clusters: npt.NDArray[np.int64] | None
+    limit: float
+    segment_limit: float
+    planned: int | None
+
+    def tail(self, tail: float, pairs: int) -> float:
+        return tail if self.planned is None else look_tail(pairs, self.planned, tail)
+
+
+def _same_looks(out: Path, planned: int | None) -> None:
+    """Raises LokaError where pairs of `out` were looked at by other rules: their looks would not count."""
+    try:
+        before = Validation.load(out / "validation.json")
+    except FileRefused:
+        return
+    if len(before.seeds) < MIN_PAIRS or before.planned == planned:
+        return
+
+    def said(pairs: int | None) -> str:
+        return "one look" if pairs is None else f"a look after every pair, {pairs} at most"
+
+    raise LokaError(
+        f"{out} holds {len(before.seeds)} pairs that were judged by {said(before.planned)}",
+        why=[f"now it is {said(planned)}: a level holds only over looks that were planned together"],
+        way_out="go on as it was begun, or choose another folder",
+    )
+
+
+def _judge(
+    bench: Bench, by: _By, arm: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
+) -> ArmVerdict:
+    """`known` are the pairs compared before."""
+    broken = [run for run in runs if run.arm == arm and run.broke]
+    seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
+    pairs = dict(known)
+    labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
+    losses, by_mean = [], []
+    for seed in seeds:
+        before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
+        labels = before.labels
+        if seed not in pairs:
+            pairs[seed] = paired_difference(before.logits, after.logits, labels)
+        losses.append((_losses(before.logits, labels), _losses(after.logits, labels)))
+        if before.mean_logits is not None and after.mean_logits is not None:
+            by_mean.append((_losses(before.mean_logits, labels), _losses(after.mean_logits, labels)))
+    broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
+    if not seeds:
+        return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
+    several = sum(len(part.names) for part in by.segments)
+
+    def judge(
+        part: Divided, limit: float, tail: float, losses: list[tuple[Floats, Floats]] = losses
+    ) -> list[Judgement]:
+        found = spreads(losses, part.group, len(part.names), clusters=by.clusters)
+        tail = by.tail(tail, len(losses))
+        clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
+        return [
+            Judgement(name=name, spread=spread, clicks=int(count), limit=limit, tail=tail)
+            for name, spread, count in zip(part.names, found, clicks, strict=True)
+        ]
+
+    everything = Divided(("all rows",), np.zeros(len(labels), np.int64))
+    of_mean = replace(everything, names=(BY_MEAN,))
+    return ArmVerdict(
+        name=arm,
+        pairs=pairs,
+        average=judge(everything, by.limit, ERROR)[0],
+        segments=tuple(j for part in by.segments for j in judge(part, by.segment_limit, ERROR / several)),
+        broke=broke,
+        readings=tuple(judge(of_mean, by.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
+    )
+
+
+def _losses(logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]) -> Floats:
+    return log_losses(*checked(logits, labels))

@@ -1,0 +1,181 @@
+"""The mean difference over pairs of runs, and how far it may be from the truth.
+
+Pair s (a training seed) and evaluation row i give a difference of losses d_si. Both were drawn: other
+seeds and other rows would have given another mean. With r_s = mean_i d_si / mean_i a_si the relative
+difference of pair s (a: the control's loss) and u_si its linearized residual,
+
+    r_s  = mu + seed_s + ...,      u_si = (d_si - r_s a_si) / mean_i a_si = row_i + rest_si
+    variance of the mean of r  =  var(seed) / S  +  var(row) / N  +  var(rest) / (S N)
+
+The spread between pairs, var(r) / S, holds the first and the third term: it is what a Student-t interval
+over pairs covers. It is blind to the second, because all pairs are judged on the same rows: what FP8 does
+to these rows in every pair looks like a constant. That term comes from the rows: the variance of the
+rows' means over pairs, less what rest contributes to them (two-way layout; Cameron, Gelbach and Miller
+2011 subtract the intersection in the same way). The two parts are independent and combine to
+
+    half^2 = t(S-1)^2 var(r) / S  +  t(N-1)^2 var(row) / N
+
+whose coverage is at least the nominal one for normal errors (Banerjee, Sankhya 22, 1960). Rows of one
+user or one request come together and are no independent draws. Where it is known which they are, the sum
+of u over such a cluster takes the place of a row's, and their number that of N (Liang and Zeger,
+Biometrika 73, 1986); else each row counts by itself, and the second part may be too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loka.core.error import Estimate
+from loka.train.metrics import Floats
+from loka.validation.quantile import student_t
+
+MIN_PAIRS = 4
+MOST_PAIRS = 10_000
+"""Nobody trains more; beyond it a verdict counts as out of reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """`mean` is that of the pairs' relative differences in percent of the control's loss.
+
+    `between` is the standard deviation between pairs; `rows_error` the standard error that the choice
+    of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
+    `clusters` counts what was drawn independently, `effective` how many of one size would say as much:
+    (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
+    """
+
+    mean: float
+    pairs: int
+    rows: int
+    between: float
+    rows_error: float
+    clusters: int | None = None
+    effective: int | None = None
+
+    @property
+    def draws(self) -> int:
+        """How many draws the rows' part is of: a cluster that holds most rows is nearly alone."""
+        return self.rows if self.effective is None else self.effective
+
+    def half_width(self, tail: float, *, pairs: int | None = None) -> float:
+        """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same spread."""
+        count = pairs or self.pairs
+        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between + self.rows_error):
+            return math.inf
+        seeds = student_t(count - 1, tail) * self.between / math.sqrt(count) if count > 1 else math.inf
+        return math.hypot(seeds, self.rows_half(tail))
+
+    def rows_half(self, tail: float) -> float:
+        """The part of the half-width that no number of pairs reduces."""
+        return student_t(self.draws - 1, tail) * self.rows_error
+
+    def interval(self, tail: float) -> Estimate:
+        """Of other seeds and other rows: what a verdict needs."""
+        half = self.half_width(tail)
+        return Estimate(self.mean, self.mean - half, self.mean + half)
+
+    def over_seeds(self, tail: float) -> Estimate:
+        """Of other seeds judged on the very same rows: Student's t over pairs."""
+        finite = self.pairs > 1 and math.isfinite(self.between)
+        half = student_t(self.pairs - 1, tail) * self.between / math.sqrt(self.pairs) if finite else math.inf
+        return Estimate(self.mean, self.mean - half, self.mean + half)
+
+    def pairs_to(self, margin: float, tail: float) -> int | None:
+        """The smallest number of pairs, MIN_PAIRS at least, whose half-width is at most `margin`.
+
+        Iterated on its own t quantile, with the spread seen so far; None where no number does: the
+        rows alone are too uncertain, or more than MOST_PAIRS would be needed.
+        """
+        if not margin > 0 or not self.half_width(tail, pairs=MOST_PAIRS) <= margin:
+            return None
+        low, high = MIN_PAIRS - 1, MOST_PAIRS  # the half-width falls with the number of pairs
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.half_width(tail, pairs=middle) <= margin:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def rows_to(self, margin: float, tail: float) -> int | None:
+        """Rows at which their part takes half of `margin` squared, which leaves pairs the other half."""
+        if not margin > 0 or not math.isfinite(self.rows_error):
+            return None
+        return math.ceil(2 * self.rows * (self.rows_half(tail) / margin) ** 2)
+
+
+def spreads(
+    losses: Iterable[tuple[Floats, Floats]],
+    groups: npt.NDArray[np.int64],
+    count: int,
+    *,
+    clusters: npt.NDArray[np.int64] | None = None,
+) -> list[Spread]:
+    """One `Spread` for each of `count` groups of rows, each relative to the control's loss in it.
+
+    Args:
+        losses: of each pair, the control's and the other's loss per row, both [N]; read once.
+        groups: [N], the group of each row, 0 to count - 1.
+        clusters: [N], equal for rows that are not independent; None: all of them are.
+    """
+    sizes = np.bincount(groups, minlength=count).astype(np.float64)
+    draw, of_draw = _draws(groups, count, clusters)
+    draws = np.bincount(of_draw, minlength=count).astype(np.float64)
+    effective = draws
+    if draw is not None:
+        together = np.bincount(draw, minlength=len(of_draw)).astype(np.float64)
+        effective = sizes**2 / np.maximum(_sums(of_draw, together**2, count), 1)
+    draw_sums = np.zeros(len(of_draw))
+    squares = np.zeros(count)
+    ratios = []
+    with np.errstate(divide="ignore", invalid="ignore"):  # an empty group has no mean: nan
+        for control, other in losses:
+            difference = other - control
+            base = _sums(groups, control, count) / sizes
+            ratio = _sums(groups, difference, count) / sizes / base
+            residual = (difference - ratio[groups] * control) / base[groups]
+            if draw is not None:
+                residual = _sums(draw, residual, len(of_draw))
+            draw_sums += residual
+            squares += _sums(of_draw, residual * residual, count)
+            ratios.append(100 * ratio)
+        pairs = len(ratios)
+        of_pairs = np.stack(ratios)
+        between = of_pairs.std(axis=0, ddof=1) if pairs > 1 else np.full(count, math.nan)
+        by_draw = _sums(of_draw, np.square(draw_sums / pairs), count)
+        rows_variance = by_draw * draws / (draws - 1) / sizes**2
+        freedom = max(pairs - 1, 1) * (draws - 1)  # one pair: `squares` equals `by_draw`, and rest is 0
+        rest = (squares - pairs * by_draw) / freedom * draws / (pairs * sizes**2)
+        rows_error = 100 * np.sqrt(np.maximum(rows_variance - rest, 0))
+    return [
+        Spread(
+            mean=float(of_pairs[:, group].mean()),
+            pairs=pairs,
+            rows=int(sizes[group]),
+            between=float(between[group]),
+            rows_error=float(rows_error[group]),
+            clusters=None if clusters is None else int(draws[group]),
+            effective=None if clusters is None else int(effective[group]),
+        )
+        for group in range(count)
+    ]
+
+
+def _draws(
+    groups: npt.NDArray[np.int64], count: int, clusters: npt.NDArray[np.int64] | None
+) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
+    """Of each row its draw, a cluster's part in a group, and of each draw its group; None: rows are draws."""
+    if clusters is None:
+        return None, groups
+    known, cluster = np.unique(clusters, return_inverse=True)
+    found, draw = np.unique(groups * len(known) + cluster, return_inverse=True)
+    return draw.astype(np.int64), found // max(len(known), 1)
+
+
+def _sums(groups: npt.NDArray[np.int64], values: Floats, count: int) -> Floats:
+    return np.bincount(groups, weights=values, minlength=count).astype(np.float64)

@@ -1,0 +1,116 @@
+"""Races on given times, without a GPU, for the GEMM benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from loka.core.error import Estimate
+from loka.core.records.report import HP, REGION, Measurement
+from loka.core.timing import Race, race
+from loka.kernels.gemm import registry
+from loka.kernels.gemm.adapters.emulated import EMULATED
+
+Times = Mapping[tuple[str, tuple[int, ...]], float]
+"""(candidate, shape of its result) -> microseconds; "hp" takes 100, and so does what is not named."""
+
+
+class ByResult:
+    """Stands in for `time_interleaved`. Runs every function once and looks its time up by name and result.
+
+    A layer's candidates "a | b | c" take the sum of what each takes for its result.
+    """
+
+    def __init__(self, times: Times) -> None:
+        self.times = dict(times)
+        self.races: list[list[str]] = []
+
+    def __call__(
+        self,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        baseline: str,
+        device: torch.device,
+        seed: int = 0,
+        **options: object,
+    ) -> Race:
+        self.races.append(list(functions))
+        known = {name: self._time(name, function()) for name, function in functions.items()}
+        return race(
+            lambda names, rounds: {name: [known[name]] * rounds for name in names},
+            list(functions),
+            baseline=baseline,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def _time(self, name: str, results: object) -> float:
+        if isinstance(results, torch.Tensor):
+            return self.times.get((name, tuple(results.shape)), 100.0)
+        assert isinstance(results, tuple)
+        names = name.split(" | ") if " | " in name else [name] * len(results)
+        return sum(self._time(part, result) for part, result in zip(names, results, strict=True))
+
+
+class Passes:
+    """Quantization passes of 20 us a copy; one that makes both saves `saved` of 40."""
+
+    def __init__(self, saved: float) -> None:
+        self.saved = saved
+
+    def __call__(self, functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+        known = {name: 20.0 if "" in name.split("+") else 40.0 - self.saved for name in functions}
+        baseline = str(options["baseline"])
+        return race(
+            lambda names, rounds: {name: [known[name]] * rounds for name in names},
+            list(functions),
+            baseline=baseline,
+            keep=list(functions),
+        )
+
+
+def _in_regions(*args: object, **options: object) -> dict[str, Measurement]:
+    """Ten times as fast as hp, which no bench of sites may take for its own."""
+    times = {HP: Estimate(100.0, 100.0, 100.0), REGION: Estimate(10.0, 10.0, 10.0)}
+    return {
+        name: Measurement(microseconds=us, speedup=Estimate(*[100.0 / us.value] * 3), rounds=9)
+        for name, us in times.items()
+    }
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, *, measured: Times, confirmed: Times | None = None, saved: float = 0.0
+) -> ByResult:
+    """`measure` and `confirm` time on the CPU, by these tables; returns the timer of `confirm`."""
+    timer = ByResult(measured if confirmed is None else confirmed)
+    monkeypatch.setattr(sys.modules["loka.measurement.measure"], "timeable", lambda device: True)
+    monkeypatch.setattr("loka.measurement.times.site_times.time_interleaved", ByResult(measured))
+    monkeypatch.setattr("loka.measurement.times.quantize_once_savings.time_interleaved", Passes(saved))
+    monkeypatch.setattr("loka.measurement.rerace.time_interleaved", timer)
+    monkeypatch.setattr("loka.measurement.times.layer_times.time_region", _in_regions)
+    return timer
+
+
+@contextmanager
+def libraries(*names: str) -> Iterator[None]:
+    """For a while only these libraries exist: emulation under their names, rowwise_e4m3 alone."""
+    caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
+    before = dict(registry.KERNELS)
+    try:
+        registry.KERNELS.clear()
+        for name in names:
+            registry.KERNELS[name] = dataclasses.replace(
+                EMULATED, name=name, library=name, recipes=("rowwise_e4m3",), emulates=False
+            )
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    finally:
+        registry.KERNELS.clear()
+        registry.KERNELS.update(before)
+        for cache in caches:
+            cache.cache_clear()

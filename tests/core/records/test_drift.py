@@ -1,0 +1,232 @@
+"""Windows of statistics that moved by known amounts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loka.core.budget import Budget
+from loka.core.device import fingerprint
+from loka.core.error import Estimate
+from loka.core.exceptions import DataRefused, PlanMismatch
+from loka.core.numerics.effect import Effect
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.drift import Drift, drift, effects_of, valve
+from loka.core.records.plan import Decision, Plan
+from loka.core.records.stats import Distribution, LinearStats, Stats
+from loka.core.signature import LinearShape, ModelSignature
+
+SIGNATURE = ModelSignature(
+    name="Net",
+    layers={path: LinearShape(in_features=8, out_features=8, bias=False) for path in ("a", "b")},
+)
+RECIPE = "rowwise_e4m3"
+
+
+def operand(amax: float, mean: float = 1.0, variance: float = 3.0) -> Distribution:
+    tensors = {
+        "amax": torch.tensor([amax / 2, amax]),
+        "mean": torch.full((8,), mean),
+        "square": torch.full((8,), 10 * variance),
+    }
+    return Distribution(kind="gaussian", tensors=tensors, numbers={"count": 10})
+
+
+def effect(value: float, *, samples: int = 400, spread: float = 0.9) -> Effect:
+    """An effect of `value` in NE at a base rate of a half: its terms lie `spread` above and below it."""
+    term = value * math.log(2)
+    terms = [term * (1 + spread), term * (1 - spread)] * (samples // 2)
+    return Effect.of(terms, [[0.5]] * samples)
+
+
+def window(amax: float = 4.0, ne: float | None = 1e-5, **others: object) -> Stats:
+    """Layer a as told, layer b at its usual."""
+
+    def layer(order: int, amax: float, ne: float | None) -> LinearStats:
+        weight = Distribution(kind="matrix_normal", tensors={"mean": torch.full((8, 8), 0.5)})
+        return LinearStats(
+            rows=64,
+            calls=1,
+            order=order,
+            dtype="bfloat16",
+            weight_dtype="float32",
+            needs_input_grad=True,
+            needs_weight_grad=True,
+            operands={"input": operand(amax, **others), "weight": weight, "grad_output": operand(amax)},
+            effects={RECIPE: effect(ne)} if ne is not None else {},
+        )
+
+    layers = {"a": layer(0, amax, ne), "b": layer(1, 4.0, 1e-5)}
+    return Stats(model=SIGNATURE, steps=1, sampled_steps=1, layers=layers)
+
+
+def plan_of(candidates: dict[str, str], *, budget: Budget | None = None, ne: float | None = None) -> Plan:
+    decisions = {}
+    for path in SIGNATURE.layers:
+        for gemm in Gemm:
+            problem = linear_problem(
+                gemm, rows=64, in_features=8, out_features=8, dtype="bfloat16", target="cpu"
+            )
+            low = candidates.get(f"{path}/{gemm}", "hp")
+            known = Estimate(ne, ne, ne) if ne is not None and gemm is Gemm.OUTPUT and low != "hp" else None
+            decision = Decision(path=path, problem=problem, candidate=low, reason="", ne=known)
+            decisions[decision.site] = decision
+    return Plan(
+        model=SIGNATURE,
+        machine=fingerprint("cpu"),
+        budget=budget or Budget(),
+        timed=False,
+        decisions=decisions,
+    )
+
+
+BOTH = plan_of({"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"})
+
+
+def test_shifts_are_in_octaves() -> None:
+    """amax 4 -> 12 is log2 3; rms sqrt(1 + 3) -> sqrt(4 + 12), an octave."""
+    found = drift(BOTH, window(amax=12.0, mean=2.0, variance=12.0), before=window())
+    shift = found.layers["a"].shifts["input"]
+    assert shift.amax == pytest.approx(math.log2(3))
+    assert shift.rms == pytest.approx(1.0)
+    assert found.layers["a"].shifts["weight"].rms == 0.0
+    assert found.layers["b"].shifts["grad_output"].amax == 0.0
+    assert "+1.58 (+1.00)" in str(found)
+
+
+def test_nothing_moved_nothing_closes() -> None:
+    found = drift(BOTH, window(), before=window())
+    assert not found.unsafe
+    assert found.layers["a"].growth == pytest.approx(1.0)
+    assert "CLOSE" not in str(found)
+
+
+@pytest.mark.parametrize(("amax", "closes"), [(7.9, False), (8.1, True), (0.1, False)])
+def test_an_amax_that_rose_more_than_an_octave_closes(amax: float, closes: bool) -> None:
+    found = drift(BOTH, window(amax=amax), before=window(amax=4.0))
+    assert found.unsafe == ({"a"} if closes else set())
+    if closes:
+        assert "amax of input rose by 1.0 octaves" in str(found)
+
+
+def test_only_operands_that_run_in_fp8_count() -> None:
+    """grad_output rises too, but only `output` is in FP8; then only grad_weight is."""
+    found = drift(BOTH, window(amax=16.0), before=window())
+    assert not any("grad_output" in reason for reason in found.layers["a"].unsafe)
+    backward = plan_of({"a/grad_weight": f"emulated:{RECIPE}"})
+    reasons = drift(backward, window(amax=16.0), before=window()).layers["a"].unsafe
+    assert [reason.split()[2] for reason in reasons] == ["input", "grad_output"]
+    assert not drift(plan_of({}), window(amax=16.0), before=window()).unsafe
+
+
+@pytest.mark.parametrize(("ne", "closes"), [(1.9e-5, False), (3e-5, True), (5e-6, False)])
+def test_an_effect_that_doubled_closes_its_layer(ne: float, closes: bool) -> None:
+    """b / 2S = 2e-5 / 4: effects of 1e-5 are not small."""
+    plan = plan_of(
+        {"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5)
+    )
+    found = drift(plan, window(ne=ne), before=window())
+    assert found.unsafe == ({"a"} if closes else set())
+    assert found.over_budget is (ne > 5e-6)
+    assert found.total.value == pytest.approx(ne + 1e-5)
+
+
+def test_a_small_effect_may_double_and_an_unsure_one_is_not_believed() -> None:
+    """Half a budget of 1e-4 over two sites is 2.5e-5 a site: 1e-6 -> 5e-6 is nothing to close for."""
+    assert not drift(BOTH, window(ne=5e-6), before=window(ne=1e-6)).unsafe
+    noisy = window(ne=3e-5)
+    layer = replace(noisy.layers["a"], effects={RECIPE: effect(3e-5, samples=4, spread=1.0)})
+    strict = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=1e-6))
+    unsure = replace(noisy, layers={**noisy.layers, "a": layer})
+    assert drift(strict, noisy, before=window()).unsafe == {"a"}
+    assert not drift(strict, unsure, before=window()).unsafe
+
+
+def test_without_the_earlier_window_the_plan_tells_the_effects() -> None:
+    plan = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5), ne=1e-5)
+    found = drift(plan, window(ne=4e-5))
+    assert found.layers["a"].shifts == {}
+    assert found.layers["a"].growth == pytest.approx(4.0)
+    assert found.unsafe == {"a"}
+    unknown = drift(plan, window(ne=None))
+    assert unknown.layers["a"].growth is None
+    assert not unknown.unsafe
+
+
+def test_the_valve_closes_at_once_and_opens_after_three_safe_windows() -> None:
+    def of(amax: float) -> Drift:
+        return drift(BOTH, window(amax=amax), before=window())
+
+    safe, unsafe = of(4.0), of(16.0)
+    assert valve([safe, safe]) == frozenset()
+    assert valve([safe, unsafe]) == {"a"}
+    assert valve([unsafe, safe, safe]) == {"a"}
+    assert valve([unsafe, safe, safe, safe]) == frozenset()
+    assert valve([unsafe, safe, safe, unsafe, safe]) == {"a"}
+
+
+def test_other_models_are_refused_and_unknown_effects_left_out() -> None:
+    other = replace(window(), model=ModelSignature(name="Other", layers={}))
+    with pytest.raises(PlanMismatch, match="`after`"):
+        drift(BOTH, other)
+    with pytest.raises(PlanMismatch, match="`before`"):
+        drift(BOTH, window(), before=other)
+    nothing = Effect.of([1e-5] * 4, [[0.0]] * 4)
+    blind = window()
+    blind = replace(blind, layers={"a": replace(blind.layers["a"], effects={RECIPE: nothing})})
+    assert effects_of(blind) == {"a": {}}
+
+
+def without(stats: Stats, path: str, *, effects_alone: bool) -> Stats:
+    layers = dict(stats.layers)
+    if effects_alone:
+        layers[path] = replace(layers[path], effects={}, no_effect="no logits")
+        return replace(stats, layers=layers)
+    del layers[path]
+    return replace(stats, layers=layers, skipped={path: "never called"})
+
+
+@pytest.mark.parametrize("effects_alone", [True, False])
+def test_what_a_window_does_not_tell_is_unknown_and_charged_as_planned(effects_alone: bool) -> None:
+    """Of 1e-5 a site two are above 1.5e-5; that one of them is not seen makes the plan no cheaper."""
+    tight = replace(BOTH, budget=Budget(ne=1.5e-5))
+    blind = without(window(), "a", effects_alone=effects_alone)
+    found = drift(tight, blind, before=window())
+    assert found.unknown == ("a",)
+    assert found.total.value == pytest.approx(2e-5)
+    assert found.over_budget
+    assert f"unknown: a: {'this window has no' if effects_alone else 'not seen in'}" in str(found)
+    assert ("no logits" if effects_alone else "never called") in str(found)
+    planned = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=1e-6), ne=1e-5)
+    assert drift(planned, blind).over_budget
+    assert drift(BOTH, window(), before=window()).unknown == ()
+    assert drift(plan_of({}), blind).unknown == (), "in hp there is nothing to know"
+    gradient = drift(plan_of({"a/grad_weight": f"emulated:{RECIPE}"}), blind)
+    assert gradient.unknown == (() if effects_alone else ("a",)), "FP8 gradients have no effect to know"
+
+
+def test_an_effect_of_earlier_steps_is_no_news() -> None:
+    stale = window()
+    stale = replace(stale, layers={**stale.layers, "a": replace(stale.layers["a"], no_effect="no logits")})
+    assert drift(BOTH, stale, before=window()).unknown == ("a",)
+
+
+def test_windows_without_samples_are_refused() -> None:
+    empty = replace(window(), sampled_steps=0)
+    with pytest.raises(DataRefused, match="`after`"):
+        drift(BOTH, empty)
+    with pytest.raises(DataRefused, match="`before`"):
+        drift(BOTH, window(), before=empty)
+
+
+def test_windows_that_say_nothing_open_no_valve() -> None:
+    closed = drift(BOTH, window(amax=16.0), before=window())
+    blind = drift(BOTH, without(window(), "a", effects_alone=False), before=window())
+    assert valve([closed, blind, blind, blind]) == {"a"}
+    ranges = without(window(), "a", effects_alone=True)
+    never = drift(BOTH, ranges, before=ranges)  # its effect was never known: ranges have to do
+    assert valve([closed, never, never, never]) == frozenset()

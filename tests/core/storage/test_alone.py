@@ -1,0 +1,129 @@
+"""One process at a time in a folder; what a killed one leaves keeps nobody out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loka.core.storage.alone import LOCK, FolderInUse, alone_in
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from loka.core.storage.alone import alone_in
+with alone_in(Path(sys.argv[1]), "training"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_another_process_is_refused_until_the_holder_is_gone(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(FolderInUse, match="another process is training in") as refused, entered(tmp_path):
+            pass
+        assert f"process {holder.pid} on " in refused.value.why[0]
+        assert "choose another folder" in refused.value.way_out
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    assert (tmp_path / LOCK).exists(), "killed, it could not remove it"
+    with entered(tmp_path):
+        pass
+
+
+def entered(folder: Path):
+    return alone_in(folder, "training")
+
+
+def test_nothing_is_left_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    for _ in range(2):
+        with entered(folder):
+            assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+            with pytest.raises(FolderInUse), entered(folder):
+                pass
+        assert list(folder.iterdir()) == []
+
+
+LEFT = [b"", b"junk", b'{"pid": "x"}', b'{"pid": 1, "host": "elsewhere"}', b"[" * 9000]
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_a_file_that_is_left_is_no_lock(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / LOCK).write_bytes(left)
+    with entered(tmp_path), pytest.raises(FolderInUse), entered(tmp_path):
+        pass
+    handle = os.open(tmp_path / LOCK, os.O_CREAT | os.O_RDWR)
+    os.write(handle, left)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(FolderInUse), entered(tmp_path):
+        pass
+    os.close(handle)
+
+
+def test_a_lock_on_a_name_that_is_gone_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening and the lock the holder removes the file: the lock would be on nothing."""
+    flock = fcntl.flock
+    calls: list[int] = []
+
+    def removed_first(handle: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(handle)
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_first)
+    with entered(tmp_path):
+        assert len(calls) == 2
+        with pytest.raises(FolderInUse), entered(tmp_path):
+            pass
+
+
+def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none_here)
+    with pytest.warns(RuntimeWarning, match=r"has no locks \(No locks available\)"), entered(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_at_once_leave_one(tmp_path: Path) -> None:
+    """Each enters when it can; a counter that two changed at once would lose counts."""
+    code = """
+import sys, time
+from pathlib import Path
+from loka.core.storage.alone import FolderInUse, alone_in
+folder = Path(sys.argv[1])
+done = 0
+while done < 40:
+    try:
+        with alone_in(folder / "locked", "counting"):
+            count = int((folder / "count").read_text())
+            time.sleep(0.0005)
+            (folder / "count").write_text(str(count + 1))
+            done += 1
+    except FolderInUse:
+        time.sleep(0.0003)
+"""
+    (tmp_path / "count").write_text("0")
+    started = time.monotonic()
+    workers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
+    assert [worker.wait(timeout=60) for worker in workers] == [0, 0, 0]
+    assert (tmp_path / "count").read_text() == "120", time.monotonic() - started

@@ -1,0 +1,175 @@
+"""Record files: whole or refused, never half; and nothing in them can execute."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from durable import folder_flushed_after, watch_disk
+
+from loka.core.exceptions import FileRefused, NotWritten
+from loka.core.storage.files import (
+    read_record,
+    read_tensors,
+    sha256_of_file,
+    write_atomic,
+    write_record,
+    write_tensors,
+)
+
+
+def read(path: Path) -> object:
+    return read_record(path, kind="thing", version=1, way_out="make it again", parse=lambda c: c["value"])
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    path = tmp_path / "thing.json"
+    write_record(path, kind="thing", version=1, content={"value": [1, 2.5, "x"]})
+    return path
+
+
+def test_round_trip(record: Path) -> None:
+    assert read(record) == [1, 2.5, "x"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 60, -2])
+def test_truncated(record: Path, length: int) -> None:
+    record.write_bytes(record.read_bytes()[:length])
+    with pytest.raises(FileRefused, match=r"truncated|lacks the fields") as caught:
+        read(record)
+    assert "make it again" in str(caught.value)
+
+
+def test_compressed(record: Path) -> None:
+    packed = record.with_name("thing.json.gz")
+    whole = gzip.compress(record.read_bytes())
+    packed.write_bytes(whole)
+    assert read(packed) == [1, 2.5, "x"]
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 0xFF
+    for data in (whole[: len(whole) // 2], bytes(damaged), record.read_bytes(), b""):
+        packed.write_bytes(data)
+        with pytest.raises(FileRefused, match="truncated") as caught:
+            read(packed)
+        assert "make it again" in str(caught.value)
+
+
+def test_edited(record: Path) -> None:
+    record.write_text(record.read_text().replace("2.5", "2.6"))
+    with pytest.raises(FileRefused, match="edited or damaged"):
+        read(record)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "other"}, "it is a other"),
+        ({"version": 2}, "format version 2"),
+        ({"content": 3}, "checksum"),
+    ],
+)
+def test_of_another_kind(record: Path, change: dict[str, object], message: str) -> None:
+    record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
+    with pytest.raises(FileRefused, match=message):
+        read(record)
+
+
+def test_content_that_does_not_parse(tmp_path: Path) -> None:
+    path = tmp_path / "thing.json"
+    write_record(path, kind="thing", version=1, content={"wrong": 1})
+    with pytest.raises(FileRefused, match="not that of a thing"):
+        read(path)
+    with pytest.raises(FileRefused, match="no such file"):
+        read(tmp_path / "absent.json")
+    with pytest.raises(FileRefused, match="cannot be read"):
+        read(tmp_path)
+
+
+def test_failed_write_leaves_the_old_file(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NotWritten, match="No space") as caught:
+        write_atomic(record, b"new")
+    assert f"{record} is as it was before" in caught.value.why
+    assert "free space" in caught.value.way_out
+    with pytest.raises(NotWritten, match=r"there is no .*other\.json, nor a part of it"):
+        write_atomic(record.with_name("other.json"), b"new")
+    assert read(record) == [1, 2.5, "x"]
+    assert list(record.parent.iterdir()) == [record]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """The error is an OSError too, for callers that know no other."""
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="cannot write") as caught:
+        write_atomic(tmp_path / "file" / "thing.json", b"new")
+    assert isinstance(caught.value, NotWritten)
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one(record: Path) -> None:
+    """One that opened the old file goes on reading it: the new one is another file under its name."""
+    old = record.read_bytes()
+    with record.open("rb") as file:
+        write_atomic(record, b"new")
+        assert file.read() == old
+    assert record.read_bytes() == b"new"
+
+
+def test_the_name_is_given_while_the_new_file_is_whole(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = os.replace
+    seen = []
+
+    def look(temporary: Path, path: Path) -> None:
+        seen.append((Path(temporary).read_bytes(), read(path)))
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "replace", look)
+    write_atomic(record, b"new")
+    assert seen == [(b"new", [1, 2.5, "x"])]
+
+
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch_disk(monkeypatch)
+    write_atomic(record, b"new")
+    assert [what for what, _ in seen] == ["flush", "rename", "flush"]
+    assert Path(seen[0][1]).name.startswith(f".{record.name}.")
+    assert folder_flushed_after(seen, record)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
+def test_files_are_readable_by_whom_the_umask_says(record: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_atomic(record, b"new")
+    finally:
+        os.umask(before)
+    assert record.stat().st_mode & 0o777 == mode
+
+
+def test_tensors_are_checked_against_the_record(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tensors(path, {"a": torch.arange(6).view(2, 3).t()})
+    digest = sha256_of_file(path)
+    assert torch.equal(read_tensors(path, sha256=digest, way_out="")["a"], torch.arange(6).view(2, 3).t())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(FileRefused, match="truncated or damaged"):
+        read_tensors(path, sha256=digest, way_out="")
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"kind": NaN}', '{"kind": "thing", "version": 1, "sha256": "", "content": NaN}']
+)
+def test_json_that_no_record_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "thing.json"
+    path.write_text(text)
+    with pytest.raises(FileRefused):
+        read(path)

@@ -1,0 +1,176 @@
+"""Whatever a file holds, reading it as a record ends, soon and in bounded memory, in a FileRefused."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loka.core.exceptions import FileRefused, UnknownName
+from loka.core.storage.files import canonical, read_record, read_tensors, sha256_of_file, write_tensors
+from loka.core.storage.untrusted import Limits, parse_json, read_bounded
+
+
+def read(path: Path, parse: Any = dict, **others: Any) -> Any:
+    return read_record(path, kind="thing", version=1, way_out="make it again", parse=parse, **others)
+
+
+def refused(path: Path, parse: Any = dict, **others: Any) -> str:
+    with pytest.raises(FileRefused) as caught:
+        read(path, parse, **others)
+    assert "make it again" in str(caught.value)
+    return str(caught.value)
+
+
+def record_of(content: str) -> str:
+    """A record whose checksum is right as far as Python can tell."""
+    digest = ""
+    with contextlib.suppress(ValueError, RecursionError):
+        digest = hashlib.sha256(canonical(json.loads(content))).hexdigest()
+    return f'{{"kind": "thing", "version": 1, "sha256": "{digest}", "content": {content}}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"value": 1e999}', "1e999 is beyond the largest number"),
+        ('{"value": -1e999}', "-1e999 is beyond"),
+        ('{"value": ' + "7" * 400 + "}", "has 400 digits"),
+        ('{"value": ' + "7" * 5000 + "}", "has 5000 digits"),
+        ('{"value": Infinity}', "Infinity is not JSON"),
+        ('{"value": ' + "[" * 5000 + "]" * 5000 + "}", "nested deeper"),
+        ('{"value": [' + "[]," * 2_000_001 + "[]]}", "more than 2000000 values"),
+    ],
+)
+def test_numbers_and_depths_of_no_record(tmp_path: Path, content: str, why: str) -> None:
+    path = tmp_path / "thing.json"
+    path.write_text(record_of(content))
+    assert why in refused(path)
+
+
+def test_numbers_that_records_do_hold(tmp_path: Path) -> None:
+    content = {"big": 2**64 - 1, "least": -(2**63), "tiny": 5e-324, "most": 1.7976931348623157e308}
+    path = tmp_path / "thing.json"
+    path.write_text(record_of(json.dumps(content)))
+    assert read(path) == content
+
+
+def test_a_nesting_that_is_read_and_not_written_again(tmp_path: Path) -> None:
+    """The parser's limit and the writer's differ; the checksum is of what the writer makes."""
+    path = tmp_path / "thing.json"
+    for depth in range(100, 3000, 100):
+        path.write_text(record_of("[" * depth + "]" * depth))
+        with contextlib.suppress(FileRefused):
+            read(path, list)
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "thing.json.gz"
+    path.write_bytes(gzip.compress(bytes(256 << 20), compresslevel=1))
+    assert "more than 64 MiB" in refused(path)
+    plain = tmp_path / "thing.json"
+    with plain.open("wb") as file:
+        file.truncate(1 << 40)
+    assert "more than 64 MiB" in refused(plain)
+
+
+@pytest.mark.parametrize("name", ["thing.json", "thing.json.gz"])
+def test_pipes_and_devices_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    assert "not a regular file" in refused(pipe)
+    device = tmp_path / f"zero-{name}"
+    device.symlink_to("/dev/zero")
+    assert "not a regular file" in refused(device)
+    for path in (pipe, device):
+        with pytest.raises(OSError, match="not a regular file"):
+            sha256_of_file(path)
+        with pytest.raises(FileRefused, match="not a regular file"):
+            read_tensors(path, sha256="", way_out="")
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        OverflowError("too large"),
+        ZeroDivisionError(),
+        AssertionError("no"),
+        UnknownName("no recipe is called x"),
+        RecursionError(),
+        NotImplementedError("\n"),
+    ],
+)
+def test_whatever_the_parser_raises_is_a_refusal(tmp_path: Path, raised: Exception) -> None:
+    def parse(content: Any) -> None:
+        raise raised
+
+    path = tmp_path / "thing.json"
+    path.write_text(record_of("{}"))
+    assert type(raised).__name__ in refused(path, parse)
+
+
+def test_safetensors_data_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tensors(path, {"a": torch.zeros(3)})
+    for data in (b"", b"\xff" * 100, path.read_bytes()[:-1], (1 << 62).to_bytes(8, "little") + b"{}"):
+        path.write_bytes(data)
+        with pytest.raises(FileRefused, match="not safetensors data"):
+            read_tensors(path, sha256=sha256_of_file(path), way_out="")
+
+
+def test_limits_are_the_callers(tmp_path: Path) -> None:
+    path = tmp_path / "thing.json"
+    path.write_text(record_of('{"value": [1, 2, 3]}'))
+    assert "more than 5 values" in refused(path, limits=Limits(values=5))
+    with pytest.raises(ValueError, match="more than 0 MiB"):
+        read_bounded(path, Limits(bytes=10))
+    assert parse_json(b"[1,2]", Limits(values=3)) == [1, 2]
+
+
+WORST = """
+import resource, sys
+from pathlib import Path
+from loka.core.exceptions import FileRefused
+from loka.core.storage.files import read_record
+
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
+
+before = peak()
+for path in map(Path, sys.argv[1:]):
+    try:
+        read_record(path, kind="thing", version=1, way_out="", parse=dict)
+    except FileRefused:
+        pass
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """What costs most memory for each byte or for each value that is let in."""
+    count = Limits().values - 10
+    worst = {
+        "lists": "[" + "[]," * (count // 2) + "[]]",
+        "objects": "[" + "{}," * (count // 2) + "{}]",
+        "keys": "{" + ",".join(f'"{n}":{n / 7}' for n in range(count)) + "}",
+        "text": '["' + "é" * (30 << 20) + '"]',
+    }
+    paths = []
+    for name, content in worst.items():
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(f'{{"kind": "thing", "version": 1, "sha256": "", "content": {content}}}')
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", WORST, *map(str, paths)], capture_output=True, text=True)
+    assert int(done.stdout) < 500, done.stderr
+    assert time.monotonic() - start < 60

@@ -1,0 +1,399 @@
+"""The adapters against stand-ins for their libraries: arguments, layouts and numbers, on a CPU.
+
+test_agreement.py compares every candidate with the reference on a GPU, where the real libraries are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_libraries import fake_cublaslt, fake_deep_gemm, fake_fbgemm, fake_torchao, module
+
+from loka.cli.commands.doctor import diagnose
+from loka.core.exceptions import LokaError
+from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
+from loka.core.problem import Problem, dtype_name
+from loka.core.recipe import Cast, Gemm, Granularity
+from loka.kernels.gemm import layouts, libraries
+from loka.kernels.gemm.adapters import cublaslt, deep_gemm
+from loka.kernels.gemm.registry import KERNELS, Candidate, all_candidates, candidate_named
+from loka.kernels.gemm.run import run_gemm
+
+ADAPTED = [c for c in all_candidates() if c.kernel.library in libraries.ADAPTED]
+LAYOUTS = ["plain", "gpu", "strange"]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Every library replaced. `calls` of each kind say what reached it."""
+    fbgemm_calls: list[Any] = []
+    deep_calls: list[Any] = []
+    fake_torchao(monkeypatch)
+    kept = [fake_fbgemm(monkeypatch, name, fbgemm_calls) for name in ("fbgemm", "mslk")]
+    fake_deep_gemm(monkeypatch, deep_calls)
+    lt = fake_cublaslt(monkeypatch)
+    monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+    for cached in (cublaslt._plan, cublaslt._handle, libraries.why_missing):
+        cached.cache_clear()
+    yield {"fbgemm": fbgemm_calls, "deep_gemm": deep_calls, "cublaslt": lt}
+    for cached in (cublaslt._plan, cublaslt._handle, libraries.why_missing):
+        cached.cache_clear()
+    assert not lt.objects, "cuBLASLt's objects outlive their plans"
+    for library in kept:
+        library._destroy()
+
+
+def lay(scale: torch.Tensor, cast: Cast, kind: str) -> torch.Tensor:
+    """The same scales as the GPU quantizer stores them, or with strides nobody would choose."""
+    rows, columns = scale.shape
+    if kind == "strange":
+        memory = torch.full((3 * rows + 1, 2 * columns + 1), torch.nan)
+        placed = memory[1::3, 1::2]
+    elif kind == "gpu" and cast.granularity is Granularity.GROUP_1X128:
+        placed = torch.full((columns, -(-rows // 4) * 4), torch.nan).t()[:rows]
+    elif kind == "gpu" and cast.granularity is Granularity.BLOCK_128X128:
+        placed = torch.full((rows, -(-columns // 4) * 4), torch.nan)[:, :columns]
+    else:
+        return scale
+    return placed.copy_(scale)
+
+
+def operands(candidate: Candidate, gemm: Gemm, sides: tuple[int, int, int], kind: str) -> list[Quantized]:
+    """Magnitudes differ by row and by column, so a scale in the wrong place shows."""
+    generator = torch.Generator().manual_seed(sum(sides))
+    casts = candidate.recipe.casts(gemm)
+    assert casts is not None
+    made = []
+    for cast, rows in zip(casts, sides[:2], strict=True):
+        hp = torch.randn(rows, sides[2], generator=generator)
+        hp *= torch.logspace(-3, 2, rows)[:, None] * torch.logspace(1, -2, sides[2])
+        quantized = quantize(hp, cast)
+        made.append(Quantized(quantized.data, lay(quantized.scale, cast, kind), cast))
+    return made
+
+
+def problem_of(gemm: Gemm, sides: tuple[int, int, int], dtype: torch.dtype, target: str = "sm_90") -> Problem:
+    m, n, k = sides
+    return Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("gemm", list(Gemm))
+@pytest.mark.parametrize("candidate", ADAPTED, ids=lambda c: c.name)
+def test_numbers_are_those_of_the_reference(
+    candidate: Candidate, gemm: Gemm, kind: str, fakes: dict[str, Any]
+) -> None:
+    ran = 0
+    # K of 3 groups is no multiple of the 4 that scales are padded to; a side of 1 has free strides.
+    for sides in ((20, 48, 384), (4, 16, 128), (300, 272, 640), (256, 512, 512)):
+        for dtype in (torch.bfloat16, torch.float32):
+            problem = problem_of(gemm, sides, dtype)
+            if candidate.illegal(problem):
+                continue
+            assert candidate.kernel.missing() is None
+            problem = candidate.padded(problem)
+            a, b = operands(candidate, gemm, (problem.m, problem.n, problem.k), kind)
+            out = candidate.run(a, b, dtype)
+            assert out.dtype == dtype
+            assert out.is_contiguous()
+            expected = scaled_mm(a, b, dtype=torch.float32)
+            absolute = dequantize(a).abs() @ dequantize(b).abs().t()
+            rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
+            rounding += candidate.kernel.rounding(problem, candidate.recipe)
+            # float32 sums in another order, and torchao's scales inverted twice.
+            bound = problem.k * 2.0**-23 * absolute + rounding * expected.abs()
+            assert ((out.float() - expected).abs() <= bound).all()
+            ran += 1
+    if not ran:
+        problem = problem_of(gemm, (256, 512, 512), torch.bfloat16)
+        assert candidate.illegal(problem)
+        assert gemm in (Gemm.OUTPUT, Gemm.GRAD_WEIGHT)
+
+
+def test_each_kernel_calls_what_its_name_says(fakes: dict[str, Any]) -> None:
+    def run(name: str, gemm: Gemm) -> None:
+        candidate = candidate_named(name)
+        candidate.run(*operands(candidate, gemm, (64, 32, 256), "gpu"), torch.bfloat16)
+
+    for name in ("fbgemm", "fbgemm_fast", "mslk", "mslk_fast"):
+        run(f"{name}:rowwise_e4m3", Gemm.OUTPUT)
+    for name in ("fbgemm:tensorwise_e4m3", "fbgemm_fast:tensorwise_e4m3", "fbgemm:blockwise_e4m3"):
+        run(name, Gemm.OUTPUT)
+    run("fbgemm:block128_e4m3", Gemm.GRAD_WEIGHT)
+    assert fakes["fbgemm"] == [
+        *(("f8f8bf16_rowwise", fast) for fast in (False, True, False, True)),
+        ("f8f8bf16", False),
+        ("f8f8bf16", True),
+        ("f8f8bf16_groupwise", None),
+        ("f8f8bf16_blockwise", None),
+    ]
+    for gemm in Gemm:
+        run("deep_gemm:blockwise_e4m3", gemm)
+    assert fakes["deep_gemm"] == [((1, 128, 128), "nk"), ((1, 128, 128), "nk"), ((1, 1, 128), "mn")]
+
+
+def test_cublaslt_takes_the_algorithm_asked_for(fakes: dict[str, Any]) -> None:
+    lt, kernel = fakes["cublaslt"], KERNELS["cublaslt_fast"]
+    candidate = candidate_named("cublaslt_fast:rowwise_e4m3")
+    problem = problem_of(Gemm.OUTPUT, (16, 32, 250), torch.bfloat16)
+    assert kernel.algorithms(problem, candidate.recipe) == 2  # one of three fails cuBLASLt's own check
+    a, b = operands(candidate, Gemm.OUTPUT, (16, 32, 256), "gpu")
+    for index in (0, 1, 7):  # beyond the last: the last
+        kernel.run(a, b, torch.bfloat16, algorithm=index)
+    assert lt.calls == [(40, True, 0), (42, True, 128), (42, True, 128)]
+    before, plans = lt.searches, cublaslt._plan.cache_info().currsize
+    for _ in range(5):
+        KERNELS["cublaslt"].run(a, b, torch.bfloat16)
+        assert lt.calls[-1] == (40, False, 0)
+    new = cublaslt._plan.cache_info().currsize - plans  # more than one where memory is aligned by luck
+    assert 1 <= new <= 4
+    assert lt.searches == before + new, "a search for each key, and no other"
+
+
+def test_cublaslt_without_an_algorithm_says_so(fakes: dict[str, Any]) -> None:
+    fakes["cublaslt"].found = 0
+    candidate = candidate_named("cublaslt:tensorwise_e4m3")
+    problem = problem_of(Gemm.OUTPUT, (16, 32, 256), torch.bfloat16)
+    assert candidate.kernel.algorithms(problem, candidate.recipe) == 1
+    with pytest.raises(LokaError, match="NOT_SUPPORTED"):
+        candidate.run(*operands(candidate, Gemm.OUTPUT, (16, 32, 256), "plain"), torch.bfloat16)
+
+
+def test_right_layouts_are_not_copied() -> None:
+    group = torch.arange(40.0).view(2, 20).t()  # [20, 2], column-major
+    assert layouts.column_major(group) is group
+    block = torch.arange(12.0).view(3, 4)[:, :3]  # rows padded to 4
+    assert layouts.padded_rows(block).data_ptr() == block.data_ptr()
+    assert layouts.row_major(block).data_ptr() != block.data_ptr()
+    one = torch.arange(8.0).view(2, 4)[:1, :3]  # one row: its stride of 4 says nothing
+    assert layouts.row_major(one).data_ptr() == one.data_ptr()
+    assert layouts.row_major(one).stride() == (3, 1)
+    shifted = torch.arange(41.0)[1:].view(2, 20).t()  # 4 bytes past an aligned address
+    assert layouts.column_major(shifted).data_ptr() % 16 == 0
+    assert torch.equal(layouts.column_major(shifted), shifted)
+    assert layouts.vector(group[:, :1]).data_ptr() == group.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "gemm", "sides", "dtype", "target", "reason"),
+    [
+        (
+            "fbgemm:rowwise_e4m3",
+            Gemm.OUTPUT,
+            (64, 64, 600),
+            torch.bfloat16,
+            "sm_90",
+            "K=600 is not a multiple",
+        ),
+        (
+            "fbgemm:rowwise_e4m3",
+            Gemm.OUTPUT,
+            (64, 600, 64),
+            torch.bfloat16,
+            "sm_90",
+            "N=600 is not a multiple",
+        ),
+        ("fbgemm:rowwise_e4m3", Gemm.OUTPUT, (63, 64, 64), torch.bfloat16, "sm_90", None),
+        ("fbgemm:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float32, "sm_90", "writes bfloat16 only"),
+        ("fbgemm:rowwise_e4m3", Gemm.GRAD_WEIGHT, (64, 64, 64), torch.float32, "sm_90", None),
+        ("fbgemm:rowwise_e4m3", Gemm.GRAD_WEIGHT, (64, 64, 64), torch.float16, "sm_90", "bfloat16 only"),
+        ("fbgemm:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.bfloat16, "sm_100", "built for sm_90"),
+        (
+            "fbgemm:rowwise_e4m3",
+            Gemm.OUTPUT,
+            (64, 64, 64),
+            torch.bfloat16,
+            "cpu",
+            "needs a CUDA GPU of sm_90",
+        ),
+        (
+            "fbgemm:blockwise_e4m3",
+            Gemm.OUTPUT,
+            (62, 64, 128),
+            torch.bfloat16,
+            "sm_90",
+            "M=62 is not a multiple",
+        ),
+        (
+            "fbgemm:blockwise_e4m3",
+            Gemm.GRAD_WEIGHT,
+            (64, 64, 128),
+            torch.bfloat16,
+            "sm_90",
+            "two operands with",
+        ),
+        (
+            "fbgemm:block128_e4m3",
+            Gemm.OUTPUT,
+            (62, 64, 64),
+            torch.bfloat16,
+            "sm_90",
+            "K=64 is not a multiple",
+        ),
+        ("deep_gemm:blockwise_e4m3", Gemm.OUTPUT, (63, 64, 128), torch.bfloat16, "sm_90", None),
+        ("deep_gemm:blockwise_e4m3", Gemm.OUTPUT, (64, 64, 600), torch.bfloat16, "sm_90", "K=600"),
+        ("deep_gemm:blockwise_e4m3", Gemm.OUTPUT, (64, 64, 128), torch.bfloat16, "sm_100", "built for sm_90"),
+        ("deep_gemm:blockwise_e4m3", Gemm.GRAD_INPUT, (64, 64, 128), torch.float32, "sm_90", "bfloat16 only"),
+        ("deep_gemm:blockwise_e4m3", Gemm.GRAD_WEIGHT, (64, 64, 128), torch.float32, "sm_90", None),
+        ("deep_gemm:blockwise_e4m3", Gemm.GRAD_WEIGHT, (32, 64, 128), torch.float32, "sm_90", "M=32"),
+        ("cublaslt:tensorwise_e5m2", Gemm.GRAD_INPUT, (63, 64, 64), torch.float32, "sm_89", None),
+        (
+            "cublaslt:tensorwise_e5m2",
+            Gemm.OUTPUT,
+            (64, 64, 64),
+            torch.float32,
+            "sm_89",
+            "does not define output",
+        ),
+        ("cublaslt:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float16, "sm_89", "on sm_90"),
+        ("cublaslt:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float16, "sm_90", None),
+        ("cublaslt:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float64, "sm_90", "float64 results"),
+        ("cublaslt:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float16, "cpu", "needs a CUDA GPU"),
+        (
+            "cublaslt:tensorwise_e4m3",
+            Gemm.OUTPUT,
+            (64, 64, 64),
+            torch.float16,
+            "sm_80",
+            "no FP8 tensor cores",
+        ),
+        ("cublaslt:blockwise_e4m3", Gemm.GRAD_WEIGHT, (62, 64, 128), torch.float32, "sm_90", "M=62"),
+        ("cublaslt:blockwise_e4m3", Gemm.OUTPUT, (64, 64, 128), torch.float16, "sm_90", "float16 results"),
+        ("torchao:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.float32, "sm_90", "writes bfloat16 only"),
+        ("torchao:tensorwise_e5m2", Gemm.GRAD_WEIGHT, (64, 64, 64), torch.float32, "sm_89", None),
+        ("torchao:tensorwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.bfloat16, "cpu", "needs a CUDA GPU"),
+        ("torchao_block:blockwise_e4m3", Gemm.OUTPUT, (63, 65, 128), torch.bfloat16, "sm_90", None),
+        ("torchao_block:blockwise_e4m3", Gemm.OUTPUT, (63, 65, 120), torch.bfloat16, "sm_90", "K=120"),
+        ("mslk:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 600), torch.bfloat16, "sm_90", "K=600"),
+    ],
+)
+def test_legality_without_the_library(
+    name: str, gemm: Gemm, sides: tuple[int, int, int], dtype: torch.dtype, target: str, reason: str | None
+) -> None:
+    candidate = candidate_named(name)
+    said = candidate.kernel.unsupported(problem_of(gemm, sides, dtype, target), candidate.recipe)
+    assert said is None if reason is None else reason in (said or ""), said
+
+
+@pytest.mark.parametrize("candidate", ADAPTED, ids=lambda c: c.name)
+def test_padding_cures_sides_on_hopper(candidate: Candidate) -> None:
+    for gemm in Gemm:
+        if not candidate.illegal(problem_of(gemm, (256, 256, 256), torch.bfloat16)):
+            assert candidate.illegal(problem_of(gemm, (33, 479, 13), torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("name", ["fbgemm", "deep_gemm"])
+def test_e5m2_is_refused_where_bytes_would_be_misread(name: str) -> None:
+    recipe = candidate_named("cublaslt:tensorwise_e5m2").recipe
+    problem = problem_of(Gemm.GRAD_INPUT, (128, 128, 128), torch.bfloat16)
+    assert KERNELS[name].unsupported(problem, recipe) == "takes e4m3 operands only"
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    libraries.why_missing.cache_clear()
+    yield
+    libraries.why_missing.cache_clear()
+
+
+@pytest.mark.parametrize("name", libraries.ADAPTED)
+def test_absent_library(name: str, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    library = libraries.ADAPTED[name]
+    monkeypatch.delitem(sys.modules, library.module, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    for kernel in (k for k in KERNELS.values() if k.library == name):
+        assert kernel.missing() == f"not installed ({library.install})"
+
+
+@pytest.mark.parametrize("name", libraries.ADAPTED)
+def test_broken_library(name: str, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    library = libraries.ADAPTED[name]
+    module(monkeypatch, library.module)
+    monkeypatch.setattr(torch, "ops", object())
+
+    def broken(name: str) -> None:
+        raise OSError("undefined symbol: _ZN5torch3jit\nand more lines")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    for kernel in (k for k in KERNELS.values() if k.library == name):
+        reason = kernel.missing() or ""
+        assert reason.startswith("installed, but does not load: OSError: undefined symbol: _ZN5torch3jit")
+        assert "more lines" not in reason
+
+
+def test_doctor_names_every_library(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    reasons = dict.fromkeys(libraries.ADAPTED, "not installed (in this test)")
+    reasons["torchao"] = "installed, but does not load: ImportError: no"
+    monkeypatch.setattr("loka.cli.commands.doctor.why_missing", reasons.get)
+    text = diagnose("sm_90")
+    for name in (*libraries.ADAPTED, *libraries.WITHOUT_ADAPTER):
+        assert f"\n{name} " in text
+    assert "does not load: ImportError" in text
+    assert "never run: written from the op's public schema" in text
+    lines = {line.strip().partition(":")[0]: line for line in text.splitlines()}
+    assert "blockwise_e4m3 grad_weight: has no GEMM of two operands" in lines["fbgemm"]
+    assert lines["deep_gemm"].strip() == "deep_gemm: blockwise_e4m3"
+    assert "mslk (never run)" in lines
+    assert "fbgemm:rowwise_e4m3" not in text, "a missing library takes one line a kernel"
+    assert "built for sm_90, not for sm_100" in diagnose("sm_100")
+    reasons["fbgemm"] = None  # type: ignore[assignment]
+    assert "fbgemm:rowwise_e4m3" in diagnose("sm_90")
+
+
+def test_precompile_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own, which have no DeepGEMM here: what they cannot compile stays to do."""
+    monkeypatch.setattr(deep_gemm, "_compiled", set())
+    bf16 = torch.bfloat16
+    asked = [problem_of(Gemm.OUTPUT, (64, 64, k), bf16) for k in (128, 120, 256)]
+    asked.append(problem_of(Gemm.OUTPUT, (64, 64, 128), bf16, "sm_80"))
+    done: list[int] = []
+    deep_gemm.precompile(asked[:2], lambda: done.append(1))  # a process takes seconds to start
+    assert len(done) == 2
+    assert not deep_gemm._compiled
+    stand_in = "lambda p, d: None if p.k < 256 else 'no'"
+    script = f"from loka.kernels.gemm.adapters import deep_gemm; deep_gemm._compile = {stand_in}"
+    real = deep_gemm.subprocess.Popen
+    started: list[str] = []
+
+    def popen(command: list[str], **options: Any) -> Any:
+        started.append(command[-1])
+        return real([*command[:-1], f"{script}; {command[-1]}"], **options)
+
+    monkeypatch.setattr(deep_gemm.subprocess, "Popen", popen)
+    deep_gemm.precompile(asked, lambda: done.append(1))
+    assert len(done) == 6
+    assert {problem.k for problem in deep_gemm._compiled} == {128}, "K=120 is padded to 128: the same kernel"
+    started.clear()
+    deep_gemm.precompile(asked, lambda: done.append(1))
+    assert len(started) == 1, "only what is not compiled yet"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", list(Gemm))
+@pytest.mark.parametrize(
+    "candidate", [c for c in ADAPTED if c.kernel.library == "cublaslt"], ids=lambda c: c.name
+)
+def test_every_algorithm_of_cublaslt_agrees(candidate: Candidate, gemm: Gemm) -> None:
+    if reason := candidate.kernel.missing():
+        pytest.skip(reason)
+    for m, n, k in ((256, 512, 1024), (4096, 256, 384), (96, 64, 8192)):
+        problem = problem_of(gemm, (m, n, k), torch.bfloat16)
+        if reason := candidate.unsupported(problem):
+            pytest.skip(reason)
+        generator = torch.Generator().manual_seed(m)
+        a, b = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
+        casts = candidate.recipe.casts(gemm)
+        assert casts is not None
+        qa, qb = quantize(a, casts[0]), quantize(b, casts[1])
+        expected = scaled_mm(qa, qb, dtype=torch.float32)
+        bound = accumulation_bound(qa, qb, fast=candidate.kernel.fast, dtype=torch.bfloat16)
+        for index in range(candidate.kernel.algorithms(problem, candidate.recipe)):
+            out = run_gemm(f"{candidate.name}@{index}", a.cuda(), b.cuda(), gemm=gemm, dtype=torch.bfloat16)
+            share = ((out.cpu().float() - expected).abs() / (bound + 1e-37)).max().item()
+            assert share <= 1, f"algorithm {index} of {problem}: off by {share:.2f} of the bound"

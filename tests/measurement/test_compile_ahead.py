@@ -1,0 +1,162 @@
+"""Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from models import odd_mlp, train_steps
+
+import loka
+from loka.core.exceptions import UnknownName
+from loka.core.problem import Problem, linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP
+from loka.kernels.gemm.kernel import Kernel
+from loka.measurement import Settings
+from loka.measurement.times.compile_ahead import compile_ahead, untracked
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timers import FakeTimer, install, kernel, registered
+
+PROBLEMS = tuple(
+    linear_problem(Gemm.OUTPUT, rows=rows, in_features=32, out_features=48, dtype="bfloat16", target="sm_90")
+    for rows in (16, 32, 64)
+)
+
+
+class Compiler:
+    """A `precompile` that keeps what it was given, and says `ticks` times that a problem is done."""
+
+    def __init__(self, ticks: int | None = None) -> None:
+        self.calls: list[tuple[Problem, ...]] = []
+        self.ticks = ticks
+
+    def __call__(self, problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+        self.calls.append(tuple(problems))
+        for _ in range(len(problems) if self.ticks is None else self.ticks):
+            on_done()
+
+
+class Bars:
+    """A `track` that keeps what each bar was asked and how far it came."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.steps: list[int] = []
+        self.ended: list[bool] = []
+
+    def __call__(self, items: Iterable[int], description: str, total: int) -> Iterator[int]:
+        place = len(self.asked)
+        self.asked.append((description, total))
+        self.steps.append(0)
+        self.ended.append(False)
+        for item in items:
+            self.steps[place] += 1
+            yield item
+        self.ended[place] = True
+
+
+def compiling(name: str, compiler: Compiler, missing: str | None = None, *recipes: str) -> Kernel:
+    return dataclasses.replace(
+        kernel(name),
+        precompile=compiler,
+        missing=lambda: missing,
+        recipes=recipes or ("rowwise_e4m3",),
+    )
+
+
+def test_each_kernel_compiles_all_problems_once() -> None:
+    """One that has two recipes is asked once; one that is missing, or compiles nothing, never."""
+    first, second, absent, unasked = Compiler(), Compiler(), Compiler(), Compiler()
+    kernels = (
+        compiling("first", first, None, "rowwise_e4m3", "tensorwise_e4m3"),
+        compiling("second", second),
+        compiling("absent", absent, "not installed"),
+        compiling("unasked", unasked),
+        kernel("plain"),
+    )
+    bars = Bars()
+    names = [HP, "first:rowwise_e4m3", "first:tensorwise_e4m3", "second:rowwise_e4m3"]
+    names += ["absent:rowwise_e4m3", "plain:rowwise_e4m3"]
+    with registered(*kernels):
+        compile_ahead(PROBLEMS, names, bars)
+    assert first.calls == [PROBLEMS]
+    assert second.calls == [PROBLEMS]
+    assert absent.calls == unasked.calls == []
+    assert bars.asked == [("compiling first", 3), ("compiling second", 3)]
+    assert bars.steps == [3, 3]
+    assert bars.ended == [True, True], "a bar that does not end stays on the terminal"
+
+
+@pytest.mark.parametrize("ticks", [0, 2, 5])
+def test_a_kernel_that_miscounts(ticks: int) -> None:
+    """Ticks beyond the problems are no error; with fewer the bar goes no further than one more."""
+    bars, compiler = Bars(), Compiler(ticks)
+    with registered(compiling("first", compiler)):
+        compile_ahead(PROBLEMS, ["first:rowwise_e4m3"], bars)
+        compile_ahead(PROBLEMS, ["first:rowwise_e4m3"], untracked)
+    assert compiler.calls == [PROBLEMS, PROBLEMS]
+    assert bars.steps == [min(ticks + 1, 3)]
+
+
+def test_nothing_to_compile() -> None:
+    bars, compiler = Bars(), Compiler()
+    with registered(compiling("first", compiler)):
+        compile_ahead((), ["first:rowwise_e4m3"], bars)
+        compile_ahead(PROBLEMS, [], bars)
+        compile_ahead(PROBLEMS, [HP], bars)
+    assert compiler.calls == []
+    assert bars.asked == []
+    with pytest.raises(UnknownName, match="no candidate is called 'magic'"):
+        compile_ahead(PROBLEMS, ["magic"], bars)
+
+
+def test_a_compiler_that_fails_is_heard() -> None:
+    def broken(problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+        raise RuntimeError("nvcc is not here")
+
+    broken_kernel = dataclasses.replace(kernel("broken"), precompile=broken)
+    with registered(broken_kernel), pytest.raises(RuntimeError, match="nvcc"):
+        compile_ahead(PROBLEMS, ["broken:rowwise_e4m3"], untracked)
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    torch.manual_seed(0)
+    model = odd_mlp()
+    with loka.Probe(model, every=2) as probe:
+        train_steps(model, 4)
+    return probe.stats()
+
+
+def test_measuring_on_a_cpu_compiles_nothing(stats: loka.Stats) -> None:
+    compiler = Compiler()
+    with registered(compiling("first", compiler)):
+        report = loka.measure(stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=Settings())
+    assert report.complete
+    assert compiler.calls == []
+
+
+def test_measuring_where_times_are_taken_compiles_what_is_left(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At the 40 rows of the layers and at the 8 that errors are drawn with; nothing when all is measured."""
+    install(monkeypatch, FakeTimer())
+    compiler, out = Compiler(), tmp_path / "report.json"
+    settings = Settings(rows=8)
+    with registered(compiling("first", compiler)):
+        for _ in range(2):
+            report = loka.measure(
+                stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=settings, out=out
+            )
+    assert report.complete
+    [problems] = compiler.calls
+    assert len(set(problems)) == len(problems) == 2 * len(report.sites)
+    assert {site.problem for site in report.sites.values()} < set(problems)
+    rows = {p.k if p.gemm is Gemm.GRAD_WEIGHT else p.m for p in problems}
+    assert rows == {8, 40}

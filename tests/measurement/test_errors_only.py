@@ -1,0 +1,118 @@
+"""Measuring errors only where times could be taken: complete as it is, and times may follow."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.measurement import Settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timers import FakeTimer, install
+
+ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+    return probe.stats()
+
+
+def measured(stats: loka.Stats, out: Path, **options) -> loka.Report:
+    settings = Settings(max_draws=4)
+    return loka.measure(
+        stats, device="cpu", settings=settings, candidates=[ROWWISE, TENSORWISE], out=out, **options
+    )
+
+
+def refused(*args: object, **options: object) -> None:
+    raise AssertionError("times were taken, or compiled for")
+
+
+def test_errors_only_is_complete_says_so_and_can_be_planned_over(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timer = install(monkeypatch, FakeTimer())
+    monkeypatch.setattr(sys.modules["loka.measurement.measure"], "compile_ahead", refused)
+    report = measured(stats, tmp_path / "report.json", errors_only=True)
+    assert timer.races == []
+    assert report.complete
+    assert not report.timed
+    assert {site.unfinished for site in report.sites.values()} == {None}
+    assert report.notes == (
+        "nothing was timed, as errors only were asked for; measure again without that to time",
+    )
+    assert "nothing was timed" in str(report)
+    assert loka.Report.load(tmp_path / "report.json") == report
+    plan = loka.plan(report, loka.Budget(keep=("2",)))
+    taken = {site: d for site, d in plan.decisions.items() if d.candidate != "hp"}
+    assert set(taken) == {"0/output", "0/grad_input", "0/grad_weight"}, "min_speedup binds where times are"
+    assert all("not timed" in decision.reason for decision in taken.values())
+    assert "the report is incomplete; sites not yet measured stay in hp" not in plan.notes
+
+
+def test_times_follow_into_the_same_file(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timer = install(monkeypatch, FakeTimer({"hp": 90.0, ROWWISE: 60.0}))
+    out = tmp_path / "report.json"
+    errors = measured(stats, out, errors_only=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["loka.measurement.measure"], "draw_errors", refused)
+        cut = measured(stats, out, time_limit=0)
+        assert not cut.complete, "what had errors only lacks its times now"
+        assert any(note.startswith("not timed: 0/output") for note in cut.notes)
+        report = measured(stats, out)
+    assert report.timed
+    assert report.complete
+    assert report.notes == ()
+    assert timer.races
+    for name, site in report.sites.items():
+        for candidate, found in site.measurements.items():
+            assert found.errors == errors.sites[name].measurements[candidate].errors
+            assert found.microseconds is not None
+    assert report == measured(stats, tmp_path / "fresh.json"), "as if it had been timed at once"
+
+
+def test_errors_only_keeps_the_times_that_are_there(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, FakeTimer())
+    timed = measured(stats, tmp_path / "report.json")
+    assert timed.complete
+    assert measured(stats, tmp_path / "report.json", errors_only=True) == timed
+    begun = measured(stats, tmp_path / "begun.json", time_limit=0)
+    assert not begun.sites
+    drawn = measured(stats, tmp_path / "begun.json", errors_only=True)
+    assert not drawn.complete, "times were asked for first, and are missing still"
+    assert set(drawn.sites) == set(timed.sites)
+    assert measured(stats, tmp_path / "begun.json") == timed
+
+
+def test_without_a_gpu_nothing_changes(stats: loka.Stats, tmp_path: Path) -> None:
+    only = measured(stats, tmp_path / "report.json", errors_only=True)
+    assert only == measured(stats, tmp_path / "other.json")
+
+
+def test_the_command_takes_it(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loka.cli.app import app
+
+    timer = install(monkeypatch, FakeTimer())
+    stats.save(tmp_path / "stats")
+    out = tmp_path / "report.json"
+    words = ["measure", str(tmp_path / "stats"), "--device", "cpu", "--candidate", ROWWISE, "--no-cache"]
+    app([*words, "--errors-only", "--out", str(out)], standalone_mode=False)
+    assert timer.races == []
+    assert "nothing was timed" in capsys.readouterr().out
+    assert loka.Report.load(out).complete

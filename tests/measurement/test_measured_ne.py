@@ -1,0 +1,84 @@
+"""What the probe learns of NE reaches the report, the plan and their tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.core.budget import spends
+from loka.core.recipe import Gemm, recipe_named
+from loka.core.records.report import HP
+from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.settings import Settings
+
+CANDIDATES = ("emulated:tensorwise_e4m3", "emulated:rowwise_e4m3")
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 1))
+    with loka.Probe(model, every=1) as probe:
+        for x in torch.randn(4, 128, 48):
+            nn.functional.binary_cross_entropy_with_logits(model(x)[:, 0], (x.sum(1) > 0).float()).backward()
+    return probe.stats()
+
+
+@pytest.fixture(scope="module")
+def report(stats: loka.Stats) -> loka.Report:
+    return loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))
+
+
+def test_each_output_has_the_effect_of_its_recipe(stats: loka.Stats, report: loka.Report) -> None:
+    for name, site in report.sites.items():
+        for candidate, measured in site.measurements.items():
+            if site.problem.gemm is not Gemm.OUTPUT or candidate == HP:
+                assert "ne" not in measured.errors, name
+            else:
+                recipe = recipe_named(candidate.partition(":")[2])
+                assert measured.errors["ne"] == predicted_ne(stats.layers[site.path], recipe)
+                assert measured.errors["ne"].value > 0
+    assert " ne " in str(report)
+
+
+def test_the_report_keeps_it(report: loka.Report, tmp_path: Path) -> None:
+    report.save(tmp_path / "report.json")
+    assert loka.Report.load(tmp_path / "report.json") == report
+
+
+def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
+    """Free of the pin on the logit layer, both could run; the budget holds for one of them."""
+    effects = {
+        path: min(
+            spends(m.errors["ne"]) for n, m in report.sites[f"{path}/output"].measurements.items() if n != HP
+        )
+        for path in ("0", "2")
+    }
+    budget = loka.Budget(ne=max(effects.values()) * 1.0001, keep_prediction=False, min_sqnr_db=None)
+    plan = loka.plan(report, budget)
+    low = [d.path for d in plan.decisions.values() if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP]
+    assert low == ["0"], "the first layer has 64 times the multiplications of the second"
+    assert plan.ne is not None
+    assert spends(plan.ne) <= budget.ne
+    assert "Predicted KL/H" in plan.summary()
+
+
+def test_what_is_not_known_is_told_where_it_matters() -> None:
+    """A model whose output is no logits: the reason is in the report, and in a plan with a budget of NE."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(64, 16)).square().mean().backward()
+    stats = probe.stats()
+    (reason,) = {layer.no_effect for layer in stats.layers.values()}
+    assert reason
+    report = loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))
+    assert set(report.no_effect) == {"0", "2"}
+    plan = loka.plan(report, loka.Budget(ne=1e-4))
+    assert plan.decisions["0/output"].candidate == HP
+    assert "not known" in plan.decisions["0/output"].reason
+    assert any(reason in note for note in plan.notes)
+    assert not any(reason in note for note in loka.plan(report).notes)

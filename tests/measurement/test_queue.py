@@ -1,0 +1,96 @@
+"""What a limited time is spent on; the order changes no result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.measurement import Settings
+from loka.measurement.queue import Job, agenda
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timers import FakeTimer, install
+
+ROWWISE = "emulated:rowwise_e4m3"
+measuring = sys.modules["loka.measurement.measure"]
+
+
+class Branches(nn.Module):
+    """Small layers, large ones, and beside them a layer that is larger than all of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.large = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48))
+        self.alone, self.logit = nn.Linear(64, 256), nn.Linear(320, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.small(x[:, :16]), self.large(x), torch.tanh(self.alone(x))
+        return self.logit(torch.cat(parts, dim=1))
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    torch.manual_seed(0)
+    model = Branches()
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(24, 64, requires_grad=True)).square().mean().backward()
+    return probe.stats()
+
+
+def timed(stats: loka.Stats, **options) -> loka.Report:
+    settings = Settings(min_draws=2, max_draws=2)
+    return loka.measure(stats, device="cpu", candidates=[ROWWISE], settings=settings, **options)
+
+
+LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
+
+
+def test_from_the_largest_on_each_with_errors_and_times(stats: loka.Stats) -> None:
+    assert agenda(stats, timed=True) == [
+        Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times", "region")
+    ]
+    assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
+
+
+def test_a_limited_time_goes_to_the_largest_layer(
+    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ten seconds a race: the first layer is done when time is up, and the rest waits for the next call."""
+    timer, now, out = install(monkeypatch, FakeTimer()), [1000.0], tmp_path / "report.json"
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def ten_seconds(names: list[str]) -> None:
+        now[0] += 10.0
+
+    timer.before = ten_seconds
+    part = timed(stats, out=out, time_limit=55.0)
+    assert {site.path for site in part.sites.values()} == {"alone"}
+    assert not any(site.unfinished for site in part.sites.values())
+    assert "time limit of 55 s" in part.notes[0]
+    assert not part.complete
+    whole = timed(stats, out=out)
+    assert whole.complete
+    assert whole.sites == timed(stats).sites
+    assert list(whole.sites) == [
+        f"{path}/{gemm}" for path in stats.layers for gemm in ("output", "grad_input", "grad_weight")
+    ]
+
+
+def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
+    ordered = timed(stats)
+
+    def as_called(stats: loka.Stats, *, timed: bool) -> list[Job]:
+        return [Job(kind, path) for kind in ("errors", "times", "region") for path in stats.layers]
+
+    monkeypatch.setattr(measuring, "agenda", as_called)
+    other = timed(stats)
+    assert other == ordered
+    assert list(other.sites) == list(ordered.sites)
+    assert ordered.complete

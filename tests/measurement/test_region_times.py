@@ -1,0 +1,337 @@
+"""Timing a layer in a region: what is compiled and run, on a tiny layer, and what measuring makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.compiler.listing import regions
+from loka.core.error import Estimate
+from loka.core.records.report import HP, REGION, Measurement
+from loka.core.records.stats import LinearStats
+from loka.core.signature import LinearShape
+from loka.core.timing import Race
+from loka.measurement import Settings
+from loka.measurement.cache import TimesCache
+from loka.measurement.times import layer_times as timing
+from loka.measurement.times import region_times
+from loka.measurement.times.region_times import LAYERS, region_key, time_region
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timers import FakeTimer, install
+
+CPU = torch.device("cpu")
+EMULATED = ("emulated:rowwise_e4m3_pow2",) * 3
+QUICK = Settings(max_draws=4, sharing_rounds=9)
+ROWWISE = "emulated:rowwise_e4m3"
+
+
+def layer_of(sides: tuple[int, int], *, first: bool = False, frozen: bool = False) -> LinearStats:
+    """Statistics of one layer at 32 rows; it is the first of its model, or its weight is frozen."""
+    model = nn.Sequential(nn.Linear(*sides))
+    model[0].weight.requires_grad_(not frozen)
+    with loka.Probe(model, every=1, effect_samples=0) as probe, torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(32, sides[0], requires_grad=not first)).float().square().mean().backward()
+    return probe.stats().layers["0"]
+
+
+def shape(sides: tuple[int, int], *, bias: bool = True) -> LinearShape:
+    return LinearShape(in_features=sides[0], out_features=sides[1], bias=bias)
+
+
+def of_all(**runs: int) -> dict[str, int]:
+    """Of each layer in a cell."""
+    return {f"layers.{i}/{gemm}": count for i in range(LAYERS) for gemm, count in runs.items()}
+
+
+class Spy(FakeTimer):
+    """Keeps the cells that it races."""
+
+    def __init__(self, true: Mapping[str, float]) -> None:
+        super().__init__(true)
+        self.cells: dict[str, nn.Module] = {}
+
+    def __call__(self, functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+        for name, step in functions.items():
+            self.cells[name] = step.__closure__[_place(step, "model")].cell_contents
+        return super().__call__(functions, **options)
+
+
+def _place(step: Callable[[], object], name: str) -> int:
+    return step.__code__.co_freevars.index(name)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    timer = Spy({HP: 100.0, REGION: 50.0})
+    monkeypatch.setattr(region_times, "time_interleaved", timer)
+    monkeypatch.setattr(region_times, "IN_REGIONS", EMULATED)
+    return timer
+
+
+def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
+    """In bfloat16 under autocast, the weight in float32; the FP8 arm in one region."""
+    layer, before = layer_of((32, 48)), torch.get_rng_state()
+    found = time_region(layer, shape((32, 48)), device=CPU, settings=QUICK)
+    assert set(found) == {HP, REGION}
+    assert found[REGION].speedup.value == pytest.approx(2.0, rel=0.01)
+    assert found[REGION].microseconds.value == pytest.approx(50 / LAYERS, rel=0.01)
+    assert found[HP].microseconds.value == pytest.approx(100 / LAYERS, rel=0.01)
+    assert found[REGION].rounds
+    assert spy.options == [{"keep": [HP, REGION], "max_rounds": 9, "deadline": None}]
+    assert regions(spy.cells[REGION]).applied == tuple((f"layers.{i}",) for i in range(LAYERS))
+    runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
+    assert runs == of_all(output=3, grad_input=3, grad_weight=3)
+    assert not regions(spy.cells[HP]).planned
+    for cell in spy.cells.values():
+        assert {p.grad.dtype for p in cell.parameters()} == {torch.float32}
+        assert all(p.grad.isfinite().all() and p.grad.any() for p in cell.parameters())
+    assert torch.equal(torch.get_rng_state(), before), "a training that measures in between goes on alike"
+
+
+def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
+    layer = layer_of((32, 16), frozen=True)
+    found = time_region(layer, shape((32, 16), bias=False), device=CPU, settings=QUICK)
+    assert found[REGION].speedup
+    assert all(p.grad is None for cell in spy.cells.values() for p in cell.parameters())
+    runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
+    assert runs == of_all(output=3, grad_input=3, grad_weight=0)
+
+
+@pytest.fixture
+def uncompiled(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """Cells run as written, and count as joined: for what does not depend on a compiler."""
+    monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
+    listed = regions(nn.Identity())
+    monkeypatch.setattr(region_times, "regions", lambda cell: listed)
+    return spy
+
+
+@pytest.mark.parametrize("sides", [(13, 32), (32, 13)])
+def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(
+    sides: tuple[int, int], spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_times, "compile_in_place", None)
+    found = time_region(layer_of(sides), shape(sides), device=CPU, settings=QUICK)
+    assert list(found) == [REGION]
+    side = "in_features" if sides[0] == 13 else "out_features"
+    assert found[REGION].unsupported == f"{side} = 13 is no multiple of 16"
+    assert not spy.races
+
+
+def test_a_first_layer_gives_its_input_no_gradient(uncompiled: Spy) -> None:
+    time_region(layer_of((32, 16), first=True), shape((32, 16)), device=CPU, settings=QUICK)
+    runs = {site: counts["runs"] for site, counts in loka.health_of(uncompiled.cells[REGION]).items()}
+    assert runs == of_all(output=3, grad_input=0, grad_weight=3)
+
+
+def test_a_cell_that_is_not_joined_is_no_region(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as where torch.compile is switched off by the environment."""
+    monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
+    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    assert list(found) == [REGION]
+    assert found[REGION].unsupported.startswith("it was not joined: it ran, but not compiled")
+    assert not spy.races
+
+
+@pytest.mark.parametrize("failing", [HP, REGION])
+def test_an_arm_that_fails_is_a_reason(
+    failing: str, uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiled(cell: nn.Module) -> nn.Module:
+        if bool(regions(cell).planned) == (failing == REGION):
+            cell.forward = lambda z: 1 / 0
+        return cell
+
+    monkeypatch.setattr(region_times, "compile_in_place", compiled)
+    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    assert found == {failing: Measurement(unsupported="cannot be timed: ZeroDivisionError: division by zero")}
+    assert not uncompiled.races
+
+
+@pytest.mark.parametrize("failing", [HP, REGION])
+def test_an_arm_that_cannot_be_captured_is_a_reason(
+    failing: str, uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uncaptured(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+        def fail() -> None:
+            raise RuntimeError("not permitted when stream is capturing")
+
+        return uncompiled({**functions, failing: fail}, **options)
+
+    monkeypatch.setattr(Spy, "__call__", FakeTimer.__call__)
+    monkeypatch.setattr(region_times, "time_interleaved", uncaptured)
+    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    assert found[REGION].unsupported.startswith("cannot be timed: RuntimeError: not permitted")
+    assert found[REGION].microseconds is None
+
+
+def test_too_little_memory_while_capturing_says_nothing_of_the_layer(
+    uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+        def fail() -> None:
+            raise torch.OutOfMemoryError("tried to allocate")
+
+        return uncompiled({**functions, REGION: fail}, **options)
+
+    monkeypatch.setattr(Spy, "__call__", FakeTimer.__call__)
+    monkeypatch.setattr(region_times, "time_interleaved", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+
+
+def test_what_a_deadline_cuts_short_is_not_known(uncompiled: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, sides = layer_of((32, 16)), shape((32, 16))
+    ended = {"deadline": False, "rounds": True, "decided": True}
+    for end, known in ended.items():
+
+        def timer(*args: object, end: str = end, **options: object) -> Race:
+            return dataclasses.replace(uncompiled(*args, **options), ended=end)
+
+        monkeypatch.setattr(region_times, "time_interleaved", timer)
+        found = time_region(layer, sides, device=CPU, settings=QUICK, deadline=0.0)
+        assert (found is not None) == known
+
+
+def test_layers_that_take_equally_long_share_a_key() -> None:
+    one, first, frozen = (layer_of((32, 16), first=f, frozen=z) for f, z in ((0, 0), (1, 0), (0, 1)))
+    key = region_key(one, shape((32, 16)))
+    assert key == region_key(layer_of((32, 16)), shape((32, 16)))
+    others = [
+        region_key(first, shape((32, 16))),
+        region_key(frozen, shape((32, 16))),
+        region_key(one, shape((32, 16), bias=False)),
+        region_key(one, shape((16, 32))),
+    ]
+    assert key not in others
+
+
+@pytest.fixture
+def twins() -> loka.Stats:
+    """Two layers of one shape, a third of another, and one that fits no region."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    model.append(nn.Linear(16, 13))
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(24, 32, requires_grad=True)).square().mean().backward()
+    return probe.stats()
+
+
+class Regions:
+    """Stands in for `time_region`: half of hp's time, or what `found` says."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.found: dict[str, Measurement] | None = {
+            HP: Measurement(microseconds=Estimate(100.0, 99.0, 101.0), speedup=Estimate(1.0, 1.0, 1.0)),
+            REGION: Measurement(microseconds=Estimate(50.0, 49.0, 51.0), speedup=Estimate(2.0, 1.9, 2.1)),
+        }
+        self.deadlines: list[float | None] = []
+
+    def __call__(
+        self,
+        layer: LinearStats,
+        shape: LinearShape,
+        *,
+        device: torch.device,
+        settings: Settings,
+        deadline: float | None = None,
+    ) -> dict[str, Measurement] | None:
+        self.shapes.append((shape.in_features, shape.out_features))
+        self.deadlines.append(deadline)
+        return self.found
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Regions:
+    install(monkeypatch, FakeTimer())
+    stub = Regions()
+    monkeypatch.setattr(timing, "time_region", stub)
+    return stub
+
+
+def measured(stats: loka.Stats, **options: object) -> loka.Report:
+    return loka.measure(stats, device="cpu", settings=QUICK, candidates=[ROWWISE], **options)
+
+
+def test_measuring_times_each_shape_once_and_keeps_it(
+    twins: loka.Stats, timed: Regions, tmp_path: Path
+) -> None:
+    report = measured(twins, cache=tmp_path)
+    assert report.complete
+    assert set(report.region_times) == {"0", "2", "4", "5"}
+    assert timed.shapes == [(32, 32), (32, 16), (16, 13)]
+    assert report.region_times["0"] == report.region_times["2"] == timed.found
+    assert timed.deadlines == [None] * 3
+    again = measured(twins, cache=tmp_path)
+    assert again.region_times == report.region_times
+    assert len(timed.shapes) == 3, "they are on disk"
+    assert "in a compiled region 0 takes 50.0 us with the code around it, 100.0 us in hp (2.00x)" in str(
+        report
+    )
+
+
+def test_without_times_there_are_none_of_regions(twins: loka.Stats, timed: Regions, tmp_path: Path) -> None:
+    first = measured(twins, errors_only=True, out=tmp_path / "report.json")
+    assert first.complete
+    assert (first.region_times, timed.shapes) == ({}, [])
+    whole = measured(twins, out=tmp_path / "report.json")
+    assert whole.complete
+    assert set(whole.region_times) == {"0", "2", "4", "5"}
+
+
+def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(
+    twins: loka.Stats, timed: Regions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cache, found = tmp_path / "report.json", tmp_path / "cache", timed.found
+    timed.found = None
+    part = measured(twins, out=out, cache=cache, time_limit=1e6)
+    assert not part.complete
+    assert part.region_times == {}
+    assert part.notes == ("not timed in a region: 0, 2, 4, 5",)
+    assert None not in timed.deadlines
+
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(timing, "time_region", full)
+    part = measured(twins, out=out, cache=cache)
+    assert part.notes[0] == "not timed in a region: 0, 2, 4, 5"
+    assert "a layer of 32 x 32 in a region: not timed: the GPU has too little memory" in part.notes
+    timed.found = found
+    monkeypatch.setattr(timing, "time_region", timed)
+    whole = measured(twins, out=out, cache=cache)
+    assert whole.complete
+    assert whole.notes == ()
+    assert loka.Report.load(out) == whole
+
+
+def test_when_the_time_is_up_only_the_cache_is_asked(
+    twins: loka.Stats, timed: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, sides = twins.layers["0"], twins.model.layers["0"]
+    cache = TimesCache(None)
+    early, late = (
+        timing.Timer(
+            machine=measured(twins).machine,
+            device=CPU,
+            settings=QUICK,
+            candidates=(ROWWISE,),
+            cache=cache,
+            deadline=deadline,
+        )
+        for deadline in (None, 0.0)
+    )
+    timed.shapes.clear()
+    assert timing.time_in_region(layer, sides, late) is None
+    assert timed.shapes == []
+    found = timing.time_in_region(layer, sides, early)
+    assert timing.time_in_region(layer, sides, late) == found == timed.found
+    assert timed.shapes == [(32, 32)]

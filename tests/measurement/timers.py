@@ -1,0 +1,116 @@
+"""A timer without a GPU: it calls every function once, and then races on times that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from loka.core.records.report import REGION, Measurement
+from loka.core.timing import Race, first_line, race
+from loka.kernels.gemm import registry
+from loka.kernels.gemm.adapters.emulated import EMULATED
+from loka.kernels.gemm.kernel import Kernel
+from loka.measurement.times import layer_times as timed
+from loka.measurement.times import quantize_once_savings as sharing
+from loka.measurement.times import site_times as times
+
+
+class FakeTimer:
+    """Stands in for `time_interleaved`. `true` gives microseconds by name, 100 for what is not named.
+
+    `races` are the names of each race and `options` what it was asked; `before` sees the names first;
+    `racing` is true while it calls the functions.
+    """
+
+    def __init__(self, true: Mapping[str, float] | None = None) -> None:
+        self.true = dict(true or {})
+        self.races: list[list[str]] = []
+        self.options: list[dict[str, object]] = []
+        self.racing = False
+        self.before: Callable[[list[str]], None] = lambda names: None
+
+    def __call__(
+        self,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        baseline: str,
+        device: torch.device,
+        seed: int = 0,
+        **options: object,
+    ) -> Race:
+        self.before(list(functions))
+        self.races.append(list(functions))
+        self.options.append(options)
+        failures = {}
+        self.racing = True
+        try:
+            for name, function in functions.items():
+                try:
+                    function()
+                except Exception as error:
+                    if name == baseline:
+                        raise
+                    failures[name] = first_line(error)
+        finally:
+            self.racing = False
+
+        def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+            return {
+                name: [
+                    self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5))
+                    for turn in range(rounds)
+                ]
+                for place, name in enumerate(names)
+            }
+
+        running = [name for name in functions if name not in failures]
+        return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
+
+
+def no_region(*args: object, **options: object) -> dict[str, Measurement]:
+    """Stands in for `time_region`, which compiles for seconds."""
+    return {REGION: Measurement(unsupported="this test times no regions")}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
+    """Makes `measure` take the CPU for a device that can be timed, with `timer`; regions are not timed."""
+    monkeypatch.setattr(times, "time_interleaved", timer)
+    monkeypatch.setattr(sharing, "time_interleaved", timer)
+    monkeypatch.setattr(timed, "time_region", no_region)
+    measure = sys.modules["loka.measurement.measure"]
+    monkeypatch.setattr(measure, "timeable", lambda device: True)
+    return timer
+
+
+@contextmanager
+def registered(*kernels: Kernel) -> Iterator[None]:
+    """`kernels` are in the registry for a while."""
+    caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
+    try:
+        for kernel in kernels:
+            registry.KERNELS[kernel.name] = kernel
+        for cache in caches:
+            cache.cache_clear()
+        yield
+    finally:
+        for kernel in kernels:
+            del registry.KERNELS[kernel.name]
+        for cache in caches:
+            cache.cache_clear()
+
+
+def kernel(name: str, run: Callable[..., torch.Tensor] = EMULATED.run, algorithms: int = 1) -> Kernel:
+    """Emulation under another name, with as many algorithms, for rowwise_e4m3."""
+    return dataclasses.replace(
+        EMULATED,
+        name=name,
+        library=name,
+        recipes=("rowwise_e4m3",),
+        run=run,
+        algorithms=lambda problem, recipe: algorithms,
+    )

@@ -1,0 +1,82 @@
+"""Hand-made reports, so that planning is tested without measuring."""
+
+from __future__ import annotations
+
+from loka.core.device import Fingerprint
+from loka.core.error import Estimate
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.report import Measurement, Report, SiteReport
+from loka.core.signature import LinearShape, ModelSignature
+
+H200 = Fingerprint(device="NVIDIA H200", target="sm_90", driver="1", cuda="13.0", torch="2.11.0")
+
+
+def around(value: float, relative: float) -> Estimate:
+    return Estimate(value, value * (1 - relative), value * (1 + relative))
+
+
+def measured(
+    sqnr: float, us: float | None = None, hp_us: float = 100.0, *, noise: float = 0.01
+) -> Measurement:
+    return Measurement(
+        errors={"sqnr_db": around(sqnr, 0.01), "mere": around(0.1, 0.01)},
+        microseconds=around(us, noise) if us else None,
+        speedup=around(hp_us / us, noise) if us else None,
+    )
+
+
+def layer_report(
+    sites: dict[Gemm, dict[str, Measurement]],
+    *,
+    sharing: dict[str, dict[str, Estimate]] | None = None,
+    notes: tuple[str, ...] = (),
+) -> Report:
+    """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
+    found = {}
+    for gemm, candidates in sites.items():
+        problem = linear_problem(
+            gemm, rows=4096, in_features=1024, out_features=1024, dtype="bfloat16", target="sm_90"
+        )
+        site = SiteReport(
+            path="fc", problem=problem, measurements={"hp": measured(55.0, 100.0), **candidates}
+        )
+        found[site.name] = site
+    shape = LinearShape(in_features=1024, out_features=1024, bias=False)
+    return Report(
+        model=ModelSignature(name="Net", layers={"fc": shape}),
+        machine=H200,
+        stats_digest="0",
+        settings={},
+        sites=found,
+        sharing={"fc": sharing} if sharing else {},
+        notes=notes,
+    )
+
+
+def report(
+    candidates: dict[str, Measurement],
+    *,
+    out_features: int = 1024,
+    timed: bool = True,
+    machine: Fingerprint = H200,
+) -> Report:
+    """One layer called "fc" with the given measurements at its `output` site."""
+    problem = linear_problem(
+        Gemm.OUTPUT,
+        rows=4096,
+        in_features=1024,
+        out_features=out_features,
+        dtype="bfloat16",
+        target=machine.target,
+    )
+    hp = measured(55.0, 100.0 if timed else None)
+    site = SiteReport(path="fc", problem=problem, measurements={"hp": hp, **candidates})
+    shape = LinearShape(in_features=1024, out_features=out_features, bias=False)
+    return Report(
+        model=ModelSignature(name="Net", layers={"fc": shape}),
+        machine=machine,
+        stats_digest="0",
+        settings={},
+        sites={site.name: site},
+    )

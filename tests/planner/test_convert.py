@@ -1,0 +1,194 @@
+"""Models that are not ours through the whole loop, and plans that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_sync import nothing_synchronizes
+from models import Encoder, batches, odd_mlp, train_steps
+from sites import convert_layers
+from torch import nn
+
+import loka
+from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.measurement import Settings
+from loka.nn import sites_of
+from loka.nn.site import site_forwards
+
+QUICK = Settings(max_draws=4)
+
+
+def planned(model: nn.Module, device: str = "cpu") -> loka.Plan:
+    model.to(device)
+    with loka.Probe(model, every=2) as probe:
+        train_steps(model, 4, device=device)
+    report = loka.measure(probe.stats(), device=device, settings=QUICK)
+    if device == "cpu":
+        return loka.plan(report)
+    return loka.plan(report, force={"*": "torch:rowwise_e4m3"})
+
+
+@pytest.mark.parametrize("build", [Encoder, odd_mlp])
+def test_the_whole_loop_on_a_foreign_model(
+    build: Callable[[], nn.Module], device: torch.device, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    plain_keys = list(model.state_dict())
+    shape_of_things = [(name, type(module)) for name, module in model.named_modules()]
+    decided = planned(model, device.type)
+    decided.save(tmp_path / "plan.json")
+    decided = loka.Plan.load(tmp_path / "plan.json")
+    parameters = dict(model.named_parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plain = copy.deepcopy(model)
+
+    assert loka.convert(model, decided) is model
+    assert sites_of(model)
+    assert [(name, type(module)) for name, module in model.named_modules()] == shape_of_things
+    assert list(model.state_dict()) == plain_keys
+    assert all(parameters[name] is value for name, value in model.named_parameters())
+
+    losses = train_steps(model, 6, device=device.type)
+    # e4m3 products carry 4 % noise (28 dB), on logits of order one: far below 0.05 in the loss.
+    for fp8_loss, loss in zip(losses, train_steps(plain, 6, device=device.type), strict=True):
+        assert fp8_loss == pytest.approx(loss, abs=0.05)
+    assert losses != pytest.approx(train_steps(plain, 6, device=device.type), abs=1e-6)
+    assert list(model.state_dict()) == plain_keys
+    assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    fp8_sites = {d.site for d in decided.decisions.values() if d.candidate != "hp"}
+    runs = {site: counts["runs"] for site, counts in loka.health_of(model).items()}
+    assert set(runs) >= fp8_sites
+    assert all(runs[site] == 6 for site in fp8_sites)
+    loka.check_finite(model)
+
+    assert loka.revert(model) is model
+    assert [(name, type(module)) for name, module in model.named_modules()] == shape_of_things
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(name.startswith("loka") for module in model.modules() for name in vars(module))
+    assert list(model.state_dict()) == plain_keys
+    twin = build().to(device)
+    twin.load_state_dict(model.state_dict())
+    x = batches(model, 1)[0][0].to(device)
+    for mode in (True, False):
+        model.train(mode)
+        twin.train(mode)
+        with torch.autocast(device.type, torch.bfloat16, enabled=mode):
+            assert torch.equal(model(x), twin(x))
+
+
+@pytest.fixture(scope="module")
+def mlp_plan() -> loka.Plan:
+    torch.manual_seed(0)
+    return planned(odd_mlp())
+
+
+def test_a_checkpoint_moves_between_plain_and_converted(mlp_plan: loka.Plan) -> None:
+    plain, fp8 = odd_mlp(), odd_mlp()
+    loka.convert(fp8, mlp_plan)
+    fp8.load_state_dict(plain.state_dict())
+    plain.load_state_dict(fp8.state_dict())
+
+
+def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan: loka.Plan) -> None:
+    other = nn.Sequential(nn.Linear(13, 480), nn.ReLU(), nn.ReLU(), nn.Linear(480, 1000))
+    with pytest.raises(PlanMismatch) as caught:
+        loka.convert(other, mlp_plan)
+    message = str(caught.value)
+    assert "0 is 13 -> 480, bias in this model, 13 -> 479, bias there" in message
+    assert "5 (1000 -> 1, bias) is missing in this model" in message
+    assert not site_forwards(other)
+
+
+def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: loka.Plan) -> None:
+    elsewhere = dataclasses.replace(
+        mlp_plan.machine, device="NVIDIA H200", target="sm_90", driver="580.1", cuda="13.0"
+    )
+    model = odd_mlp()
+    with pytest.raises(PlanMismatch, match="device: cpu here, NVIDIA H200 there") as caught:
+        loka.convert(model, dataclasses.replace(mlp_plan, machine=elsewhere))
+    assert "loka measure" in str(caught.value)
+    older = dataclasses.replace(mlp_plan, machine=dataclasses.replace(mlp_plan.machine, torch="2.12.0"))
+    with pytest.raises(PlanMismatch, match=r"2\.12\.0 there"):
+        loka.convert(model, older)
+    assert not site_forwards(model)
+
+
+def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
+    model = odd_mlp()
+    with pytest.raises(NotConverted, match="no site"):
+        loka.revert(model)
+    loka.convert(model, mlp_plan)
+    with pytest.raises(NotConverted, match="already runs a plan"):
+        loka.convert(model, mlp_plan)
+    clone = copy.deepcopy(model)
+    loka.revert(clone)
+    assert site_forwards(model)
+    assert not site_forwards(clone)
+
+
+def test_compiled_models_convert_by_their_own_names(mlp_plan: loka.Plan) -> None:
+    torch._dynamo.reset()
+    model = odd_mlp()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    loka.convert(compiled, mlp_plan)
+    losses = train_steps(model, 3, call=compiled)
+    assert all(loss == loss for loss in losses)
+    assert any(counts["runs"] == 3 for counts in loka.health_of(compiled).values())
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_the_step_counts_its_replays() -> None:
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False)).cuda()
+    convert_layers(model, ("torch:rowwise_e4m3",) * 3)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x).float().square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    torch.cuda.synchronize()
+    loka.nn.reset_health(model)
+    for _ in range(5):
+        graph.replay()
+    assert {c["runs"] for s, c in loka.health_of(model).items() if s != "0/grad_input"} == {5}
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_synchronize() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
+    convert_layers(model, ("torch:rowwise_e4m3",) * 3)
+    x = torch.randn(32, 64, device="cuda")
+    model(x).sum().backward()
+    with nothing_synchronizes():
+        model(x).sum().backward()
+
+
+def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: loka.Plan) -> None:
+    name, decision = next((n, d) for n, d in mlp_plan.decisions.items() if d.candidate != "hp")
+    lost = dataclasses.replace(decision, path="9")
+    bent = dataclasses.replace(decision, problem=dataclasses.replace(decision.problem, n=7))
+    for wrong, message in ((lost, "no such layer"), (bent, "does not fit")):
+        model = odd_mlp()
+        with pytest.raises(PlanMismatch, match=message):
+            loka.convert(model, dataclasses.replace(mlp_plan, decisions={**mlp_plan.decisions, name: wrong}))
+        assert not site_forwards(model)
+
+
+def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) -> None:
+    towers = nn.ModuleDict({"a": loka.convert(odd_mlp(), mlp_plan), "b": loka.convert(odd_mlp(), mlp_plan)})
+    loka.revert(towers)
+    assert not site_forwards(towers)

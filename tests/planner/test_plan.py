@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from reports import H200, measured, report
+
+import loka
+from loka.core.error import Estimate
+from loka.core.exceptions import FileRefused, NoKernelFits, UnknownName
+from loka.core.records.report import Measurement
+
+FAST, EXACT = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"
+
+
+def decide(candidates: dict[str, Measurement], budget: loka.Budget | None = None, **options: object):
+    return loka.plan(report(candidates, **options), budget).decisions["fc/output"]
+
+
+def test_the_fastest_within_the_budget_wins_and_the_rest_say_why() -> None:
+    decision = decide(
+        {
+            FAST: measured(28, 70),
+            EXACT: measured(28, 80),
+            "torch:tensorwise_e4m3": measured(19, 60),
+            "torch:blockwise_e4m3": measured(29, 99),
+            "emulated:rowwise_e4m3": Measurement(unsupported="no such thing"),
+        }
+    )
+    assert decision.candidate == FAST
+    assert decision.runner_up == EXACT
+    assert decision.speedup.value == pytest.approx(100 / 70)
+    assert decision.rejected[EXACT].startswith("slower: 80")
+    assert "below 25" in decision.rejected["torch:tensorwise_e4m3"]
+    assert "speed-up" in decision.rejected["torch:blockwise_e4m3"]
+    assert decision.rejected["emulated:rowwise_e4m3"] == "no such thing"
+
+
+def test_differences_within_the_noise_go_by_name() -> None:
+    for first, second in ((70.0, 70.5), (70.5, 70.0)):
+        decision = decide({FAST: measured(28, first), EXACT: measured(28, second)})
+        assert decision.candidate == EXACT, "'torch:' comes before 'torch_fast:'"
+        assert "tied" in decision.reason
+
+
+def test_bf16_stays_when_nothing_is_worth_having() -> None:
+    decision = decide({FAST: measured(28, 96)})
+    assert decision.candidate == "hp"
+    assert "speed-up" in decision.reason
+    assert decide({}).reason == "no candidate can run here"
+    assert decide({FAST: measured(28, 95, noise=0.2)}).candidate == "hp", "a doubt stays in bf16"
+
+
+def test_a_speedup_that_is_just_what_was_asked_is_enough() -> None:
+    """On the lower end of its interval, here 1.25 without rounding."""
+    exact = dataclasses.replace(measured(28, 64), speedup=Estimate(1.5, 1.25, 1.75))
+    for asked, chosen in ((1.25, FAST), (math.nextafter(1.25, 2), "hp")):
+        decision = decide({FAST: exact}, loka.Budget(min_speedup=asked))
+        assert decision.candidate == chosen
+    faster = {FAST: exact, EXACT: dataclasses.replace(exact, speedup=Estimate(2.5, 2.5, 2.5))}
+    rejected = decide(faster, loka.Budget(min_speedup=1.25)).rejected[FAST]
+    assert rejected.startswith("slower"), "not too slow"
+
+
+@pytest.mark.parametrize(("high", "chosen"), [(0.2, FAST), (0.2001, "hp")])
+def test_the_limit_on_mere_binds_the_upper_end(high: float, chosen: str) -> None:
+    errors = {**measured(28, 50).errors, "mere": Estimate(0.15, 0.1, high)}
+    decision = decide({FAST: dataclasses.replace(measured(28, 50), errors=errors)}, loka.Budget(max_mere=0.2))
+    assert decision.candidate == chosen
+    assert (chosen == FAST) or "is above 0.2" in decision.rejected[FAST]
+
+
+def test_nan_errors_are_never_admitted() -> None:
+    bad = Measurement(
+        errors={
+            "sqnr_db": Estimate(math.nan, math.nan, math.nan),
+            "mere": Estimate(math.nan, math.nan, math.nan),
+        },
+        microseconds=Estimate(1, 1, 1),
+        speedup=Estimate(100, 100, 100),
+    )
+    assert decide({FAST: bad}).candidate == "hp"
+    assert decide({FAST: bad}, loka.Budget(min_sqnr_db=None)).candidate == "hp"
+
+
+def test_prediction_layers_and_kept_patterns_stay_in_hp() -> None:
+    assert decide({FAST: measured(28, 50)}, out_features=1).candidate == "hp"
+    free = loka.Budget(keep_prediction=False)
+    assert decide({FAST: measured(28, 50)}, free, out_features=1).candidate == FAST
+    for pattern in ("fc", "f*/output"):
+        assert "kept" in decide({FAST: measured(28, 50)}, loka.Budget(keep=(pattern,))).reason
+    with pytest.raises(UnknownName, match="fc/output"):
+        decide({FAST: measured(28, 50)}, loka.Budget(keep=("nothing",)))
+
+
+def test_the_papers_mode() -> None:
+    budget = loka.Budget(min_sqnr_db=None, max_mere=0.2)
+    worse = dataclasses.replace(
+        measured(28, 50), errors={"sqnr_db": Estimate(28, 28, 28), "mere": Estimate(0.3, 0.3, 0.3)}
+    )
+    decision = decide({FAST: worse, EXACT: measured(10, 60)}, budget)
+    assert decision.candidate == EXACT
+    assert "above 0.2" in decision.rejected[FAST]
+
+
+def test_without_times_the_smallest_error_wins_and_the_plan_says_so() -> None:
+    made = loka.plan(report({FAST: measured(26), EXACT: measured(30)}, timed=False))
+    assert made.decisions["fc/output"].candidate == EXACT
+    assert "not timed" in made.decisions["fc/output"].reason
+    assert "no speed is claimed" in str(made)
+
+
+def test_force_bypasses_the_budget_but_not_legality() -> None:
+    slow = report({FAST: measured(10, 500)})
+    forced = loka.plan(slow, force={"fc/*": FAST})
+    assert forced.decisions["fc/output"].candidate == FAST
+    assert "forced" in forced.decisions["fc/output"].reason
+    odd = dataclasses.replace(slow.sites["fc/output"].problem, target="sm_80")
+    site = dataclasses.replace(slow.sites["fc/output"], problem=odd)
+    with pytest.raises(NoKernelFits, match="sm_80 has no FP8") as caught:
+        loka.plan(dataclasses.replace(slow, sites={"fc/output": site}), force={"*": FAST})
+    assert "emulated:rowwise_e4m3" in str(caught.value)
+    with pytest.raises(UnknownName):
+        loka.plan(slow, force={"fc/output": "torch:nonsense"})
+    with pytest.raises(UnknownName, match="no site matches"):
+        loka.plan(slow, force={"other": "hp"})
+
+
+def test_on_miss_can_raise_with_every_candidate() -> None:
+    with pytest.raises(NoKernelFits) as caught:
+        decide({FAST: measured(20, 50), EXACT: measured(28, 99)}, loka.Budget(on_miss="raise"))
+    message = str(caught.value)
+    assert "fc/output" in message
+    assert FAST in message
+    assert EXACT in message
+    assert "lower min_sqnr_db" in message
+
+
+def test_budgets_refuse_nonsense() -> None:
+    with pytest.raises(ValueError, match="on_miss"):
+        loka.Budget(on_miss="ignore")
+    with pytest.raises(ValueError, match="tuple"):
+        loka.Budget(keep="fc")
+    with pytest.raises(ValueError, match="negative"):
+        loka.Budget(min_speedup=-1)
+
+
+def test_round_trip_and_table(tmp_path: Path) -> None:
+    made = loka.plan(
+        report({FAST: measured(28, 70), EXACT: measured(28, 80)}), loka.Budget(keep_prediction=False)
+    )
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert loka.Plan.load(path) == made
+    printed = str(made)
+    for part in ("fc/output", "4096x1024x1024", FAST, "1.43x", "NVIDIA H200", "1 of 1 sites in FP8"):
+        assert part in printed
+    path.write_text(path.read_text().replace('"torch_fast:rowwise_e4m3"', '"hp"', 1))
+    with pytest.raises(FileRefused, match="edited or damaged") as caught:
+        loka.Plan.load(path)
+    assert "--force" in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(FileRefused, match="truncated"):
+        loka.Plan.load(path)
+
+
+def test_diff_names_what_changed() -> None:
+    first = loka.plan(report({FAST: measured(28, 70), EXACT: measured(28, 80)}))
+    second = loka.plan(report({EXACT: measured(28, 80)}), loka.Budget(min_speedup=1.1))
+    difference = loka.diff(first, second)
+    assert difference
+    assert difference.sites == (("fc/output", FAST, EXACT, "fastest within the budget"),)
+    assert any("min_speedup 1.05 -> 1.1" in line for line in difference.context)
+    assert not loka.diff(first, first)
+    other = dataclasses.replace(H200, torch="2.12.0")
+    moved = loka.plan(report({FAST: measured(28, 70)}, machine=other))
+    assert any("torch: 2.12.0 here, 2.11.0 there" in line for line in loka.diff(first, moved).context)

@@ -1,0 +1,222 @@
+"""TorchRec's DistributedModelParallel around DLRMTrain of DLRM_DCN on two ranks, and its training pipelines.
+
+Tables lie whole on either rank and learn by SGD in their backward, dense parameters are DDP's. Each rank has
+half of the rows, so one process that takes the halves in turn does the same sums (test_ranks_fsdp2.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import dlrm
+from rank_models import LR, STEPS, forced, left, planned, probed, runs
+from ranks import on_ranks
+from torch import nn
+
+import loka
+from loka.core.records.plan import Plan
+
+pytest.importorskip("torchrec")
+pytest.importorskip("fbgemm_gpu")
+
+ROWS = 32
+ROUNDING = 8 * 0.7 * 2**-24  # of float32, in losses near 0.7
+ORDERS = ("convert first", "wrap first")
+WAYS = ("by hand", "TrainPipelineBase", "TrainPipelineSparseDist")
+TABLES = "model.sparse_arch.embedding_bag_collection"
+
+
+def build(name: str = "torchrec_dlrm_train") -> nn.Module:
+    (entry,) = (foreign for foreign in dlrm.MODELS if foreign.name == name)
+    return entry.build()
+
+
+class Bare(nn.Module):
+    """DLRM_DCN inside DMP, called with its features; the loss is outside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.held = model
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor]:
+        logits = self.held(batch.dense_features, batch.sparse_features).squeeze(-1)
+        return (nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()),)
+
+
+def half(rank: int) -> Any:
+    """The rows of a batch that one rank has."""
+    from torchrec import KeyedJaggedTensor
+    from torchrec.datasets.utils import Batch
+
+    (batch,) = dlrm.batch(ROWS)
+    mine = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+    bags = [batch.sparse_features[key].to_dense()[mine] for key in dlrm.NAMES]
+    lengths = torch.tensor([len(bag) for bags_of_key in bags for bag in bags_of_key])
+    values = torch.cat([bag for bags_of_key in bags for bag in bags_of_key])
+    sparse = KeyedJaggedTensor.from_lengths_sync(dlrm.NAMES, values, lengths)
+    return Batch(batch.dense_features[mine], sparse, batch.labels[mine])
+
+
+def distributed(model: nn.Module, path: str = TABLES) -> nn.Module:
+    """The same model and weights, its tables sharded."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    tables = model.get_submodule(path)
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
+    where = {f"t{place}": table_wise(rank=place % 2) for place in range(dlrm.FEATURES)}
+    sides = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+    plan = ShardingPlan({path: construct_module_sharding_plan(tables, where, **sides)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wrapped = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=[EmbeddingBagCollectionSharder()]
+    )
+    for name, tensor in wrapped.state_dict().items():  # sharding draws tables anew
+        for shard in tensor.local_shards() if hasattr(tensor, "local_shards") else ():
+            shard.tensor.copy_(before[name])
+    return wrapped
+
+
+def dense(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Probes and trains on one rank."""
+
+    plan: Plan
+
+    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS
+        }
+        for order in ORDERS:
+            found[f"{order}, DLRM_DCN"] = self.bare(rank, order)
+        wrapped = distributed(build())
+        batch = half(rank)
+        stats = probed(wrapped, lambda step: wrapped(batch)[0])
+        assert stats.coverage is not None
+        found["probed"] = {
+            "model": stats.model,
+            "names": set(stats.layers),
+            "reasons": {layer.no_effect for layer in stats.layers.values()},
+            "effects": all(layer.effects for layer in stats.layers.values()),
+            "seen": stats.coverage.seen,
+        }
+        return found
+
+    def bare(self, rank: int, order: str) -> dict[str, Any]:
+        """DLRM_DCN by itself, with a plan of its own that was probed within DMP."""
+        path = TABLES.removeprefix("model.")
+        wrapped = distributed(build("torchrec_dlrm_dcn"), path)
+        batch = half(rank)
+        plan = forced(probed(wrapped, lambda step: Bare(wrapped)(batch)[0]))
+        model = build("torchrec_dlrm_dcn")
+        model = distributed(loka.convert(model, plan) if order == "convert first" else model, path)
+        model = model if order == "convert first" else loka.convert(model, plan)
+        losses = by_hand(Bare(model), torch.optim.SGD(dense(model), LR), [[batch]] * STEPS)
+        return {"losses": [loss for (loss,) in losses], "runs": runs(model), "left": left(loka.revert(model))}
+
+    def trained(self, rank: int, order: str, way: str) -> dict[str, Any]:
+        from torchrec.distributed import train_pipeline
+
+        if order == "convert first":
+            model = distributed(loka.convert(build(), self.plan))
+        else:
+            model = loka.convert(distributed(build()), self.plan)
+        optimizer = torch.optim.SGD(dense(model), LR)
+        found: dict[str, Any] = {}
+        if way == "by hand":
+            losses = by_hand(model, optimizer, [[half(rank)]] * STEPS)
+        else:
+            pipeline = getattr(train_pipeline, way)(model, optimizer, torch.device("cpu"))
+            batches = iter([half(rank) for _ in range(STEPS)])
+            losses = [[pipeline.progress(batches)[0].item()] for _ in range(STEPS)]
+            found["pipelined"] = len(getattr(pipeline, "_pipelined_modules", ()))
+        found |= {"losses": [loss for (loss,) in losses], "runs": runs(model)}
+        loka.revert(model)
+        return {**found, "left": left(model)}
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Any]]) -> list[list[float]]:
+    losses = []
+    for parts in steps:
+        optimizer.zero_grad()
+        found = [model(part)[0] for part in parts]
+        (sum(found) / len(found)).backward()
+        optimizer.step()
+        losses.append([loss.item() for loss in found])
+    return losses
+
+
+@pytest.fixture(scope="module")
+def stats() -> loka.Stats:
+    model = build()
+    (batch,) = dlrm.batch(ROWS)
+    return probed(model, lambda step: model(batch)[0])
+
+
+@pytest.fixture(scope="module")
+def plan(stats: loka.Stats) -> Plan:
+    return forced(stats)
+
+
+@pytest.fixture(scope="module")
+def ranks(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(Job(plan), 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Plan) -> list[list[float]]:
+    """Losses [STEPS][2] of one process. Its tables learn by the same SGD."""
+    model = loka.convert(build(), plan)
+    return by_hand(model, torch.optim.SGD(model.parameters(), LR), [[half(0), half(1)]] * STEPS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_ranks_train_as_one_process(
+    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str, way: str
+) -> None:
+    for rank in range(2):
+        found = ranks[rank][f"{order}, {way}"]
+        assert found["losses"] == pytest.approx([both[rank] for both in alone], abs=ROUNDING, rel=0)
+        assert found["runs"] == dict.fromkeys(planned(plan), STEPS)
+        assert not found["left"]
+        if way == "TrainPipelineSparseDist":
+            assert found["pipelined"] == 1, "its tables are looked up ahead"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_dlrm_dcn_by_itself_with_a_plan_from_within(
+    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str
+) -> None:
+    """Its names are those of DLRMTrain without `model`, its losses the same."""
+    for rank in range(2):
+        found = ranks[rank][f"{order}, DLRM_DCN"]
+        assert found["losses"] == pytest.approx([both[rank] for both in alone], abs=ROUNDING, rel=0)
+        assert found["runs"] == {site.removeprefix("model."): STEPS for site in planned(plan)}
+        assert not found["left"]
+
+
+def test_a_probe_through_the_wrapper_has_the_bare_names(
+    ranks: list[dict[str, Any]], stats: loka.Stats
+) -> None:
+    assert stats.coverage is not None
+    assert stats.coverage.seen == 1
+    assert {layer.no_effect for layer in stats.layers.values()} == {""}
+    for rank in ranks:
+        found = rank["probed"]
+        assert found["model"] == stats.model
+        assert found["names"] == set(stats.layers)
+        assert found["seen"] == 1
+        assert found["reasons"] == {""}
+        assert found["effects"]

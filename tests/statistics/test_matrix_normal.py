@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loka.statistics import matrix_normal
+from loka.statistics.draw import sampler
+
+
+def test_one_snapshot_draws_the_weight_itself() -> None:
+    weight = torch.randn(6, 4)
+    learnt = matrix_normal.first_snapshot(weight, full_covariance=64)
+    draw = sampler(matrix_normal.to_distribution(learnt), torch.device("cpu"))
+    assert torch.equal(draw(0, torch.Generator()), weight)
+
+
+@pytest.mark.parametrize("full", [2, 64])
+def test_flip_flop_finds_the_row_and_column_scales(full: int) -> None:
+    """Snapshots M + A Z B with diagonal A and B: U ~ A^2 and V ~ B^2 up to the common scale."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(30, 40, generator=generator)
+    row = torch.linspace(0.5, 2.0, 30)
+    column = torch.linspace(3.0, 0.3, 40)
+    learnt = matrix_normal.first_snapshot(mean, full_covariance=full)
+    for _ in range(120):
+        noise = row[:, None] * torch.randn(30, 40, generator=generator) * column
+        learnt = matrix_normal.update(learnt, mean + noise)
+    rows = learnt.rows if full == 2 else learnt.rows.diagonal()
+    columns = learnt.columns if full == 2 else learnt.columns.diagonal()
+    assert rows.mean().item() == pytest.approx(1.0, rel=1e-4), "the common scale sits in V"
+    # 20 effective snapshots (momentum 0.95) of 40 or 30 values a side: a few percent of noise.
+    assert torch.corrcoef(torch.stack([rows, row**2]))[0, 1] > 0.98
+    assert torch.corrcoef(torch.stack([columns, column**2]))[0, 1] > 0.98
+    energy = rows.sum() * columns.sum()
+    # W_c holds the snapshot's noise and that of M, an average with weight 1/2: 1 + 1/3 times.
+    expected = (row**2).sum() * (column**2).sum() * 4 / 3
+    assert (energy / expected).item() == pytest.approx(1.0, abs=0.25)
+
+
+def test_many_rows_of_few_columns_stay_factorable() -> None:
+    """U of 479 rows has rank 13 only; float32 left it indefinite beyond the paper's eps."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(479, 13, generator=generator)
+    learnt = matrix_normal.first_snapshot(weight, full_covariance=512)
+    for _ in range(20):
+        weight = weight + 0.01 * torch.randn(479, 13, generator=generator)
+        learnt = matrix_normal.update(learnt, weight)
+    assert torch.isfinite(learnt.rows).all()
+    assert torch.isfinite(learnt.columns).all()
+
+
+def test_a_still_or_broken_weight_changes_nothing() -> None:
+    weight = torch.randn(5, 6)
+    learnt = matrix_normal.first_snapshot(weight, full_covariance=64)
+    still = matrix_normal.update(learnt, weight)
+    assert still.snapshots == 2
+    assert (still.columns == 0).all()
+    broken = matrix_normal.update(still, torch.full((5, 6), float("nan")))
+    assert broken.snapshots == 2
+    assert torch.equal(broken.mean, weight)

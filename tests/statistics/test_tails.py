@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from loka.core.error import sqnr_db
+from loka.core.numerics.depth import depth_error, depth_histogram
+from loka.core.numerics.reference import dequantize, quantize
+from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
+from loka.core.records.stats import Distribution
+from loka.measurement.operands import sides
+from loka.statistics import gaussian, tails
+from loka.statistics.draw import sampler, samplers
+
+CPU = torch.device("cpu")
+
+
+def gradient_like(rows: int, columns: int, seed: int) -> torch.Tensor:
+    """Correlated, with columns and rows of unequal scale, and half of it zero."""
+    fixed = torch.Generator().manual_seed(0)
+    mixing = torch.randn(columns, columns, generator=fixed) / columns**0.5 + torch.eye(columns)
+    scales = torch.randn(columns, generator=fixed).exp()
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=generator) @ mixing * scales
+    values = values * torch.randn(rows, 1, generator=generator).exp()
+    return values * (torch.rand(rows, columns, generator=generator) > 0.5)
+
+
+def learn(batches: list[torch.Tensor]) -> Distribution:
+    kept = gaussian.gaussian_of(batches[0], full_covariance=512, rank=8)
+    sketch = tails.tails_of(batches[0])
+    for batch in batches[1:]:
+        kept = gaussian.merge(kept, gaussian.gaussian_of(batch, full_covariance=512, rank=8), rank=8)
+        sketch = tails.merge_tails(sketch, tails.tails_of(batch))
+    return tails.with_tails(gaussian.to_distribution(kept), sketch)
+
+
+def test_draws_have_the_depths_of_the_real_rows() -> None:
+    # Drawn from the batches that they are compared with: the amax of such rows varies by octaves, and
+    # what is to be shown is that the sketches keep what was seen.
+    real = [gradient_like(512, 140, seed) for seed in range(1, 9)]
+    learnt = learn(real)
+    draws = {}
+    for keep in (True, False):
+        draw, generator = sampler(learnt, CPU, keep_tails=keep), torch.Generator().manual_seed(3)
+        draws[keep] = [draw(512, generator) for _ in range(16)]
+    for granularity in Granularity:
+        errors = {}
+        for what, batches in (("real", real), ("tails", draws[True]), ("gaussian", draws[False])):
+            found = [depth_error(depth_histogram(b, granularity), Format.E4M3) for b in batches]
+            means = [
+                sum(getattr(e, name) for e in found) / len(found)
+                for name in ("element", "underflow", "zeros")
+            ]
+            errors[what] = torch.tensor(means)
+        # Which draw gets the rare large rows is chance: 1.5 dB of an element's error, of which there are
+        # 20 dB between one format's or granularity's and another's. Shares hold within 2 %.
+        assert 10 * (errors["tails"][0] / errors["real"][0]).log10().abs() < 1.5
+        torch.testing.assert_close(errors["tails"][1:], errors["real"][1:], atol=0.02, rtol=0)
+        assert (errors["gaussian"] - errors["real"]).abs()[2] > 0.4  # zeros: a Gaussian has none
+
+
+def test_draws_have_the_rows_and_columns_of_the_real_ones() -> None:
+    batches = [gradient_like(512, 60, seed) for seed in range(1, 9)]
+    drawn = sampler(learn(batches), CPU)(4096, torch.Generator().manual_seed(3))
+    real = torch.cat(batches)
+    # A column's energy hangs on its largest values, of which the sketch knows the half octave; rows get
+    # their energies before the columns get their values.
+    for axis in (0, 1):
+        spread = [hp.square().sum(dim=axis).clamp_min(1e-9).log2().std().item() for hp in (drawn, real)]
+        assert spread[0] == pytest.approx(spread[1], rel=0.1 if axis == 0 else 0.15)
+    # Half an octave, spread evenly in the logarithm: 5 % of a quantile.
+    kept = [hp.abs().quantile(torch.tensor([0.6, 0.8, 0.95]), dim=0).log2() for hp in (drawn, real)]
+    assert (kept[0] - kept[1]).abs().mean() < 0.2
+
+
+def test_sketches_merge_to_the_whole_and_leave_bad_rows_out() -> None:
+    hp = gradient_like(300, 20, 1)
+    merged = tails.merge_tails(tails.tails_of(hp[:120]), tails.tails_of(hp[120:]))
+    whole = tails.tails_of(hp)
+    assert torch.equal(merged.columns, whole.columns)
+    assert torch.equal(merged.rows, whole.rows)
+    spoiled = torch.cat([hp, torch.full((1, 20), math.nan), torch.full((1, 20), math.inf)])
+    assert torch.equal(tails.tails_of(spoiled).columns, whole.columns)
+    assert torch.equal(tails.tails_of(spoiled).rows, whole.rows)
+    zeros = tails.tails_of(torch.zeros(5, 3))
+    assert not tails.reshape(torch.randn(40, 3), zeros, torch.Generator().manual_seed(0)).any()
+    with pytest.raises(ValueError, match="20 and 3 features"):
+        tails.merge_tails(whole, zeros)
+
+
+def test_cross_moments_merge_and_leave_bad_rows_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(90, 30, generator=generator), torch.randn(90, 12, generator=generator)
+    spoiled = x.clone()
+    spoiled[3, 1] = math.nan
+    merged = tails.merge_cross(tails.cross_of(spoiled[:40], g[:40]), tails.cross_of(x[40:], g[40:]))
+    kept = torch.arange(90) != 3
+    assert merged.count == 89
+    # Sums of 89 products of about 1 in float32.
+    torch.testing.assert_close(merged.sum, g[kept].t() @ x[kept], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do() -> None:
+    fixed = torch.Generator().manual_seed(0)
+    link = torch.randn(24, 10, generator=fixed) / 24**0.5
+
+    def batch(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(256, 24, generator=generator)
+        return {"input": x, "grad_output": x @ link + 0.5 * torch.randn(256, 10, generator=generator)}
+
+    batches = [batch(seed) for seed in range(12)]
+    operands = {name: learn([b[name] for b in batches]) for name in ("input", "grad_output")}
+    cross = tails.cross_of(batches[0]["input"], batches[0]["grad_output"])
+    for b in batches[1:]:
+        cross = tails.merge_cross(cross, tails.cross_of(b["input"], b["grad_output"]))
+    sketch = tails.tails_in(operands["grad_output"])
+    operands["grad_output"] = tails.with_tails(operands["grad_output"], sketch, cross)
+
+    def error(layer: dict[str, torch.Tensor]) -> float:
+        a, b = sides(Gemm.GRAD_WEIGHT, layer)
+        casts = RECIPES["rowwise_e4m3"].grad_weight
+        out = dequantize(quantize(a, casts[0])) @ dequantize(quantize(b, casts[1])).t()
+        return sqnr_db(out, a @ b.t())
+
+    found = {}
+    for keep in (True, False):
+        made, generator = samplers(operands, CPU, keep_tails=keep), torch.Generator().manual_seed(1)
+        found[keep] = [
+            error({name: made[name](256, generator) for name in ("input", "grad_output")}) for _ in range(10)
+        ]
+    real = sum(error(batch(seed)) for seed in range(50, 60)) / 10
+    # Standard error of each mean of ten: about 0.1 dB.
+    assert sum(found[True]) / 10 == pytest.approx(real, abs=0.5)
+    assert sum(found[False]) / 10 < real - 3  # independent rows do not add up
+    # What was handed out is not handed out again.
+    made, generator = samplers(operands, CPU), torch.Generator().manual_seed(1)
+    x, g = made["input"](256, generator), made["grad_output"](256, generator)
+    assert not torch.equal(made["grad_output"](256, generator), g)
+    assert not torch.equal(made["input"](256, generator), x)
+    # Asked for another number of rows, grad_output stands alone and keeps its own moments.
+    alone = samplers(operands, CPU)["grad_output"](4000, torch.Generator().manual_seed(2))
+    covariance = batch(99)["grad_output"].t().cov()
+    assert (alone.t().cov() - covariance).norm() < 0.3 * covariance.norm()
+
+
+def test_statistics_without_tails_are_drawn_as_before() -> None:
+    kept = gaussian.to_distribution(
+        gaussian.gaussian_of(gradient_like(100, 8, 1), full_covariance=64, rank=4)
+    )
+    assert tails.tails_in(kept) is None
+    with_sketches = tails.with_tails(kept, tails.tails_of(gradient_like(100, 8, 1)))
+    draws = [
+        draw(50, torch.Generator().manual_seed(1))
+        for draw in (
+            sampler(kept, CPU),
+            sampler(with_sketches, CPU, keep_tails=False),
+            samplers({"input": kept}, CPU)["input"],
+        )
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(draws[0], draws[2])
+    again = tails.tails_in(with_sketches)
+    drawn = tails.reshape(draws[0], again, torch.Generator().manual_seed(1))
+    assert not torch.equal(drawn, draws[0])
+    cast = Cast(Format.E4M3, Granularity.ROW)
+    assert torch.isfinite(dequantize(quantize(drawn, cast))).all()

@@ -1,0 +1,249 @@
+"""One run from a cold start to FP8: its phases, and being killed in each of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fp8_run import AUTO, CONFIG, PROBED, digest, tower
+from small_run import RandomRows
+
+import loka
+from loka.core.budget import Budget
+from loka.core.exceptions import CheckpointRefused, UnknownName, WrongResults
+from loka.core.numerics.effect import Effect
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, Report
+from loka.core.records.stats import Stats
+from loka.data import SyntheticClicks
+from loka.measurement.settings import Settings
+from loka.nn import fp8_runs, sites_of
+from loka.train import TrainConfig, load_newest, train
+from loka.train.automatic import auto as module
+from loka.train.automatic.auto import NE_ALLOWED, Auto, AutoConfig, relative_width
+from loka.train.automatic.timeline import load_timeline
+from loka.zoo import build
+
+STEPS = 30
+ROWS = RandomRows(16 * STEPS)
+
+
+def run(
+    config: AutoConfig = AUTO, *, seed: int = 0, track: Any = None, folder: Path | None = None, **others: Any
+):
+    model, said = tower(seed), []
+    auto = Auto(config, folder=folder, say=said.append, track=track)
+    others = {"config": CONFIG, **others}
+    if folder is not None:
+        others.setdefault("checkpoints", folder / "checkpoints")
+    result = train(model, ROWS, companion=auto, **others)
+    return model, auto, result, said
+
+
+def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
+    model, auto, result, said = run(folder=tmp_path)
+    assert auto.phase == "fp8"
+    assert list(sites_of(model)) == ["mlp.0", "mlp.4", "mlp.6", "side"]
+    assert result.plan.to_json() == auto.plan.to_json() == Plan.load(tmp_path / "plan.json").to_json()
+    assert result.steps == STEPS
+    assert any("no speed is claimed" in line for line in said)  # of a CPU
+    events = load_timeline(tmp_path / "timeline.json")
+    assert [(event.phase, event.step) for event in events] == [
+        ("probe", 0),
+        ("measure", PROBED),
+        ("fp8", PROBED),
+        ("end", STEPS),
+    ]
+    assert [event.rows for event in events] == [0, 16 * PROBED, 16 * PROBED, 16 * STEPS]
+    seconds = [event.seconds for event in events]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
+    stats = Stats.load(tmp_path / "stats")
+    assert (stats.steps, stats.sampled_steps) == (PROBED, 4)
+    report = Report.load(tmp_path / "report.json")
+    assert report.complete
+    assert "4 of 12 steps sampled" in str(auto.timeline)
+    states = load_newest(tmp_path / "checkpoints").state["optimizers"]["dense"]["state"]
+    assert {float(state["step"]) for state in states.values()} == {STEPS}, "the same Adam all the way"
+
+
+def test_until_it_converts_it_is_the_bf16_run(tmp_path: Path) -> None:
+    def stop(step: int) -> None:
+        if step == PROBED:
+            raise KeyboardInterrupt
+
+    plain = tower()
+    with pytest.raises(KeyboardInterrupt):
+        train(plain, ROWS, config=CONFIG, on_step=stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder=tmp_path, on_step=stop)
+    assert digest(load_newest(tmp_path / "checkpoints").state["model"]) == digest(plain.state_dict())
+
+
+class KilledWhileMeasuring(Exception):
+    pass
+
+
+def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+    for place, item in enumerate(items):
+        if place == 1:
+            raise KilledWhileMeasuring
+        yield item
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return run()
+
+
+@pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
+def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: int | str) -> None:
+    """The same weights, counts, metrics and plan as without."""
+
+    def killed(step: int) -> None:
+        if step == stop:
+            raise KilledWhileMeasuring  # nothing is saved: it goes on from the last checkpoint
+
+    straight, all_through, expected, _ = whole
+    with pytest.raises(KilledWhileMeasuring):
+        run(folder=tmp_path, on_step=killed, track=breaking if stop == "measuring" else None)
+    newest = load_newest(tmp_path / "checkpoints")
+    assert newest.state["beside"]["phase"] == (
+        "probe" if stop in (4, 11) else "measure" if stop in (PROBED, "measuring") else "fp8"
+    )
+    model, auto, result, _ = run(folder=tmp_path, seed=1)
+    assert result.resumed_from == newest.step > 0
+    assert auto.plan is None or auto.plan.to_json() == all_through.plan.to_json()
+    assert result.plan.to_json() == expected.plan.to_json()
+    assert result.reading == expected.reading
+    assert digest(model.state_dict()) == digest(straight.state_dict())
+    assert fp8_runs(model) == fp8_runs(straight)
+    events = load_timeline(tmp_path / "timeline.json")
+    assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
+
+
+def test_ctrl_c_ends_a_measurement(tmp_path: Path) -> None:
+    def pressing(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+        for item in items:
+            signal.raise_signal(signal.SIGINT)
+            yield item
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(folder=tmp_path, track=pressing)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert load_newest(tmp_path / "checkpoints").state["beside"]["phase"] == "measure"
+
+
+def test_the_probe_ends_when_it_knows_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+
+    def width(stats: Stats) -> float:
+        looked.append(stats.sampled_steps)
+        return 3.0 if len(looked) == 1 else 1.2
+
+    monkeypatch.setattr(module, "relative_width", width)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 2)
+    _, auto, _, _ = run(replace(AUTO, width=1.5, every=1))
+    assert looked[:2] == [6, 8]  # the first looks at or after least_steps
+    assert auto.timeline.events[1].step == 8
+
+
+def test_how_narrow_effects_are() -> None:
+    """What a budget is charged, over the estimate; of layers that do not say, nothing."""
+    assert relative_width(with_effects(terms=[1.0] * 50)) == pytest.approx(1.0)
+    wide = relative_width(with_effects(terms=[0.0] * 40 + [5.0] * 10))
+    assert 1.2 < wide < 3
+    assert relative_width(with_effects(terms=None)) is None
+
+
+def with_effects(terms: list[float] | None) -> Stats:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(8, 4)).sum().backward()
+    stats = probe.stats()
+    if terms is None:
+        return stats
+    effect = Effect.of(terms, [[0.5]] * len(terms))
+    layers = {p: replace(layer, effects={"rowwise_e4m3": effect}) for p, layer in stats.layers.items()}
+    return replace(stats, layers=layers)
+
+
+def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path: Path) -> None:
+    _, auto, _, _ = run(replace(AUTO, budget=None))
+    assert auto.plan.budget == Budget(ne=NE_ALLOWED, regions=False)  # steps are eager
+
+
+def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path: Path) -> None:
+    plain = tower()
+    train(plain, ROWS, config=CONFIG)
+    model, auto, result, _ = run(replace(AUTO, budget=Budget(keep=("*",))), folder=tmp_path)
+    assert auto.phase == "bf16"
+    assert not sites_of(model)
+    assert all(decision.candidate == HP for decision in auto.plan.decisions.values())
+    assert result.plan is None
+    assert digest(model.state_dict()) == digest(plain.state_dict())
+
+
+def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any) -> None:
+        raise WrongResults("a kernel of this plan returns wrong numbers here")
+
+    monkeypatch.setattr("loka.train.run.convert", wrong)
+    model, auto, result, said = run()
+    assert auto.phase == "bf16"
+    assert "stays in bf16: a kernel of this plan returns wrong numbers here" in said[-1]
+    assert result.steps == STEPS
+    assert not sites_of(model)
+
+
+def test_a_mistake_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="nonsense"):
+        run(replace(AUTO, candidates=("nonsense:rowwise_e4m3",)))
+
+
+def test_another_budget_is_another_run(tmp_path: Path) -> None:
+    run(folder=tmp_path)
+    with pytest.raises(CheckpointRefused, match=r"beside\.auto\.budget\.keep"):
+        run(replace(AUTO, budget=replace(AUTO.budget, keep=("mlp.0",))), folder=tmp_path)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_graphs(tmp_path: Path) -> None:
+    """Of two phases each captures its own graph, with tables beside it; NE stays that of bf16."""
+    rows = SyntheticClicks(rows=256 * 80, seed=0)
+    config = TrainConfig(batch_size=256, device="cuda", step="graph", log_every=20, checkpoint_every=20)
+    auto = Auto(
+        AutoConfig(
+            every=5,
+            least_steps=5,
+            most_steps=20,
+            budget=Budget(min_sqnr_db=None, min_speedup=0),
+            settings=Settings(min_draws=2, max_draws=2, max_rounds=5, search_rounds=3, sharing_rounds=3),
+        ),
+        folder=tmp_path,
+    )
+    found = []
+    for companion in (None, auto):
+        torch.manual_seed(0)
+        model = build("dlrm", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes)
+        loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()])
+        found.append(train(model, rows, config=config, companion=companion))
+        assert found[-1].step_reason is None
+    assert auto.phase == "fp8"
+    assert auto.plan.timed
+    # e4m3 at every site: what it changes in 80 steps is far below what they still learn in one.
+    assert found[1].train_ne == pytest.approx(found[0].train_ne, rel=2e-2)
+
+
+@pytest.mark.parametrize("wrong", [{"least_steps": 0}, {"most_steps": 0}, {"width": 1.0}])
+def test_config_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        AutoConfig(**wrong)

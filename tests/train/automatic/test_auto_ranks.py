@@ -1,0 +1,169 @@
+"""`--auto` on two ranks, each with rows of its own: one plan, one set of weights. Over gloo."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fp8_run
+import pytest
+import torch.distributed as dist
+from fp8_run import AUTO, PROBED, digest, tower
+from ranks import on_ranks
+from small_run import RandomRows
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from loka.core.exceptions import WrongResults
+from loka.core.records.plan import Plan
+from loka.nn import sites_of
+from loka.train import train
+from loka.train.automatic.auto import Auto, AutoConfig
+
+runs = importlib.import_module("loka.train.run")
+WORLD, STEPS = 2, 31
+CONFIG = replace(fp8_run.CONFIG, checkpoint_every=6)
+
+
+@dataclass(frozen=True)
+class Shard(RandomRows):
+    """Rows of one rank."""
+
+    rows: int = 16 * STEPS
+
+
+def run(rank: int, folder: Path, *, auto: AutoConfig = AUTO, track: Any = None, **others: Any) -> Any:
+    model = DistributedDataParallel(tower(seed=rank))
+    companion = Auto(auto, folder=folder, track=track)
+    others = {"config": CONFIG, "checkpoints": folder / "checkpoints", **others}
+    result = train(model, Shard(seed=rank), companion=companion, **others)
+    return model.module, companion, result
+
+
+def told(rank: int, folder: Path, **others: Any) -> dict[str, Any]:
+    """What has to be alike on both ranks, and what of this one was alone its own."""
+    model, auto, result = run(rank, folder, **others)
+    alike = {
+        "phases": [(event.phase, event.step) for event in auto.timeline.events],
+        "plan": json.dumps(auto.plan.to_json()),
+        "left": json.dumps(result.plan.to_json()),
+        "fp8": [*sites_of(model)],
+        "weights": digest(dict(model.named_parameters())),
+    }
+    return {"alike": alike, "ne": result.train_ne}
+
+
+class Killed(Exception):
+    pass
+
+
+def resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """Both are killed just after they converted, rank 1 before it had saved that: they measure again."""
+
+    def kill(step: int) -> None:
+        if step == PROBED + 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(rank, folder, on_step=kill)
+    if rank == 1:
+        shutil.rmtree(folder / "checkpoints" / "rank-1" / f"step-{PROBED + 1:08d}")
+    dist.barrier()
+    return told(rank, folder)
+
+
+def refusal(rank: int, folder: Path, **others: Any) -> str:
+    try:
+        run(rank, folder, **others)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+    yield from []
+    raise Killed("the disk of rank 0 is full")
+
+
+def failures(rank: int, folder: Path) -> dict[str, Any]:
+    """What this rank says where another fails, or where they do not fit together."""
+    short = replace(AUTO, every=1, least_steps=1, most_steps=2)
+    brief = {"auto": short, "config": replace(CONFIG, max_rows=16 * 4), "checkpoints": None}
+    found = {
+        "measuring": refusal(rank, folder / "0", track=breaking, **brief),
+        "length": refusal(rank, folder / "1", config=replace(CONFIG, max_rows=16 * (4 + rank))),
+    }
+    real = runs.convert
+
+    def unable(error: Exception) -> Any:
+        def convert(model: nn.Module, plan: Plan) -> None:
+            if rank == 1:
+                raise error
+            real(model, plan)
+
+        return convert
+
+    runs.convert = unable(RuntimeError("out of luck"))
+    found["converting"] = refusal(rank, folder / "2", **brief)
+    runs.convert = unable(WrongResults("a kernel is wrong here"))
+    model, auto, result = run(rank, folder / "3", **brief)
+    runs.convert = real
+    found["bf16"] = (auto.phase, result.plan, sites_of(model), auto.timeline.events[-2].note)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tower(), RandomRows(16, seed=rank), config=CONFIG)
+        apart = [str(one.message) for one in warned]
+        train(tower(), RandomRows(16), config=CONFIG)
+    return {**found, "apart": apart, "as one": [str(one.message) for one in warned[len(apart) :]]}
+
+
+def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+    found = {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
+    return {**found, "failures": failures(rank, folder / "failing")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
+
+
+def test_two_ranks_turn_to_fp8_as_one(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["straight"] for rank in ranks)
+    assert first["alike"] == second["alike"]
+    assert first["ne"] != second["ne"], "their rows differ"
+    assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
+
+
+def test_they_go_on_from_the_newest_step_that_both_hold(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["resumed"] == rank["straight"]
+
+
+def test_a_rank_that_fails_stops_the_other(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["failures"] for rank in ranks)
+    assert first["measuring"] == "Killed: the disk of rank 0 is full"
+    assert second["measuring"].startswith("RankFailed: ")
+    assert "rank 0: Killed: the disk of rank 0 is full" in second["measuring"]
+    assert second["converting"] == "RuntimeError: out of luck"
+    assert "rank 1: RuntimeError: out of luck" in first["converting"]
+
+
+def test_where_one_cannot_run_the_plan_both_stay_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    note = "stays in bf16: rank 1: a kernel is wrong here"
+    for rank in ranks:
+        assert rank["failures"]["bf16"] == ("bf16", None, {}, note)
+
+
+def test_what_does_not_train_as_one_is_said(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "different numbers of steps" in rank["failures"]["length"]
+        assert "rank 1: 5 steps" in rank["failures"]["length"]
+        (warned,) = rank["failures"]["apart"]
+        assert "DistributedDataParallel" in warned
+        assert not rank["failures"]["as one"]

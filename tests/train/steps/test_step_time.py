@@ -1,0 +1,272 @@
+"""Timing a model's step, with a stand-in for the race: what runs, what is kept, what fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import measure_coarsely
+from torch import nn
+from typer.testing import CliRunner
+
+from loka.cli.app import app
+from loka.cli.commands import step
+from loka.core.error import Estimate
+from loka.core.storage.files import read_record
+from loka.core.timing import Race, Timing
+from loka.data import SyntheticClicks
+from loka.train.steps import step_time
+from loka.train.steps.step_time import Arm, StepTime, compiled, time_steps, uncompiled
+from loka.zoo import build
+
+CPU = torch.device("cpu")
+ONE = Estimate(1.0, 1.0, 1.0)
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+    """Runs every function of a race once and says that all take a microsecond."""
+    found: list[dict[str, float]] = []
+
+    def race(functions: Mapping[str, Callable[[], torch.Tensor]], **options: object) -> Race:
+        found.append({name: float(function().detach()) for name, function in functions.items()})
+        timing = Timing(microseconds=ONE, speedup=ONE, rounds=9)
+        timings = dict.fromkeys(functions, timing)
+        return Race(timings=timings, samples={}, winner="", rounds=9, ended="decided")
+
+    monkeypatch.setattr(step_time, "time_interleaved", race)
+    monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    return found
+
+
+def wukong() -> nn.Module:
+    torch.manual_seed(0)
+    source = SyntheticClicks(rows=64, seed=0)
+    return build("wukong", dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
+
+
+def test_a_step_is_that_of_training_but_for_the_tables(losses: list[dict[str, float]]) -> None:
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
+    built: list[nn.Module] = []
+
+    def make() -> nn.Module:
+        built.append(wukong())
+        return built[-1]
+
+    time_steps(Arm(name="bf16", build=make), {}, batch, device=CPU, compile_blocks=False)
+    plain = wukong()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = plain(batch.dense, batch.sparse)
+    loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), batch.label)
+    loss.backward()
+    assert losses == [{"bf16": float(loss.detach()), "again": float(loss.detach())}]
+    expected = dict(plain.named_parameters())
+    for name, parameter in built[0].named_parameters():
+        if "table" in name:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses: list[dict[str, float]]) -> None:
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
+
+    def broken() -> nn.Module:
+        raise RuntimeError("no such kernel\nand more")
+
+    told: list[StepTime] = []
+    arms = {
+        "broken": Arm(name="broken", build=broken),
+        "other": Arm(name="other", build=wukong, count=lambda model: 7),
+    }
+    base = Arm(name="bf16", build=wukong)
+    found = time_steps(base, arms, batch, device=CPU, compile_blocks=False, on_result=told.append)
+    assert list(found) == ["bf16", "broken", "other"]
+    assert [result.name for result in told] == ["bf16", "broken", "other"]
+    assert found["broken"].failure == "RuntimeError: no such kernel"
+    assert found["other"].low_precision == 7
+    assert list(losses[-1]) == ["bf16", "other"], "each arm races against the baseline alone"
+
+
+def test_the_looked_up_rows_get_the_gradient_of_training(
+    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race calls the step twice, on the same rows: gradients are those of one call, bit for bit."""
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
+    rows: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        rows.append(output)
+
+    model, plain = wukong(), wukong()
+    race = step_time.time_interleaved
+
+    def watched(*args: object, **options: object) -> Race:
+        model.front.embeddings.table.register_forward_hook(keep)  # after the hook of the timed step
+        return race(*args, **options)
+
+    monkeypatch.setattr(step_time, "time_interleaved", watched)
+    time_steps(Arm(name="bf16", build=lambda: model), {}, batch, device=CPU, compile_blocks=False)
+    plain.front.embeddings.table.register_forward_hook(keep)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = plain(batch.dense, batch.sparse)
+    nn.functional.binary_cross_entropy_with_logits(logits.float(), batch.label).backward()
+    first, again, expected = rows
+    assert first.shape == (*batch.sparse.shape, 16)
+    assert expected.grad.any()
+    assert torch.equal(first.grad, expected.grad)
+    assert torch.equal(again.grad, expected.grad)
+    assert not model.front.embeddings.table.weight.requires_grad
+
+
+def test_an_arm_is_freed_before_the_next_is_built(
+    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled parts are reference cycles (the eager backend makes the same ones): weights of the last
+    arm must be gone all the same, also of one that failed. Python's own collector is off meanwhile.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
+    weights: list[weakref.ref[torch.Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def make() -> nn.Module:
+        alive.append([weight() is not None for weight in weights])
+        model = nn.ModuleDict({"block": nn.Sequential(nn.Sequential(nn.Linear(13, 1), nn.Flatten(0)))})
+        model.forward = lambda dense, sparse: model["block"](dense)  # a cycle of its own
+        weights.append(weakref.ref(model["block"][0][0].weight))
+        return model
+
+    def fails() -> nn.Module:
+        model = make()
+        raise RuntimeError(f"{type(model).__name__} was built and then refused")
+
+    arms = {name: Arm(name=name, build=fails if name == "b" else make) for name in "abcd"}
+    gc.disable()
+    try:
+        found = time_steps(Arm(name="bf16", build=make), arms, batch, device=CPU)
+    finally:
+        gc.enable()
+    assert [result.name for result in found.values() if result.failure] == ["b"]
+    assert alive == [[], [True], [True, False], [True, False, False], [True, False, False, False]]
+
+
+def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
+    asked: list[tuple[list[str], dict[str, object]]] = []
+    times = {"bf16": 10.0, "again": 11.0, "fast": 5.0}
+
+    def race(functions: Mapping[str, object], **options: object) -> Race:
+        asked.append((list(functions), options))
+        timings = {
+            name: Timing(
+                microseconds=Estimate(times[name], 0.0, 99.0),
+                speedup=Estimate(10.0 / times[name], 0.0, 9.0),
+                rounds=9,
+            )
+            for name in functions
+            if name in times
+        }
+        failures = {"unfit": "RuntimeError: cannot be captured"} if "unfit" in functions else {}
+        done = Race(timings=timings, samples={}, winner="", rounds=9, ended="rounds")
+        return dataclasses.replace(done, failures=failures)
+
+    monkeypatch.setattr(step_time, "time_interleaved", race)
+    monkeypatch.setattr(step_time, "has_graphs", lambda device: True)
+    arms = {name: Arm(name=name, build=wukong, count=lambda model: 3) for name in ("unfit", "fast")}
+    base = Arm(name="bf16", build=wukong)
+    found = time_steps(base, arms, batch, device=CPU, compile_blocks=False, rounds=13)
+    assert [names for names, _ in asked] == [["bf16", "again"], ["bf16", "unfit"], ["bf16", "fast"]]
+    for names, options in asked:
+        assert options == {"baseline": "bf16", "device": CPU, "keep": names, "max_rounds": 13}
+    assert found["bf16"].microseconds.value == 11.0, "the baseline against itself"
+    assert found["bf16"].low_precision == 0
+    assert found["unfit"] == StepTime(name="unfit", failure="RuntimeError: cannot be captured")
+    assert (found["fast"].microseconds.value, found["fast"].speedup.value) == (5.0, 2.0)
+    assert found["fast"].low_precision == 3
+
+
+def test_an_unusable_gpu_ends_it(losses: list[dict[str, float]]) -> None:
+    batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
+
+    def poisoned() -> nn.Module:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    told: list[StepTime] = []
+    arms = {name: Arm(name=name, build=poisoned) for name in "ab"}
+    base = Arm(name="bf16", build=wukong)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory"):
+        time_steps(base, arms, batch, device=CPU, compile_blocks=False, on_result=told.append)
+    assert [result.name for result in told] == ["bf16"], "what was found before is told"
+
+
+def test_off_a_gpu_it_says_so() -> None:
+    batch = next(iter(SyntheticClicks(rows=8, seed=0).batches(8)))
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        time_steps(Arm(name="bf16", build=wukong), {}, batch, device=CPU)
+
+
+def asked(model: nn.Module) -> set[int]:
+    return {id(module) for module in model.modules() if module._compiled_call_impl is not None}
+
+
+def test_blocks_are_compiled_and_tables_are_not() -> None:
+    model = compiled(wukong())
+    assert asked(model) == {id(m) for m in (*model.layers, model.top)}
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    encoder = compiled(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    assert asked(encoder) == {id(module) for module in encoder.layers}
+    deep = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 1))
+    parts = nn.ModuleDict({"tables": nn.Sequential(nn.Sequential(nn.Embedding(8, 4))), "deep": deep})
+    assert asked(compiled(parts)) == {id(deep[1])}, "of a container with tables, the rest"
+    assert not asked(uncompiled(parts))
+
+
+def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
+    graphs, real = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend))
+    model = nn.ModuleDict({"top": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))})
+    x = torch.randn(3, 4)
+    expected = model["top"](x)
+    torch.testing.assert_close(compiled(model)["top"](x), expected)
+    (graph,) = graphs
+    assert len(graph) == 3, "one graph of all its layers"
+
+
+def test_bench_step_from_the_command_line(
+    losses: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
+    monkeypatch.setattr(step, "measure", measure_coarsely)
+    command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
+    command += ["--candidate", "emulated:rowwise_e4m3", "--candidate", "torch:tensorwise_e4m3"]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    path = tmp_path / "step.json"
+    arms = read_record(path, kind="loka-bench-step", version=1, way_out="", parse=lambda c: c["arms"])
+    assert next(iter(arms)) == "bf16"
+    assert arms["dispatch (plan)"]["low_precision"] > 0
+    assert arms["dispatch (plan)"]["failure"] is None
+    assert "MissingLibrary" in arms["torchao rowwise"]["failure"]
+    assert "torchao rowwise, its filter" in (tmp_path / "step.txt").read_text()
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_bench_step_refuses_an_unknown_arm(tmp_path: Path, losses: list[dict[str, float]]) -> None:
+    command = ["bench", "step", "--model", "dlrm", "--device", "cpu", "--batch-size", "32"]
+    done = CliRunner().invoke(app, [*command, "--arm", "magic", "--out", str(tmp_path)])
+    assert "no arm is called magic" in str(done.exception)
+    assert "dispatch (plan)" in str(done.exception)

@@ -1,0 +1,259 @@
+"""However a step runs, it trains alike; what cannot run as asked says why and runs on."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import RandomRows, small_model
+from torch import nn
+
+from loka.data import SyntheticClicks
+from loka.data.batch import Source
+from loka.train import TrainConfig, TrainResult, train
+from loka.train.steps.forward import matrix_precision
+from loka.zoo import HistoryTable, build
+
+module = importlib.import_module("loka.train.steps.step")
+
+CONFIG = TrainConfig(batch_size=64, precision="fp32")
+ROWS = RandomRows(64 * 6 + 10)  # the last batch is short
+
+
+def of_zoo(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return build("dlrm", dense_features=4, vocab_sizes=ROWS.vocab_sizes).to(device)
+
+
+def weights_after(
+    config: TrainConfig, model: nn.Module | None = None, *, rows: Source = ROWS, **others
+) -> tuple[torch.Tensor, TrainResult]:
+    model = of_zoo(config.device) if model is None else model
+    result = train(model, rows, config=config, **others)
+    return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()]), result
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Adam moves a weight by the rate whatever the size of its gradient, so rounding decides where a
+    gradient is nearly zero; all others agree."""
+    assert ((found - exact).abs() < 1e-5).double().mean() > 0.99
+
+
+def test_parts_of_a_batch_add_up() -> None:
+    exact, _ = weights_after(CONFIG)
+    found, result = weights_after(replace(CONFIG, accumulate=3))
+    assert result.rows == ROWS.rows
+    close(found, exact)
+    assert not torch.equal(found, exact)  # it did go in parts
+
+
+def test_parts_are_one_update_on_their_rows() -> None:
+    sizes, steps = [], []
+    model = small_model()
+    model.mlp.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    train(model, ROWS, config=replace(CONFIG, accumulate=4), on_step=steps.append)
+    assert sizes == [16] * 24 + [3, 3, 3, 1]
+    assert steps[-1] == 7
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_row_counts_alike_in_a_short_batch(accumulate: int) -> None:
+    """Gradients are the rows' sum over the 64 of a whole batch, for dense weights and for tables."""
+    model, before = of_zoo(), {}
+
+    def keep(step: int) -> None:
+        if step == 6:
+            before.update({name: value.clone() for name, value in model.state_dict().items()})
+
+    train(model, ROWS, config=replace(CONFIG, accumulate=accumulate), on_step=keep)
+    *_, last = ROWS.batches(64)
+    assert len(last) == 10
+    twin = of_zoo()
+    twin.load_state_dict(before)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        twin(last.dense, last.sparse), last.label, reduction="none"
+    )
+    (losses.sum() / 64).backward()
+    for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        found, exact = weight.grad.to_dense(), expected.grad.to_dense()
+        # float32, whose sums over 10 rows are taken in another order.
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-7, msg=name)
+        assert exact.abs().max() > 1e-4, name  # far above that tolerance
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without code of its own: that takes a minute on a CPU."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_compiled_step_trains_alike() -> None:
+    exact, _ = weights_after(CONFIG)
+    model = of_zoo()
+    found, result = weights_after(replace(CONFIG, step="compile"), model)
+    assert result.step_reason is None
+    close(found, exact)
+    assert all(part._compiled_call_impl is None for part in model.modules()), "it is left as it was found"
+
+
+def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    def compiled(model: nn.Module) -> nn.Module:
+        model.mlp._compiled_call_impl = torch.compile(lambda x: model.mlp._call_impl(x), backend=broken)
+        return model
+
+    def uncompiled(model: nn.Module) -> nn.Module:
+        model.mlp._compiled_call_impl = None
+        return model
+
+    exact, _ = weights_after(CONFIG, small_model())
+    monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(module, "uncompiled", uncompiled)
+    found, result = weights_after(replace(CONFIG, step="compile"), small_model())
+    assert "no compiler here" in result.step_reason
+    assert torch.equal(found, exact)  # dropout's random state and the buffer were put back
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_graph_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is one")
+    exact, _ = weights_after(replace(CONFIG, step="compile"))
+    found, result = weights_after(replace(CONFIG, step="graph"))
+    assert result.step_reason == "CUDA graphs need a CUDA device; the model is on cpu"
+    assert torch.equal(found, exact)
+
+
+@pytest.fixture
+def tables_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
+    monkeypatch.setattr(module, "has_graphs", lambda device: True)
+    monkeypatch.setattr(module, "compiled", lambda model: model)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_tables_beside_the_graph_learn_as_inside_of_the_model() -> None:
+    found, exact = (weights_after(replace(CONFIG, step=step))[0] for step in ("graph", "eager"))
+    assert torch.equal(found, exact)
+    parts = replace(CONFIG, accumulate=2)  # a table's rows are then added up in another order
+    found, exact = (weights_after(replace(parts, step=step))[0] for step in ("graph", "eager"))
+    close(found, exact)
+
+
+HISTORIES = SyntheticClicks(rows=64 * 4 + 10, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
+ITEM, OWN = HistoryTable(column=0), HistoryTable(vocab_size=30)
+
+
+def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {"dense_features": 4, "vocab_sizes": HISTORIES.vocab_sizes}
+    return build(name, **sizes, history=history) if history else build(name, **sizes)
+
+
+@pytest.mark.usefixtures("tables_beside")
+@pytest.mark.parametrize(
+    ("name", "history"),
+    [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)],
+)
+def test_histories_are_looked_up_beside_the_graph_too(name: str, history: HistoryTable | None) -> None:
+    """To the bits, the table of both included; a model that does not read them gets them as they are."""
+    found, exact = (
+        weights_after(replace(CONFIG, step=step), reading_history(name, history), rows=HISTORIES)[0]
+        for step in ("graph", "eager")
+    )
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
+    def stop(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    def trained(step: str, seed: int = 0, **others: Any) -> torch.Tensor:
+        config = replace(CONFIG, step=step, accumulate=2)
+        return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
+
+    found = trained("graph")
+    close(found, trained("eager"))
+    with pytest.raises(KeyboardInterrupt):
+        trained("graph", checkpoints=tmp_path, on_step=stop)
+    assert torch.equal(trained("graph", seed=1, checkpoints=tmp_path), found)
+
+
+@pytest.mark.usefixtures("tables_beside")
+def test_tables_of_an_unknown_model_are_a_reason() -> None:
+    _, result = weights_after(replace(CONFIG, step="graph"), small_model())
+    assert "sparse gradients" in result.step_reason
+    assert "SmallModel has no `front`" in result.step_reason
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
+def test_the_precision_of_matrices_is_put_back(precision) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with matrix_precision(precision, torch.device("cuda")):
+            inside = torch.get_float32_matmul_precision()
+        assert inside == {"bf16": "medium", "tf32": "high", "fp32": "highest"}[precision]
+        with matrix_precision(precision, torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_tf32_is_fp32_on_a_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here is a GPU")
+    assert torch.equal(weights_after(CONFIG)[0], weights_after(replace(CONFIG, precision="tf32"))[0])
+
+
+@pytest.mark.parametrize("wrong", [{"step": "fast"}, {"accumulate": 0}, {"accumulate": 65}, {"window": 0}])
+def test_config_refuses(wrong) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TrainConfig(**{"batch_size": 64, **wrong})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> None:
+    config = replace(CONFIG, device="cuda", step="graph", accumulate=accumulate, checkpoint_every=4)
+    exact, _ = weights_after(replace(config, step="eager"))
+    found, result = weights_after(config)
+    assert result.step_reason is None
+    close(found, exact)
+
+    def interrupt(step: int) -> None:
+        if step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        weights_after(config, checkpoints=tmp_path, on_step=interrupt)
+    resumed, _ = weights_after(config, checkpoints=tmp_path)
+    assert torch.equal(resumed, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dhen", "interformer", "hstu"])
+def test_a_graph_with_a_history_trains_alike(name: str) -> None:
+    config = replace(CONFIG, device="cuda", step="graph")
+    rows = SyntheticClicks(rows=64 * 8, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
+    found, result = weights_after(config, reading_history(name, ITEM).cuda(), rows=rows)
+    assert result.step_reason is None
+    exact, _ = weights_after(replace(config, step="eager"), reading_history(name, ITEM).cuda(), rows=rows)
+    close(found, exact)
+
+
+@pytest.mark.gpu
+def test_tf32_differs_from_fp32_on_a_gpu() -> None:
+    config = replace(CONFIG, device="cuda")
+    assert not torch.equal(weights_after(config)[0], weights_after(replace(config, precision="tf32"))[0])

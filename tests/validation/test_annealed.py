@@ -1,0 +1,129 @@
+"""Whether a model is annealed: the split of the gain, its three answers, and real runs of both kinds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_run import RandomRows, SmallModel
+
+from loka.core.error import Estimate
+from loka.train import TrainConfig
+from loka.train.metrics import quality
+from loka.validation.annealed import GAIN, RATE, Annealed, annealed
+from loka.validation.arms import ArmSpec
+from loka.validation.record import Validation
+from loka.validation.runs import HeldOut
+from loka.validation.validate import BY_MEAN, validate
+
+CONFIG = TrainConfig(batch_size=64, lr=2e-2, precision="fp32", average="tail")
+SAME = ArmSpec(name="same", apply=lambda model: model, identity={})
+
+
+def rows_of(seed: int, rows: int, shift: float) -> HeldOut:
+    rng = np.random.default_rng(seed)
+    z = rng.normal(-1, 2, rows)
+    labels = rng.random(rows) < 1 / (1 + np.exp(-z))
+    moved = z + shift * rng.normal(size=rows)
+    return HeldOut(moved.astype(np.float32), labels.astype(np.float32), z.astype(np.float32))
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 99), rows=st.integers(50, 400), shift=st.floats(0, 3))
+def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, shift) -> None:
+    found = rows_of(seed, rows, shift)
+    if len(set(found.labels.tolist())) < 2:
+        return
+    said = annealed(0.0, [found])
+    before, after = quality(found.logits, found.labels).ne, quality(found.mean_logits, found.labels).ne
+    assert said.gain.value == pytest.approx(100 * (after / before - 1), abs=1e-9)
+    assert said.first_order + said.divergence == pytest.approx(said.gain.value, abs=1e-9)
+    assert said.divergence >= -1e-9  # a KL
+
+
+def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign() -> None:
+    """z = z' + noise: the loss is at its minimum at z', so first = -2 KL and the gain is -KL."""
+    said = annealed(0.0, [rows_of(seed, 200_000, 0.2) for seed in range(4)])
+    # 800,000 rows: the first-order term has a standard error of about 2 % of itself.
+    assert said.first_order == pytest.approx(-2 * said.divergence, rel=0.1)
+    assert said.verdict is False
+
+
+@pytest.mark.parametrize(
+    ("rate", "gain", "verdict"),
+    [
+        (1.0, None, False),
+        (RATE * 2, Estimate(0.0, -0.01, 0.01), False),
+        (0.0, None, None),
+        (0.0, Estimate(0.0, -0.01, 0.01), True),
+        (0.0, Estimate(-0.08, -0.4, 0.24), True),
+        (0.0, Estimate(-0.5, -0.7, -0.3), False),
+        (0.0, Estimate(0.5, 0.3, 0.7), False),
+        (0.0, Estimate(-0.5, -2.0, 1.0), None),
+    ],
+)
+def test_the_answers(rate: float, gain: Estimate | None, verdict: bool | None) -> None:
+    said = Annealed(final_rate=rate, runs=1, gain=gain, first_order=0.0, divergence=0.0)
+    assert said.verdict is verdict
+    wanted = {True: "annealed:", False: "NOT annealed", None: "not known"}[verdict]
+    assert wanted in str(said)
+    assert Annealed.from_json(said.to_json()) == said
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Validation]:
+    train_rows, test_rows = RandomRows(64 * 150), RandomRows(3000, seed=8)
+    return {
+        schedule: validate(
+            SmallModel,
+            train_rows,
+            test_rows,
+            [SAME],
+            config=replace(CONFIG, schedule=schedule),
+            out=tmp_path_factory.mktemp(schedule),
+            pairs=2,
+        )
+        for schedule in ("cosine", "constant")
+    }
+
+
+def test_a_constant_rate_is_told_from_a_decayed_one(runs: dict[str, Validation]) -> None:
+    rest, moving = runs["cosine"].annealed, runs["constant"].annealed
+    assert rest.verdict is True
+    assert moving.verdict is False
+    assert moving.final_rate == 1.0
+    # Not by the rate alone: the weights' own movement shows it too.
+    assert abs(moving.gain.value) > GAIN > 3 * abs(rest.gain.value)
+    assert moving.gain.value < 0
+    assert "--schedule cosine" in str(moving)
+
+
+def test_both_read_outs_are_judged_and_recorded(runs: dict[str, Validation], tmp_path) -> None:
+    found = runs["constant"]
+    (reading,) = found.arms[0].readings
+    assert reading.name == BY_MEAN
+    assert reading.spread.pairs == 2
+    assert reading.ne_percent.value == 0.0  # the arm changes nothing
+    for run in found.runs:
+        assert run.mean_quality.ne < run.quality.ne  # wandering weights are worse than their mean
+    found.save(tmp_path / "v.json")
+    again = Validation.load(tmp_path / "v.json")
+    assert again.to_json() == found.to_json()
+    assert again.annealed == found.annealed
+
+
+def test_records_from_before_are_read(runs: dict[str, Validation]) -> None:
+    content = runs["cosine"].to_json()
+    for name in ("annealed", "planned", "world"):
+        del content[name]
+    for arm in content["arms"]:
+        del arm["readings"], arm["key"]
+    for run in content["runs"]:
+        del run["mean_quality"], run["final_rate"]
+    old = Validation.from_json(content)
+    assert (old.annealed, old.planned, old.arms[0].readings) == (None, None, ())
+    assert old.runs[0].final_rate == 1.0
+    assert old.runs[0].mean_quality is None

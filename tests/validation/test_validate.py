@@ -1,0 +1,286 @@
+"""Paired runs on disk: resumed, refused, judged, and read back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from small_run import RandomRows, SmallModel
+
+from loka.core.exceptions import LokaError, UnknownName
+from loka.core.storage.files import write_record
+from loka.nn import sites_of
+from loka.train import TrainConfig
+from loka.train.segments import Segments
+from loka.validation import paired_difference
+from loka.validation.arms import ArmSpec, arm_named, by_recipe
+from loka.validation.record import Validation
+from loka.validation.runs import folder_of, held_out
+from loka.validation.segments import (
+    by_segments,
+    by_value,
+    cluster_named,
+    dense_quantiles,
+    divide,
+    division_named,
+    frequent_ids,
+)
+from loka.validation.validate import validate
+
+CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2)
+TRAIN, TEST = RandomRows(1280), RandomRows(600, seed=8)
+
+
+def damaged(model):
+    """An arm that is clearly worse: all its logits are two, and it cannot unlearn that."""
+    model.mlp[3].weight.requires_grad_(False).zero_()
+    model.mlp[3].bias.requires_grad_(False).add_(2.0)
+
+
+def same(model):
+    return model
+
+
+SAME = ArmSpec(name="same", apply=same, identity={"what": "nothing"})
+WORSE = ArmSpec(name="worse", apply=torch.no_grad()(damaged), identity={"what": "damage"})
+
+
+def run(out, arms=(SAME,), **others):
+    return validate(SmallModel, TRAIN, TEST, arms, **{"config": CONFIG, "out": out, "pairs": 4, **others})
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    out = tmp_path_factory.mktemp("validation")
+    halves = by_value("first dense is positive", lambda batch: (batch.dense[:, 0] > 0).int())
+    return out, run(out, (SAME, WORSE), divisions=[halves, frequent_ids(0, 2)], limit=0.5, segment_limit=0.6)
+
+
+def test_an_arm_that_changes_nothing_passes_and_a_damaged_one_fails(judged):
+    _, found = judged
+    same, worse = found.arms
+    assert same.average is not None
+    assert same.average.ne_percent.value == same.average.ne_percent.high == 0.0
+    assert same.average.verdict == "pass"
+    # Two ids of fifty have too few clicks: named, undecided, and so is the whole.
+    assert [s.verdict for s in same.segments] == ["pass", "pass", "undecided", "undecided", "pass"]
+    assert "clicks" in same.segments[2].outlook
+    assert same.verdict == "undecided"
+    assert worse.verdict == found.verdict == "fail"
+    assert worse.segments[0].verdict == "fail"
+    assert {segment.tail for segment in worse.segments} == {0.05 / 5}
+    assert worse.average is not None
+    assert worse.average.tail == 0.05
+    assert (worse.average.limit, worse.segments[0].limit) == (0.5, 0.6)
+
+
+def test_pairs_are_those_of_the_predictions_on_disk(judged):
+    out, found = judged
+    for seed, pair in found.arms[1].pairs.items():
+        before, after = held_out(out, "bf16", seed), held_out(out, "worse", seed)
+        assert pair == paired_difference(before.logits, after.logits, before.labels)
+        expected = [batch.label for batch in TEST.batches(64)]
+        assert np.array_equal(before.labels, torch.cat(expected).numpy())
+
+
+def test_the_record_is_read_back_as_it_was(judged):
+    out, found = judged
+    again = Validation.load(out / "validation.json")
+    assert again.to_json() == found.to_json()
+    assert again.verdict == "fail"
+    band = again.band("worse")
+    assert len(band) == 20  # every step is a point of a run this short
+    assert band[-1].rows == 1280
+    assert band[-1].difference.low > 0
+    assert all(point.difference.value == 0 for point in again.band("same"))
+
+
+def test_finished_runs_are_not_trained_again_and_pairs_may_grow(tmp_path):
+    trained = []
+
+    def log(name, line):
+        if line.step == line.total_steps:
+            trained.append(name)
+
+    run(tmp_path, pairs=1, on_log=log)
+    grown = run(tmp_path, (SAME, WORSE), pairs=2, on_log=log)
+    assert trained == [
+        "bf16 seed 3",
+        "same seed 3",
+        "worse seed 3",
+        "bf16 seed 4",
+        "same seed 4",
+        "worse seed 4",
+    ]
+    assert grown.arms[0].verdict == "undecided"
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):
+    config = replace(CONFIG, checkpoint_every=5)
+    whole = run(tmp_path / "whole", pairs=1)
+    # An interrupt saves where it is; anything harder loses the steps since the last checkpoint.
+    for step, blow in ((7, KeyboardInterrupt), (13, MemoryError)):
+
+        def kill(name, line, step=step, blow=blow):
+            if name.startswith("same") and line.step == step:
+                raise blow
+
+        with pytest.raises(blow):
+            run(tmp_path / "killed", pairs=1, on_log=kill, config=config)
+    started = []
+    resumed = run(
+        tmp_path / "killed", pairs=1, config=config, on_log=lambda name, line: started.append(line.step)
+    )
+    assert started == list(range(11, 21))
+    for arm in ("bf16", "same"):
+        once, twice = held_out(tmp_path / "whole", arm, 3), held_out(tmp_path / "killed", arm, 3)
+        assert np.array_equal(once.logits, twice.logits)
+    assert [r.curve for r in resumed.runs] == [r.curve for r in whole.runs]
+
+
+def test_a_damaged_run_is_done_again(tmp_path):
+    before = run(tmp_path, pairs=1)
+    tensors = folder_of(tmp_path, "same", 3) / "held_out.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-7])
+    (folder_of(tmp_path, "bf16", 3) / "run.json").write_text("{")
+    again = run(tmp_path, pairs=1)
+    assert again.to_json()["arms"] == before.to_json()["arms"]
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ({"identity": {"mods": True}}, "model"),
+        ({"arms": (ArmSpec(name="same", apply=same, identity={}),)}, "arm"),
+    ],
+)
+def test_runs_of_something_else_are_refused(tmp_path, others, named):
+    run(tmp_path, pairs=1)
+    with pytest.raises(LokaError, match=f"{named}: .* there, .* now"):
+        run(tmp_path, **{"pairs": 1, **others})
+
+
+def test_runs_from_before_schedules_are_read_as_runs_at_a_constant_rate(tmp_path):
+    level = replace(CONFIG, schedule="constant")
+    before = run(tmp_path, pairs=1, config=level)
+    for file in tmp_path.glob("runs/*/run.json"):
+        record = json.loads(file.read_text())
+        content = record["content"]
+        for name in ("schedule", "decay", "final_rate", "average", "average_share"):
+            del content["identity"]["config"][name]
+        del content["run"]["mean_quality"], content["run"]["final_rate"]
+        write_record(file, kind=record["kind"], version=record["version"], content=content)
+    trained = []
+    again = run(tmp_path, pairs=1, config=level, on_log=lambda name, line: trained.append(name))
+    assert not trained
+    assert again.to_json() == before.to_json()
+    with pytest.raises(LokaError, match=r"'schedule': 'constant'.* there, .*'schedule': 'cosine'.* now"):
+        run(tmp_path, pairs=1)
+
+
+def test_two_arms_of_one_name_are_refused(tmp_path):
+    for arms in ((SAME, SAME), (replace(SAME, name="bf16"),)):
+        with pytest.raises(LokaError, match="arms of one name"):
+            run(tmp_path, arms)
+
+
+def test_an_arm_that_ends_in_nan_fails_and_the_others_go_on(tmp_path):
+    def explode(model):
+        with torch.no_grad():
+            model.mlp[3].weight.fill_(float("inf"))
+
+    exploding = ArmSpec(name="exploding", apply=explode, identity={})
+    found = run(tmp_path, (exploding, SAME), pairs=2)
+    broken, fine = found.arms
+    assert broken.verdict == "fail"
+    assert "nan or infinite" in broken.broke
+    assert broken.average is None
+    assert len(fine.pairs) == 2
+    assert Validation.load(tmp_path / "validation.json").to_json() == found.to_json()
+    with pytest.raises(LokaError, match="control"):
+        validate(Exploding, TRAIN, TEST, [SAME], config=CONFIG, out=tmp_path / "b")
+
+
+class Exploding(SmallModel):
+    def forward(self, dense, sparse):
+        return super().forward(dense, sparse) * float("inf")
+
+
+def test_naive_is_tensorwise_with_e5m2_gradients_on_every_layer():
+    model = SmallModel()
+    by_recipe("naive", rows=64).apply(model)
+    sites = sites_of(model)
+    assert set(sites) == {"mlp.0", "mlp.3"}
+    recipes = ["tensorwise_e4m3", "tensorwise_e5m2", "tensorwise_e5m2"]
+    for site in sites.values():
+        assert [name.partition(":")[2] for name in site.candidates] == recipes
+    rows = SmallModel()
+    by_recipe("rowwise_e4m3", rows=64).apply(rows)
+    for name in sites_of(rows)["mlp.3"].candidates:
+        assert name.endswith(":rowwise_e4m3")
+
+
+def test_unknown_arms_and_segments_list_what_there_is():
+    with pytest.raises(LokaError, match="naive, nudged, tensorwise_e4m3, rowwise_e4m3"):
+        arm_named("rowwise", rows=64)
+    with pytest.raises(LokaError, match="no such file"):
+        arm_named("nowhere.json", rows=64)
+    for text in ("dense", "dense:x", "label:0", "dense:4", "sparse:2", "dense:0:0", "dense:0:4:1"):
+        with pytest.raises(UnknownName):
+            division_named(text, TRAIN)
+
+
+def test_segments_divide_every_row_and_say_what_they_hold():
+    quarters, ids = divide(TEST, [dense_quantiles(1), frequent_ids(1, 3)], batch_size=64)
+    batches = list(TEST.batches(64))
+    dense = torch.cat([batch.dense[:, 1] for batch in batches]).numpy()
+    sparse = torch.cat([batch.sparse[:, 1] for batch in batches]).numpy()
+    assert np.bincount(quarters.group).tolist() == [150, 150, 150, 150]
+    highest = dense[quarters.group == 3]
+    assert highest.min() > dense[quarters.group == 2].max()
+    counts = np.bincount(sparse)
+    top = int(ids.names[0].rpartition("= ")[2])
+    assert counts[top] == counts.max()
+    assert (sparse[ids.group == 0] == top).all()
+    assert len(ids.group) == 600
+    assert np.bincount(ids.group).sum() == 600
+
+
+def test_segments_of_a_trainer_are_divisions_too():
+    (divided,) = divide(TEST, [by_segments(Segments.of_column(0, ids=(3, 5)))], batch_size=64)
+    ids = torch.cat([batch.sparse[:, 0] for batch in TEST.batches(64)]).numpy()
+    assert divided.names == ("sparse 0 = 3", "sparse 0 = 5", "other")
+    assert np.array_equal(divided.group == 1, ids == 5)
+    assert np.array_equal(divided.group == 2, (ids != 3) & (ids != 5))
+
+
+def test_ties_and_missing_values_of_a_dense_feature_stay_together():
+    values = np.array([0.0] * 70 + [1.0] * 20 + [2.0] * 8 + [np.nan] * 2)
+    group, names = dense_quantiles(5).split(values)
+    assert [set(values[group == g][:1].tolist()) for g in range(len(names) - 1)] == [{0.0}, {1.0}, {2.0}]
+    assert names[-1] == "dense:5 not finite"
+    assert (group[98:] == len(names) - 1).all()
+    assert len(set(group[:70])) == 1
+    constant, only = dense_quantiles(0).split(np.zeros(10))
+    assert set(constant.tolist()) == {0}
+    assert len(only) == 1
+
+
+def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
+    shutil.copytree(judged[0], tmp_path / "again")  # its runs are read back
+    found = run(tmp_path / "again", (SAME, WORSE), limit=0.5, segment_limit=0.6, cluster=0)
+    ids = torch.cat([batch.sparse[:, 0] for batch in TEST.batches(64)])
+    unknown = int((ids == 0).sum())
+    assert unknown
+    spread = found.arms[0].average.spread
+    assert spread.clusters == len(ids.unique()) - 1 + unknown
+    assert 1 < spread.effective < spread.clusters
+    assert cluster_named("sparse:0", TEST) == 0
+    for wrong in ("sparse:99", "dense:0", "user"):
+        with pytest.raises(UnknownName, match="sparse:0 to sparse"):
+            cluster_named(wrong, TEST)
