@@ -168,7 +168,7 @@ def run_arm(
         )
         record.add(**{name: {"points": [asdict(point) for point in points]}})
 
-    result = train(model, rows, config=config, companion=auto, on_log=on_log, check=check_finite)
+    result = train(model, rows, config=config, callback=auto, on_log=on_log, check=check_finite)
     seconds = time.perf_counter() - started
     logits, labels = evaluate(
         model, held_out, batch_size=config.batch_size, device=config.device, precision="bf16"

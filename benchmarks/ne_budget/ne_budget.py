@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 import loka
-from loka.core.budget import Budget, spends
+from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
@@ -88,7 +88,7 @@ class Arm:
     predicted: Estimate | None
 
     def to_json(self) -> dict[str, Any]:
-        predicted = None if self.predicted is None else [self.predicted.value, spends(self.predicted)]
+        predicted = None if self.predicted is None else [self.predicted.value, upper_bound(self.predicted)]
         return {
             "saved_share": self.saved,
             "fp8_share": self.fp8,
@@ -182,7 +182,9 @@ def run(name: str, seed: int, arguments: argparse.Namespace, fits: Mapping[str, 
     ]
     assert everything.predicted is not None
     limits = {f"{arguments.percent} % of NE": arguments.percent / 100 * ne}
-    limits.update({f"{share:g} of all": share * spends(everything.predicted) for share in arguments.shares})
+    limits.update(
+        {f"{share:g} of all": share * upper_bound(everything.predicted) for share in arguments.shares}
+    )
     budgets = {}
     for title, limit in limits.items():
         mine = arm(f"{limit:.2e}", replace(free, ne=limit))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from proof_runs import divergence, entropy
 
-from loka.core.budget import spends, total_effect
+from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.annealed import annealed
@@ -47,7 +47,7 @@ def changes_of(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> dic
 def summed(effects: Sequence[Estimate]) -> list[float]:
     """value, low, high, and what a budget is charged."""
     total = total_effect(effects)
-    return [total.value, total.low, total.high, math.fsum(spends(effect) for effect in effects)]
+    return [total.value, total.low, total.high, math.fsum(upper_bound(effect) for effect in effects)]
 
 
 def judged(folder: Path, arms: Sequence[str], seeds: Sequence[int], labels: np.ndarray) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_drift(folder: Path) -> None:
     replace(stats, layers=moved).save(folder / "moved")
     text = loka("drift", "plan.json", "moved", "--before", "stats", cwd=folder, fails=True)
     assert "amax of input rose by 3.0 octaves" in text
-    assert "the valve should hold in hp" in text
+    assert "the drift guard should hold in hp" in text
     # Three safe windows after the unsafe one open it again; two do not.
     loka("drift", "plan.json", "moved", "stats", "stats", "--before", "stats", cwd=folder, fails=True)
     loka("drift", "plan.json", "moved", "stats", "stats", "stats", "--before", "stats", cwd=folder)

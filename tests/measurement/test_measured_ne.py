@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import loka
-from loka.core.budget import spends
+from loka.core.budget import upper_bound
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.report import HP
 from loka.measurement.predicted_ne import predicted_ne
@@ -54,7 +54,9 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     """Free of the pin on the logit layer, both could run; the budget holds for one of them."""
     effects = {
         path: min(
-            spends(m.errors["ne"]) for n, m in report.sites[f"{path}/output"].measurements.items() if n != HP
+            upper_bound(m.errors["ne"])
+            for n, m in report.sites[f"{path}/output"].measurements.items()
+            if n != HP
         )
         for path in ("0", "2")
     }
@@ -63,7 +65,7 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     low = [d.path for d in plan.decisions.values() if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP]
     assert low == ["0"], "the first layer has 64 times the multiplications of the second"
     assert plan.ne is not None
-    assert spends(plan.ne) <= budget.ne
+    assert upper_bound(plan.ne) <= budget.ne
     assert "Predicted KL/H" in plan.summary()
 
 

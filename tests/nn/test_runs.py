@@ -10,7 +10,7 @@ from sites import convert_layers
 from torch import nn
 
 from loka.nn import fp8_runs, reset_health
-from loka.nn.fp8_state_dict import carried, carry_over, restore_carried
+from loka.nn.fp8_state_dict import carry_over, fp8_state_dict, load_fp8_state_dict
 
 E4M3 = "emulated:tensorwise_e4m3"
 X = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
@@ -60,21 +60,21 @@ def test_counts_go_on_where_a_checkpoint_left_them(model: nn.Module) -> None:
     fresh = copy.deepcopy(model)
     for _ in range(2):
         step(model)
-    saved = copy.deepcopy(carried(model))
+    saved = copy.deepcopy(fp8_state_dict(model))
     step(fresh)
-    restore_carried(fresh, saved)
+    load_fp8_state_dict(fresh, saved)
     assert fp8_runs(fresh) == expected(2, 2)
     reset_health(fresh)
     carry_over(saved, fresh)
     assert fp8_runs(fresh) == expected(2, 2)
-    restore_carried(fresh, {**saved, "scales": []})  # as in a checkpoint of before
+    load_fp8_state_dict(fresh, {**saved, "scales": []})  # as in a checkpoint of before
     assert fp8_runs(fresh) == expected(2, 2)
 
 
 def test_other_sites_are_refused_or_begin_anew(model: nn.Module) -> None:
     step(model)
-    saved, other = copy.deepcopy(carried(model)), made(at_2=(E4M3, E4M3, "hp"))
+    saved, other = copy.deepcopy(fp8_state_dict(model)), made(at_2=(E4M3, E4M3, "hp"))
     with pytest.raises(ValueError, match="other FP8 sites run now than when it was saved: 0"):
-        restore_carried(other, saved)
+        load_fp8_state_dict(other, saved)
     carry_over(saved, other)
     assert fp8_runs(other) == {"2/output": 1, "2/grad_input": 1}

@@ -12,7 +12,7 @@ from ne_reports import ROW, TENSOR, THREE, chosen, costing, effect, model_report
 from reports import measured
 
 import loka
-from loka.core.budget import Budget, spends, total_effect
+from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 
@@ -33,9 +33,9 @@ def test_the_budget_goes_where_it_saves_most() -> None:
 
 def test_a_doubtful_effect_costs_its_upper_end() -> None:
     """1.96 standard errors are half of the interval; 1.64 are charged: 1e-5 + 0.839 * 1e-5."""
-    assert spends(effect(1e-5, 1e-5)) == pytest.approx(1.839e-5, rel=1e-3)
-    assert spends(Estimate(1e-5, -math.inf, math.inf)) == math.inf
-    assert spends(Estimate(math.nan, math.nan, math.nan)) == math.inf
+    assert upper_bound(effect(1e-5, 1e-5)) == pytest.approx(1.839e-5, rel=1e-3)
+    assert upper_bound(Estimate(1e-5, -math.inf, math.inf)) == math.inf
+    assert upper_bound(Estimate(math.nan, math.nan, math.nan)) == math.inf
     report = outputs(sure={ROW: costing(60, effect(1.2e-5))}, unsure={ROW: costing(60, effect(1e-5, 1e-5))})
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
 

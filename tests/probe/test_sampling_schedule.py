@@ -18,8 +18,8 @@ from loka.probe.sampling_schedule import (
     CudaClock,
     Every,
     WallClock,
-    cadence_of,
     clock_of,
+    sampling_of,
 )
 
 PLAIN = 0.010
@@ -155,15 +155,15 @@ def test_a_run_that_goes_on_waits_a_little() -> None:
 @pytest.mark.parametrize("every", [0, -3, "often", 1.5, True])
 def test_what_cannot_be(every: Any) -> None:
     with pytest.raises(ValueError, match="every is"):
-        cadence_of(every, overhead=0.01)
+        sampling_of(every, overhead=0.01)
 
 
 def test_an_overhead_that_cannot_be() -> None:
     for overhead in (0.0, 1.0, -0.1):
         with pytest.raises(ValueError, match="overhead is"):
-            cadence_of("auto", overhead=overhead)
-    assert isinstance(cadence_of("auto", overhead=0.01), Auto)
-    assert isinstance(cadence_of(7, overhead=0.0), Every)
+            sampling_of("auto", overhead=overhead)
+    assert isinstance(sampling_of("auto", overhead=0.01), Auto)
+    assert isinstance(sampling_of(7, overhead=0.0), Every)
 
 
 class Late(Clock):

@@ -152,7 +152,7 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path
             model,
             rows,
             config=config,
-            companion=Auto(AUTO),
+            callback=Auto(AUTO),
             checkpoints=folder,
             on_step=kill if stop else None,
         )

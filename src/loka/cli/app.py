@@ -230,7 +230,7 @@ def drift(
 ) -> None:
     """Has the data moved since a plan was made?
 
-    Exit status 0: it holds; 1: plan again; 3: the valve acts; 4: the last window does not tell.
+    Exit status 0: it holds; 1: plan again; 3: the drift guard acts; 4: the last window does not tell.
     """
     status = show_drift(
         Plan.load(plan),

@@ -23,8 +23,8 @@ class Budget:
     Attributes:
         ne: limit on the predicted KL/H of all FP8 `output` GEMMs together, absolute, spent where it saves
             most time. In a calibrated, annealed model NE by the labels rises as much in the mean, and 0.02 %
-            of an NE of 0.8 is 1.6e-4. Each site counts with the upper end of its estimate, `spends`; a site
-            without an estimate stays in hp. None: no such limit (docs/budget.md).
+            of an NE of 0.8 is 1.6e-4. Each site counts with the upper end of its estimate, `upper_bound`; a
+            site without an estimate stays in hp. None: no such limit (docs/budget.md).
         min_sqnr_db: floor on the lower end of a site's `sqnr_db` interval. e4m3 on both
             operands gives about 28.5 dB, e5m2 gradients about 24.5 dB; the default admits the
             first and refuses the second, whose bias costs NE in training (docs/plan.md).
@@ -73,7 +73,7 @@ class Budget:
 _ONE_SIDED, _TWO_SIDED = 1.644854, 1.959964  # standard errors that 95 % lie below, or between
 
 
-def spends(effect: Estimate) -> float:
+def upper_bound(effect: Estimate) -> float:
     """What an effect costs a budget: the value and 1.64 standard errors, which it exceeds once in
     twenty. The interval's upper half is 1.96 of them. inf for what is not known at all."""
     upper = effect.value + (effect.high - effect.value) * _ONE_SIDED / _TWO_SIDED

@@ -3,7 +3,7 @@
     sqnr_db = 10 log10( sum ref^2 / sum (out - ref)^2 )
     mere    = mean over ref != 0 of |out - ref| / |ref|      (the paper's metric)
 
-`mere` is a named companion for parity with the paper: it grows with the logarithm of the
+`mere` is a second measure for parity with the paper: it grows with the logarithm of the
 number of outputs when they are centred on zero, so nothing gates on it by default. Errors by row
 and the direction of gradients are in core/numerics/gemm_error.py and core/numerics/direction.py.
 """

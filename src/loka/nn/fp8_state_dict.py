@@ -15,13 +15,13 @@ from torch import nn
 from loka.nn.site import sites_of
 
 
-def carried(model: nn.Module) -> dict[str, Any]:
+def fp8_state_dict(model: nn.Module) -> dict[str, Any]:
     """As plain tensors and names. Tensors are shared with the model, not copied."""
     return {"health": {name: site.health for name, site in sites_of(model).items()}}
 
 
 @torch.no_grad()
-def restore_carried(model: nn.Module, content: Mapping[str, Any]) -> None:
+def load_fp8_state_dict(model: nn.Module, content: Mapping[str, Any]) -> None:
     """Puts it into a model that was converted alike.
 
     Raises ValueError where the FP8 sites are others; the first differences are named.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from loka.core.budget import Budget, spends
+from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
@@ -138,7 +138,7 @@ def frontier(
             way_out=WAY_OUT,
         )
     if limits is None:
-        limits = [0.0, *_range(report, spends(everything.ne), count)]
+        limits = [0.0, *_range(report, upper_bound(everything.ne), count)]
     points: list[Point] = []
     for limit in sorted(limits):
         made = plan(report, replace(budget, ne=limit))
@@ -149,7 +149,7 @@ def frontier(
             Point(
                 budget=limit,
                 ne=effect,
-                spent=spends(effect),
+                spent=upper_bound(effect),
                 time=base_time(report) - saved_time(made),
                 fp8=sum(d.candidate != HP for d in made.decisions.values()),
                 plan=made,
@@ -191,7 +191,7 @@ def saved_time(made: Plan) -> float:
 
 def _range(report: Report, largest: float, count: int) -> list[float]:
     costs = [
-        spends(measured.errors["ne"])
+        upper_bound(measured.errors["ne"])
         for site in report.sites.values()
         for measured in site.measurements.values()
         if "ne" in measured.errors

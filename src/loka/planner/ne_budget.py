@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loka.core.budget import Budget, spends
+from loka.core.budget import Budget, upper_bound
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, known_effect
 from loka.core.records.report import HP, Report, SiteReport
@@ -49,7 +49,7 @@ def cost_of(site: SiteReport, name: str) -> float:
     if name == HP or site.problem.gemm is not Gemm.OUTPUT or measured is None:
         return 0.0
     effect = known_effect(measured.errors.get("ne"))
-    return spends(effect) if effect is not None else 0.0
+    return upper_bound(effect) if effect is not None else 0.0
 
 
 def is_forced(decision: Decision | None) -> bool:

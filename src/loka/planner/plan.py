@@ -18,7 +18,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from loka.core.annealing import annealing_note
-from loka.core.budget import Budget, spends
+from loka.core.budget import Budget, upper_bound
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.recipe import SHARED, Gemm
 from loka.core.records.plan import Decision, Plan
@@ -39,7 +39,7 @@ from loka.planner.layer_choice import (
     tied,
 )
 from loka.planner.ne_budget import cost_of, grant, is_forced
-from loka.planner.regions import in_region, objection, region_of
+from loka.planner.regions import in_region, region_of, unsupported
 
 
 def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, str] | None = None) -> Plan:
@@ -222,7 +222,7 @@ def _admit(
     for name, measured in site.measurements.items():
         if name == HP:
             continue
-        reason = objection(measured, budget, site.problem.gemm)
+        reason = unsupported(measured, budget, site.problem.gemm)
         if reason is None and timed and option_of(site, name) is None:
             reason = f"not timed: {site.unfinished or 'no time was measured'}"
         if reason is None:
@@ -315,7 +315,7 @@ def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str
 def _least_effect(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
     """As `_most_exact`, by what a candidate spends of the budget of KL/H."""
     effects = {name: m.errors["ne"] for name, m in admitted.items()}
-    chosen = min(effects, key=lambda name: (spends(effects[name]), name))
+    chosen = min(effects, key=lambda name: (upper_bound(effects[name]), name))
     lost = {name: f"costs more: KL/H {effect}" for name, effect in effects.items() if name != chosen}
     return chosen, "smallest KL/H; not timed", lost
 

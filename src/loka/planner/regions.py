@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loka.compiler.joint_sites import IN_REGIONS
-from loka.core.budget import Budget, spends
+from loka.core.budget import Budget, upper_bound
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
@@ -14,7 +14,7 @@ from loka.planner.layer_choice import Choice, Option, option_of, region_choice
 from loka.planner.ne_budget import WAY_OUT
 
 
-def objection(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
+def unsupported(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
     """Why the budget does not admit a candidate, or None. A NaN error is never admitted."""
     if measured.unsupported:
         return measured.unsupported
@@ -30,7 +30,7 @@ def objection(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
     effect = measured.errors.get("ne")
     if effect is None:
         return f"its effect on NE is not known; {WAY_OUT}"
-    if not spends(effect) <= budget.ne:
+    if not upper_bound(effect) <= budget.ne:
         return f"NE +{effect} is above the whole budget of {budget.ne:g}"
     return None
 
@@ -50,7 +50,7 @@ def region_of(sites: list[SiteReport], report: Report, budget: Budget) -> Choice
         measured, option = site.measured(name), option_of(site, HP)
         if measured is None or option is None:
             return f"the errors of {name}, or of hp, were not measured at {site.name}"
-        if reason := objection(measured, budget, site.problem.gemm):
+        if reason := unsupported(measured, budget, site.problem.gemm):
             return f"{site.name}: {reason}"
         in_hp[site.problem.gemm] = option
     return region_choice(in_hp, times) or "hp was not timed beside it"

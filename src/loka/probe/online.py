@@ -42,7 +42,7 @@ from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import Call, Sensitivity, step_seed
 from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
-from loka.probe.sampling_schedule import cadence_of, clock_of
+from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.probe.trace import detach, unseen
 from loka.statistics import gaussian, matrix_normal
@@ -139,7 +139,7 @@ class Probe:
         refuse_without_sites(model, self._linears, self._skipped)
         if resume is not None:
             self._restore(resume)
-        self._cadence = cadence_of(every, overhead=overhead, start=self._steps)
+        self._sampling = sampling_of(every, overhead=overhead, start=self._steps)
         self._clock = clock_of(next(unwrap(model).parameters()).device)
         self._announced: bool | None = None  # whether the step is sampled, where the program asks for it
         self._saver: Saver | None = None
@@ -203,7 +203,7 @@ class Probe:
     @property
     def overhead(self) -> float | None:
         """The share of sampled steps' extra time in the time of training; None while it is not known."""
-        return self._cadence.overhead
+        return self._sampling.overhead
 
     def _sites(self) -> dict[str, Site]:
         in_order = sorted(self._learnt.items(), key=lambda item: item[1].order)
@@ -234,12 +234,12 @@ class Probe:
     def _advance(self) -> bool:
         """A step begins; whether it is sampled."""
         self._clock.mark(self._steps)
-        self._clock.read(self._cadence.costs.took)
+        self._clock.read(self._sampling.costs.took)
         if self._saver is not None:
             if self._sampled and self._steps % self._save_every == 0:
                 self._saver.offer(*self._copy())
             self._saver.poll()
-        sampled = self._cadence.due(self._steps)
+        sampled = self._sampling.due(self._steps)
         self._steps += 1
         return sampled
 

@@ -207,7 +207,7 @@ class Auto(Cadence):
         return math.ceil(missing / earned) if earned > 0 else 1
 
 
-def cadence_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:
+def sampling_of(every: int | str, *, overhead: float, start: int = 0) -> Cadence:
     """Raises ValueError for an `every` or an `overhead` that cannot be."""
     if every == "auto":
         if not 0 < overhead < 1:

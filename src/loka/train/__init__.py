@@ -5,16 +5,16 @@ from loka.train.config import TrainConfig
 from loka.train.loop import TrainLog, TrainResult, evaluate, train, untracked
 from loka.train.metrics import Quality, quality
 from loka.train.optim import RowwiseAdagrad, build_optimizers
-from loka.train.run import Companion, Run
+from loka.train.run import Callback, Run
 from loka.train.running import Reading, RunningQuality
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
 from loka.train.steps.graphed import GraphedStep, graphed
 
 __all__ = [
+    "Callback",
     "Checkpoint",
     "CheckpointNotSaved",
-    "Companion",
     "GraphedStep",
     "Quality",
     "Reading",

@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
-from loka.nn.fp8_state_dict import carried, restore_carried
+from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.config import Precision, TrainConfig
 from loka.train.steps.forward import arguments, predict
 
@@ -92,7 +92,7 @@ def as_averaged(
             "BatchNorm's statistics are those of the weights of the last steps, not of their mean",
             way_out="give as_averaged rows to train on; they are estimated anew from these",
         )
-    counts = copy.deepcopy(carried(model))
+    counts = copy.deepcopy(fp8_state_dict(model))
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if normed else []
     _exchange(model, average)
     try:
@@ -101,7 +101,7 @@ def as_averaged(
         yield model
     finally:
         _exchange(model, average)
-        restore_carried(model, counts)
+        load_fp8_state_dict(model, counts)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

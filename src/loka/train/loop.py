@@ -41,7 +41,7 @@ from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, unused_batches
 from loka.train.metrics import Quality, normalized_entropy
 from loka.train.ranks import together, warn_if_apart
-from loka.train.run import Companion, Run
+from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
@@ -113,7 +113,7 @@ def train(
     *,
     config: TrainConfig,
     plan: Plan | None = None,
-    companion: Companion | None = None,
+    callback: Callback | None = None,
     segments: Segments | None = None,
     identity_extra: Mapping[str, Any] | None = None,
     checkpoints: Path | None = None,
@@ -155,7 +155,7 @@ def train(
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so.
     """
     model.train()
-    companion = companion or Companion()
+    callback = callback or Callback()
     length = Length.of(source, config)
     # What all ranks do together has to come at the same steps on each.
     saves = f"a checkpoint every {config.checkpoint_every}" if checkpoints else "no checkpoints"
@@ -174,7 +174,7 @@ def train(
         "source": {"identity": source.identity, "rows": source.rows},
         "model": layout(model),
         "plan": identity_of(plan),
-        "beside": companion.identity(),
+        "beside": callback.identity(),
         "segments": segments.identity() if segments else None,
         "extra": dict(identity_extra or {}),
     }
@@ -187,7 +187,7 @@ def train(
         run.adopt(plan)
     if found:
         run.restore(found.state, step=found.step, path=found.path)
-        companion.restore(found.state["beside"])
+        callback.restore(found.state["beside"])
     saved = first_step = run.step
     unsaved: list[str] = []
     between_steps = True
@@ -204,7 +204,7 @@ def train(
         run.save_due = False
         if not checkpoints or saved == run.step:
             return
-        state = {**run.capture(), "given_plan": plan_text(plan), "beside": companion.state()}
+        state = {**run.capture(), "given_plan": plan_text(plan), "beside": callback.state()}
         try:
             save(checkpoints, step=run.step, state=state, identity=identity, keep=config.keep_checkpoints)
         except CheckpointNotSaved as error:
@@ -219,16 +219,16 @@ def train(
     exact = matrix_precision(config.precision, run.device)
     with _alone(checkpoints), deferred_interrupt() as run.interrupt, exact:
         try:
-            companion.start(run)
+            callback.start(run)
             batches = batches_from(source, config, length, step=run.step)
             for batch in track(batches, "train", length.steps - run.step):
-                sight = companion.before(run)
+                sight = callback.before(run)
                 between_steps = False
                 run.learn(batch.to(run.device), sight=sight)
                 between_steps = True
                 if run.step == first_step + 1:
                     warn_if_apart(run.dense_weights)
-                companion.after(run)
+                callback.after(run)
                 last = run.step == length.steps
                 if run.step % config.log_every == 0 or last:
                     together(finish_checks)
@@ -252,7 +252,7 @@ def train(
             raise
         finally:
             reason = run.step_reason
-            companion.stop(run, failed)
+            callback.stop(run, failed)
             run.close()
     seconds = time.perf_counter() - started
     return TrainResult(

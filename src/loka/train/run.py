@@ -1,8 +1,8 @@
 """A run: the model with what trains it, and what may go on beside its steps.
 
-    for each batch:   companion.before(run)    step    companion.after(run)    log, checkpoint
+    for each batch:   callback.before(run)    step    callback.after(run)    log, checkpoint
 
-A companion watches (a Probe), or changes the plan that the model runs (`--auto`). It is called
+A callback watches (a Probe), or changes the plan that the model runs (`--auto`). It is called
 between steps only, and what it has to remember goes into the run's checkpoints.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from loka.core.records.plan import Plan
 from loka.data.batch import Batch
-from loka.nn.fp8_state_dict import carried, carry_over
+from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
 from loka.train.average import Weights, averaged_weights, due
 from loka.train.checkpointing import state as run_state
@@ -30,7 +30,7 @@ from loka.train.segments import Segments
 from loka.train.steps.step import Sight, Step
 
 
-class Companion:
+class Callback:
     """What goes on beside the steps; this one does nothing."""
 
     def identity(self) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ class Run:
         self.running = RunningQuality(self.device, window=config.window, segments=segments)
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
-        self.save_due = False  # a companion sets it where the next step may not be the same again
+        self.save_due = False  # a callback sets it where the next step may not be the same again
         self._step: Step | None = None
 
     @property
@@ -120,7 +120,7 @@ class Run:
         Parameters and optimizers stay the same objects. Sites that run in FP8 before and after keep their
         counts. Raises as `loka.convert`, after which the model runs in high precision.
         """
-        before = carried(self.model) if self.plan else None
+        before = fp8_state_dict(self.model) if self.plan else None
         self.close()
         if self.config.step != "eager":
             torch._dynamo.reset()  # compiled code of modules that are about to change would be kept for good

@@ -15,7 +15,7 @@ from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import Effect
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.drift import Drift, drift, effects_of, valve
+from loka.core.records.drift import Drift, drift, drift_guard, effects_of
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.signature import LinearShape, ModelSignature
@@ -162,11 +162,11 @@ def test_the_valve_closes_at_once_and_opens_after_three_safe_windows() -> None:
         return drift(BOTH, window(amax=amax), before=window())
 
     safe, unsafe = of(4.0), of(16.0)
-    assert valve([safe, safe]) == frozenset()
-    assert valve([safe, unsafe]) == {"a"}
-    assert valve([unsafe, safe, safe]) == {"a"}
-    assert valve([unsafe, safe, safe, safe]) == frozenset()
-    assert valve([unsafe, safe, safe, unsafe, safe]) == {"a"}
+    assert drift_guard([safe, safe]) == frozenset()
+    assert drift_guard([safe, unsafe]) == {"a"}
+    assert drift_guard([unsafe, safe, safe]) == {"a"}
+    assert drift_guard([unsafe, safe, safe, safe]) == frozenset()
+    assert drift_guard([unsafe, safe, safe, unsafe, safe]) == {"a"}
 
 
 def test_other_models_are_refused_and_unknown_effects_left_out() -> None:
@@ -226,7 +226,7 @@ def test_windows_without_samples_are_refused() -> None:
 def test_windows_that_say_nothing_open_no_valve() -> None:
     closed = drift(BOTH, window(amax=16.0), before=window())
     blind = drift(BOTH, without(window(), "a", effects_alone=False), before=window())
-    assert valve([closed, blind, blind, blind]) == {"a"}
+    assert drift_guard([closed, blind, blind, blind]) == {"a"}
     ranges = without(window(), "a", effects_alone=True)
     never = drift(BOTH, ranges, before=ranges)  # its effect was never known: ranges have to do
-    assert valve([closed, never, never, never]) == frozenset()
+    assert drift_guard([closed, never, never, never]) == frozenset()

@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
 def test_auto_plans_by_fresh_rows(step: str, seen: list[Stats], tmp_path: Path) -> None:
     said: list[str] = []
     config = replace(CONFIG, step=step)
-    train(tower(0), ROWS, config=config, companion=Auto(AUTO, folder=tmp_path, say=said.append))
+    train(tower(0), ROWS, config=config, callback=Auto(AUTO, folder=tmp_path, say=said.append))
     assert any("that training has not used" in line for line in said)
     effects = [effect for layer in seen[0].layers.values() for effect in layer.effects.values()]
     assert {effect.count for effect in effects} == {18 * 15}, "of a batch one row has to be left out"
@@ -74,7 +74,7 @@ def test_auto_plans_by_fresh_rows(step: str, seen: list[Stats], tmp_path: Path) 
 def test_auto_without_fresh_rows_says_so(seen: list[Stats]) -> None:
     said: list[str] = []
     rows = RandomRows(16 * 5)
-    train(tower(0), rows, config=replace(CONFIG, epochs=6), companion=Auto(AUTO, say=said.append))
+    train(tower(0), rows, config=replace(CONFIG, epochs=6), callback=Auto(AUTO, say=said.append))
     assert any("no row is left that was not trained on" in line for line in said)
 
 
@@ -85,7 +85,7 @@ def test_auto_promises_nothing_on_labels_that_are_all_equal(seen: list[Stats]) -
                 yield replace(batch, label=torch.zeros_like(batch.label))
 
     auto = Auto(replace(AUTO, budget=None))
-    train(tower(0), Clickless(16 * 30), config=CONFIG, companion=auto)
+    train(tower(0), Clickless(16 * 30), config=CONFIG, callback=auto)
     assert auto.plan is not None
     assert not auto.plan.output_recipes, "no forward GEMM in FP8 without a promise"
     assert auto.plan.budget.ne == NE_ALLOWED
@@ -95,7 +95,7 @@ def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch: pytest
     """Up to the plan, which may differ: so FP8 is kept out here."""
     quiet = replace(AUTO, budget=Budget(keep=("*",)))
     with_it, without = tower(0), tower(0)
-    train(with_it, ROWS, config=CONFIG, companion=Auto(quiet))
+    train(with_it, ROWS, config=CONFIG, callback=Auto(quiet))
     train(without, ROWS, config=CONFIG)
     for a, b in zip(with_it.parameters(), without.parameters(), strict=True):
         assert torch.equal(a, b)

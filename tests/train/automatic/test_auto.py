@@ -41,7 +41,7 @@ def run(
     others = {"config": CONFIG, **others}
     if folder is not None:
         others.setdefault("checkpoints", folder / "checkpoints")
-    result = train(model, ROWS, companion=auto, **others)
+    result = train(model, ROWS, callback=auto, **others)
     return model, auto, result, said
 
 
@@ -231,11 +231,11 @@ def test_on_a_gpu_in_graphs(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     found = []
-    for companion in (None, auto):
+    for callback in (None, auto):
         torch.manual_seed(0)
         model = build("dlrm", dense_features=rows.dense_features, vocab_sizes=rows.vocab_sizes)
         loka.mods.apply(model, [loka.mods.NoBias(), loka.mods.BlockNorm(256), loka.mods.HardSwish()])
-        found.append(train(model, rows, config=config, companion=companion))
+        found.append(train(model, rows, config=config, callback=callback))
         assert found[-1].step_reason is None
     assert auto.phase == "fp8"
     assert auto.plan.timed

@@ -40,10 +40,10 @@ class Shard(RandomRows):
 
 def run(rank: int, folder: Path, *, auto: AutoConfig = AUTO, track: Any = None, **others: Any) -> Any:
     model = DistributedDataParallel(tower(seed=rank))
-    companion = Auto(auto, folder=folder, track=track)
+    callback = Auto(auto, folder=folder, track=track)
     others = {"config": CONFIG, "checkpoints": folder / "checkpoints", **others}
-    result = train(model, Shard(seed=rank), companion=companion, **others)
-    return model.module, companion, result
+    result = train(model, Shard(seed=rank), callback=callback, **others)
+    return model.module, callback, result
 
 
 def told(rank: int, folder: Path, **others: Any) -> dict[str, Any]:

@@ -197,7 +197,8 @@ def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path: Path, plan: Pla
 
 
 def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
-    """Makes the newest checkpoint one of a version that could run several layers as one, under a valve."""
+    """Makes the newest checkpoint one of a version that could run several layers as one, under a drift
+    guard."""
     path = load_newest(folder).path
     state = torch.load(path / "state.pt", weights_only=True)
     before = {**plan.to_json(), "chains": {}, "crosses": {}}

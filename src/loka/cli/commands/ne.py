@@ -10,7 +10,7 @@ from typing import Any
 from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError, UnknownName
-from loka.core.records.drift import drift, effects_of, valve
+from loka.core.records.drift import drift, drift_guard, effects_of
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
@@ -56,8 +56,8 @@ HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 i
 
 
 def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
-    """Prints how the last window differs, what would be decided differently and what the valve should do,
-    and returns the exit status. Earlier windows count for the valve's patience alone."""
+    """Prints how the last window differs, what would be decided differently and what the drift guard should
+    do, and returns the exit status. Earlier windows count for the drift guard's patience alone."""
     history = [drift(plan, window, before=before) for window in windows]
     say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
@@ -65,9 +65,9 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
         changed = replan(plan, report, effects_of(windows[-1]))
         say(f"planned again with the effects of this window, and the times of the report:\n{changed}")
         status = REPLAN if changed else status
-    held = sorted(valve(history))
+    held = sorted(drift_guard(history))
     if held:
-        say(f"the valve should hold in hp: {', '.join(held)}")
+        say(f"the drift guard should hold in hp: {', '.join(held)}")
         return CLOSE
     if status == REPLAN:
         say("no layer is in doubt, but planning again would pay")

@@ -51,7 +51,7 @@ from loka.data.batch import Source
 from loka.measurement.cache import default_folder
 from loka.nn import check_finite
 from loka.report.progress import ProgressBars
-from loka.train import Companion, Segments, TrainLog, load_newest
+from loka.train import Callback, Segments, TrainLog, load_newest
 from loka.train import train as train_model
 from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.checkpointing.state import plan_in
@@ -153,13 +153,13 @@ def train(
     given = {name: value for name, value in limits.items() if value is not None}
     bars = ProgressBars("train")
     opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
-    companion: Companion | None = None
+    callback: Callback | None = None
     if auto:
         if plan:
             raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
         out = out or Path("runs/auto")
         checkpoints = checkpoints or out / "checkpoints"
-        companion = Auto(
+        callback = Auto(
             AutoConfig(
                 every=steps_between(probe_every),
                 most_steps=probe_steps,
@@ -199,7 +199,7 @@ def train(
             opened.train,
             config=config,
             plan=chosen,
-            companion=companion,
+            callback=callback,
             segments=None if segments is None else _segments(segments, opened.train),
             checkpoints=checkpoints,
             track=bars,
@@ -207,8 +207,8 @@ def train(
             check=check_finite,
         )
     tell_result(result, config)
-    if isinstance(companion, Auto):
-        say(companion.timeline)
+    if isinstance(callback, Auto):
+        say(callback.timeline)
     judge(built, opened, config, bars, result.average)
 
 

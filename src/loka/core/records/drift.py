@@ -4,7 +4,7 @@
     rms shift   = log2( rms after / rms before )
     growth      = predicted KL/H after / before                    at the recipe that the plan runs
 
-The valve closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
+The drift guard closes a layer (returns it to hp) where its FP8 GEMMs are in doubt: an operand's amax rose by
 more than an octave, or its KL/H more than doubled, beyond the intervals of both, to more than a
 site's fair half of the budget. A falling amax does no harm: scales follow. One unsafe window closes a layer;
 three safe ones in a row open it again. A window that does not tell the effect of an FP8 layer, or did not
@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loka.core.budget import spends, total_effect
+from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.recipe import SHARED
@@ -29,7 +29,7 @@ from loka.core.table import format_table
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When the valve closes a layer, and after how many safe windows it opens it again.
+    """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
     `ne` is the budget that effects are small against where the plan has none.
     """
@@ -51,8 +51,8 @@ class Shift:
 @dataclass(frozen=True, kw_only=True)
 class LayerDrift:
     """One layer. `recipe` is what its `output` GEMM runs by, None in hp; effects are those of that recipe.
-    `unsafe` says why the valve should close it; empty where it is safe, or all in hp. `unknown` says why the
-    window does not tell what it costs now; empty where it does, and where no GEMM of it is in FP8."""
+    `unsafe` says why the drift guard should close it; empty where it is safe, or all in hp. `unknown` says
+    why the window does not tell what it costs now; empty where it does, and where no GEMM of it is in FP8."""
 
     path: str
     recipe: str | None
@@ -94,7 +94,7 @@ class Drift:
 
     @property
     def over_budget(self) -> bool:
-        return self.budget is not None and self.total is not None and spends(self.total) > self.budget
+        return self.budget is not None and self.total is not None and upper_bound(self.total) > self.budget
 
     def __str__(self) -> str:
         header = (
@@ -173,7 +173,7 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
     return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.budget.ne)
 
 
-def valve(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:
+def drift_guard(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:
     """The layers to hold in hp after these windows, oldest first."""
     limits = limits or Limits()
     safe: dict[str, int] = {}
@@ -229,7 +229,7 @@ def _layer(
             unsafe.append(f"amax of {operand} rose by {shift.amax:.1f} octaves")
     if old is not None and new is not None:
         grown = new.value > limits.growth * old.value and new.low > old.high
-        if grown and spends(new) > negligible:
+        if grown and upper_bound(new) > negligible:
             unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
     return LayerDrift(
         path=path,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loka.core.budget import Budget, spends, total_effect
+from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused
@@ -181,7 +181,7 @@ class Plan:
 
 def known_effect(effect: Estimate | None) -> Estimate | None:
     """`effect` where it has an upper end to charge a budget; None otherwise."""
-    return effect if effect is not None and math.isfinite(spends(effect)) else None
+    return effect if effect is not None and math.isfinite(upper_bound(effect)) else None
 
 
 def _show(estimate: Estimate | None, pattern: str) -> str:

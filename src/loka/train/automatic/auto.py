@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from loka.core.budget import Budget, spends, total_effect
+from loka.core.budget import Budget, total_effect, upper_bound
 from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
@@ -45,7 +45,7 @@ from loka.probe.model_effects.movement import Horizon
 from loka.train.automatic.as_it_is import as_they_are, batches_needed, renew, told
 from loka.train.automatic.timeline import Timeline, events_from_json
 from loka.train.ranks import by_the_first, first_rank, together
-from loka.train.run import Companion, Run
+from loka.train.run import Callback, Run
 from loka.train.schedule import rate_factor
 from loka.train.steps.step import Sight
 
@@ -100,8 +100,8 @@ class AutoConfig:
             raise ValueError(f"width is {self.width}; the upper end lies above the estimate, so it exceeds 1")
 
 
-class Auto(Companion):
-    """See the module's text. To be given to `train` as its companion, with the model as it is.
+class Auto(Callback):
+    """See the module's text. To be given to `train` as its callback, with the model as it is.
 
     Args:
         config: what to do when.
@@ -377,4 +377,4 @@ def relative_width(stats: Stats) -> float | None:
     """What a budget is charged for all layers' effects together over their estimate; None while unknown."""
     effects = [found[_REFERENCE] for found in effects_of(stats).values() if _REFERENCE in found]
     total = total_effect(effects)
-    return spends(total) / total.value if effects and total.value > 0 else None
+    return upper_bound(total) / total.value if effects and total.value > 0 else None

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused
 from loka.core.records.plan import Plan
-from loka.nn.fp8_state_dict import carried, restore_carried
+from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.running import RunningQuality
 
 
@@ -32,7 +32,7 @@ def capture(
     """The state as it is now. Tensors are shared, not copied: save it before the next step."""
     return {
         "model": model.state_dict(),
-        "fp8": carried(model),
+        "fp8": fp8_state_dict(model),
         "plan": plan_text(plan),
         "buffers": dict(model.named_buffers(remove_duplicate=False)),
         "optimizers": {name: optimizer.state_dict() for name, optimizer in optimizers.items()},
@@ -84,7 +84,7 @@ def restore(
     """
     restore_model(state, model, path=path)
     try:
-        restore_carried(model, state["fp8"])
+        load_fp8_state_dict(model, state["fp8"])
         for name, optimizer in optimizers.items():
             _restore_optimizer(optimizer, state["optimizers"][name])
         running.load_state_dict(state["running"])

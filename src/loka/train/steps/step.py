@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from loka.core.timing import first_line
 from loka.data.batch import Batch
 from loka.nn import unwrap
-from loka.nn.fp8_state_dict import carried, restore_carried
+from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.config import TrainConfig
 from loka.train.steps.forward import arguments, predict
 from loka.train.steps.graphed import GraphedStep, graphed
@@ -239,7 +239,7 @@ class _Before:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        self._carried: dict[str, Any] = copy.deepcopy(carried(model))
+        self._carried: dict[str, Any] = copy.deepcopy(fp8_state_dict(model))
         self._random: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
             (torch.set_rng_state, torch.get_rng_state())
         ]
@@ -250,6 +250,6 @@ class _Before:
     def put_back(self) -> None:
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        restore_carried(self._model, self._carried)
+        load_fp8_state_dict(self._model, self._carried)
         for put, state in self._random:
             put(state)
