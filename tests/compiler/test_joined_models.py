@@ -1,8 +1,9 @@
 """Joined, a model computes what its sites compute one by one, within the rounding of FP8.
 
-Both quantize by the same rule, so neither is nearer to high precision than the other. What differs is where
-values are rounded to bfloat16 in between, which flips roundings to e4m3: two results with independent errors
-of size e are up to sqrt(2) e apart.
+Both quantize activations and gradients by the same rule, weights under a scale of each row or of the tensor,
+so neither is nearer to high precision than the other. What differs most is where values are rounded to
+bfloat16, which flips roundings to e4m3: two results with errors of size e of their own are up to sqrt(2) e
+apart.
 """
 
 from __future__ import annotations

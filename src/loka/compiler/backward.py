@@ -34,7 +34,7 @@ class Edge:
     cone: Cone
     sums: dict[Node, Node]  # sums over all rows, and what they sum
     outputs: dict[str, Node] = field(default_factory=dict)
-    turns: JointSite | None = None  # whose (r x)^T it writes
+    transposes: JointSite | None = None  # whose (r x)^T it writes
     recomputed: bool = False  # from what the cone reads, instead of from its FP8 data
 
 
@@ -52,7 +52,7 @@ def lower_backward(
     for site in trained:
         host = _host(site, edges) if site.wants_weight else None
         if host is not None:
-            host.turns = site
+            host.transposes = site
     texts = {node: _write(mine, low) for node, mine in edges.items()}
     last: Node | None = None
     for site in reversed(trained):
@@ -77,10 +77,10 @@ def lower_backward(
         if not site.wants_weight or 1 not in results:
             continue
         with emitter.like(backward):
-            host = next((e for e in edges.values() if e.turns is site), None)
-            turned = host.outputs if host is not None else _turn(emitter, site, mine, low[site.x])
+            host = next((e for e in edges.values() if e.transposes is site), None)
+            other = host.outputs if host is not None else _transpose(emitter, site, mine, low[site.x])
             column = mine.outputs["column"]
-            last = gemms.call(site, Gemm.GRAD_WEIGHT, column, None, turned["turned"], turned["top"])
+            last = gemms.call(site, Gemm.GRAD_WEIGHT, column, None, other["transposed"], other["top"])
             emitter.replace(results[1], last)
     return {node: edge.outputs["r"] for node, edge in edges.items()}, last
 
@@ -144,7 +144,7 @@ def _only_summed(sums: set[Node]) -> set[Node]:
 def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
     """The edge that writes (r x)^T of `site`: that of the latest site which made x."""
     matrix = Matrix(rows=site.rows, features=site.inputs)
-    by_y = {edge.site.y: edge for edge in edges.values() if edge.turns is None}
+    by_y = {edge.site.y: edge for edge in edges.values() if edge.transposes is None}
     before = above(site.grad_output)
     for maker in makers_of(site.x, set(by_y)):
         edge = by_y[maker]
@@ -161,17 +161,17 @@ def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
 
 def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
     """The program of an edge, while the nodes of its cone are as they were found."""
-    site, turns = mine.site, mine.turns
-    writer = Writer(mine.cone, {} if turns is None or mine.recomputed else _kinds(low[turns.x]))
+    site, transposes = mine.site, mine.transposes
+    writer = Writer(mine.cone, {} if transposes is None or mine.recomputed else _kinds(low[transposes.x]))
     gradient = writer.place(mine.root)
-    turned = None
-    if turns is not None:
-        turned = writer.place(turns.x) if mine.recomputed else _scaled(writer, low[turns.x])
+    transposed = None
+    if transposes is not None:
+        transposed = writer.place(transposes.x) if mine.recomputed else _scaled(writer, low[transposes.x])
     return writer, writer.program(
         gradient=gradient,
         row=site.wants_input,
         column=site.wants_weight,
-        turned=turned,
+        transposed=transposed,
         sums=tuple(writer.place(inner) for inner in mine.sums.values()),
     )
 
@@ -183,8 +183,8 @@ def _emit_edge(
     edges: dict[Node, Edge],
     low: dict[Node, Low],
 ) -> None:
-    site, turns, (writer, program) = mine.site, mine.turns, text
-    theirs = edges[turns.node].outputs if turns is not None else {}
+    site, transposes, (writer, program) = mine.site, mine.transposes, text
+    theirs = edges[transposes.node].outputs if transposes is not None else {}
     scale = low[site.x].scale
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for place, total in enumerate(mine.sums):
@@ -194,11 +194,13 @@ def _emit_edge(
         emitter.replace(total, value)
 
 
-def _turn(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:
+def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[str, Node]:
     """(r x)8^T of a site by a kernel of its own."""
     writer = written(Matrix(rows=site.rows, features=site.inputs), _kinds(own))
-    program = writer.program(turned=_scaled(writer, own))
-    return writer.run(emitter, program, site.rows, unit=mine.outputs["r"], tops=mine.outputs["tops"])
+    program = writer.program(transposed=_scaled(writer, own))
+    return writer.run(
+        emitter, program, site.rows, gradient_scale=mine.outputs["r"], tops=mine.outputs["tops"]
+    )
 
 
 def _kinds(low: Low) -> dict[Node, Kind]:

@@ -1,7 +1,9 @@
 """Sites in a joint graph: the two ops of each, what they read, and whether they can be joined.
 
-`loka::site` is joined where every GEMM that it runs is FP8 with power-of-two row scales of its own values:
-then it does not matter who makes the FP8 copies, and the compiler may have them made where the values are.
+`loka::site` is joined where every GEMM that it runs is FP8 with power-of-two scales of its own values: then
+FP8 copies of activations and gradients do not depend on who makes them, and the compiler may have them made
+where the values are. Weights are the exception: a site by itself has a scale for each row of its weight, a
+joined one has one (kernels/quantize/fp8_weights.py). They differ near e4m3's smallest numbers alone.
 """
 
 from __future__ import annotations

@@ -116,10 +116,10 @@ def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, We
             items = {
                 weight: Weight(
                     row=emitter.item(op, 3 * place),
-                    column=emitter.item(op, 3 * place + 1) if turned else None,
+                    column=emitter.item(op, 3 * place + 1) if both else None,
                     scale=emitter.item(op, 3 * place + 2),
                 )
-                for place, (weight, turned) in enumerate(transposed.items())
+                for place, (weight, both) in enumerate(transposed.items())
             }
         found.update({site.node: items[site.weight] for site in group})
     return found

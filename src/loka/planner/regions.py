@@ -29,9 +29,9 @@ def unsupported(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None
         return None
     effect = measured.errors.get("ne")
     if effect is None:
-        return f"its effect on NE is not known; {WAY_OUT}"
+        return f"its KL/H is not known; {WAY_OUT}"
     if not upper_bound(effect) <= budget.ne:
-        return f"NE +{effect} is above the whole budget of {budget.ne:g}"
+        return f"KL/H +{effect} is above the whole budget of {budget.ne:g}"
     return None
 
 

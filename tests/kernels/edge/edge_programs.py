@@ -33,7 +33,7 @@ class Writing:
     def done(
         self,
         gradient: int | None = None,
-        turned: int | None = None,
+        transposed: int | None = None,
         sums: tuple[int, ...] = (),
         row: bool = True,
         column: bool = True,
@@ -48,7 +48,7 @@ class Writing:
             gradient=gradient,
             row=row and gradient is not None,
             column=column and gradient is not None,
-            turned=turned,
+            transposed=transposed,
             sums=sums,
             values=values,
             value_dtypes=("float32",) * len(values) if value_dtypes is None else value_dtypes,
@@ -81,13 +81,13 @@ class Case:
     def given(
         self, rows: int, device: torch.device, seed: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """input_scale, unit and tops: powers of two, no unit above the maximum of the tops."""
+        """input_scale, gradient_scale and tops: powers of two, no scale above the maximum of the tops."""
         generator = torch.Generator().manual_seed(seed + 1)
         scale = torch.exp2(torch.randint(-8, 4, (rows,), generator=generator).float())
-        unit = torch.exp2(torch.randint(-20, -2, (rows,), generator=generator).float())
+        gradient_scale = torch.exp2(torch.randint(-20, -2, (rows,), generator=generator).float())
         wide = torch.zeros(-(-rows // GROUP) * GROUP)
-        wide[:rows] = unit
-        return scale.to(device), unit.to(device), wide.view(-1, GROUP).amax(dim=1).to(device)
+        wide[:rows] = gradient_scale
+        return scale.to(device), gradient_scale.to(device), wide.view(-1, GROUP).amax(dim=1).to(device)
 
 
 def identity(features: int, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -98,11 +98,11 @@ def identity(features: int, dtype: torch.dtype = torch.bfloat16) -> Case:
 
 
 def relu(features: int) -> Case:
-    """Backward from the FP8 copy that forward kept: its zeros are the mask, and it is turned."""
+    """Backward from the FP8 copy that forward kept: its zeros are the mask, and it is transposed."""
     w = Writing(features)
     dy, low, scale = w.leaf(), w.leaf(dtype=torch.float8_e4m3fn), w.leaf(Kind.COLUMN, torch.float32)
     g = w.step("where", w.step("gt", low, 0.0), dy, 0.0)
-    return w.done(gradient=g, turned=w.step("mul", low, scale), sums=(g,))
+    return w.done(gradient=g, transposed=w.step("mul", low, scale), sums=(g,))
 
 
 def masked(features: int) -> Case:
@@ -115,14 +115,14 @@ def masked(features: int) -> Case:
 
 
 def silu(features: int) -> Case:
-    """dz = dy s (1 + z (1 - s)), s = sigmoid(z), z = y + bias; turned is SiLU of z, computed again."""
+    """dz = dy s (1 + z (1 - s)), s = sigmoid(z), z = y + bias; transposed is SiLU of z, computed again."""
     w = Writing(features)
     dy, y, bias = w.leaf(), w.leaf(), w.leaf(Kind.ROW, torch.float32)
     z = w.step("add", y, bias)
     s = w.step("sigmoid", z)
     slope = w.step("mul", s, w.step("add", 1.0, w.step("mul", z, w.step("sub", 1.0, s))))
     g = w.step("mul", dy, slope)
-    return w.done(gradient=g, turned=w.step("mul", z, s), sums=(g,))
+    return w.done(gradient=g, transposed=w.step("mul", z, s), sums=(g,))
 
 
 def gelu(features: int) -> Case:
@@ -131,14 +131,14 @@ def gelu(features: int) -> Case:
     gate = w.step("mul", 0.5, w.step("add", 1.0, w.step("erf", w.step("mul", z, 0.7071067811865476))))
     bell = w.step("exp", w.step("mul", -0.5, w.step("square", z)))
     slope = w.step("add", gate, w.step("mul", z, w.step("mul", bell, 0.3989422804014327)))
-    return w.done(gradient=w.step("mul", dy, slope), turned=w.step("mul", z, gate))
+    return w.done(gradient=w.step("mul", dy, slope), transposed=w.step("mul", z, gate))
 
 
 def tanh(features: int) -> Case:
     w = Writing(features)
     dy, z = w.leaf(dtype=torch.float32), w.leaf(dtype=torch.float32)
     out = w.step("tanh", z)
-    return w.done(gradient=w.step("mul", dy, w.step("sub", 1.0, w.step("square", out))), turned=out)
+    return w.done(gradient=w.step("mul", dy, w.step("sub", 1.0, w.step("square", out))), transposed=out)
 
 
 def layer_norm(features: int) -> Case:
@@ -156,7 +156,7 @@ def layer_norm(features: int) -> Case:
     back = w.step("add", centre, w.step("mul", normal, along))
     g = w.step("mul", w.step("sub", shown, back), rstd)
     out = w.step("add", w.step("mul", normal, gamma), beta)
-    return w.done(gradient=g, turned=out, sums=(weight, dy, g))
+    return w.done(gradient=g, transposed=out, sums=(weight, dy, g))
 
 
 def rms_norm(features: int) -> Case:
@@ -169,7 +169,7 @@ def rms_norm(features: int) -> Case:
     normal = w.step("mul", x, rstd)
     along = w.step("mul", w.step("row_sum", w.step("mul", dy, normal)), share)
     g = w.step("mul", w.step("sub", dy, w.step("mul", normal, along)), rstd)
-    return w.done(gradient=g, turned=normal)
+    return w.done(gradient=g, transposed=normal)
 
 
 def block_norm(features: int, block: int) -> Case:
@@ -186,20 +186,20 @@ def block_norm(features: int, block: int) -> Case:
     along = w.step("div", w.step("block_sum", w.step("mul", shown, normal)), float(block))
     back = w.step("add", centre, w.step("mul", normal, along))
     g = w.step("mul", w.step("sub", shown, back), rstd)
-    return w.done(gradient=g, turned=w.step("mul", normal, gate), sums=(g, shown))
+    return w.done(gradient=g, transposed=w.step("mul", normal, gate), sums=(g, shown))
 
 
 def gated(features: int) -> Case:
     """The gradient of one factor of a product: the other's is a program of its own."""
     w = Writing(features)
     dy, left, right = w.leaf(), w.leaf(), w.leaf(dtype=torch.float32)
-    return w.done(gradient=w.step("mul", dy, left), turned=w.step("mul", left, right), row=False)
+    return w.done(gradient=w.step("mul", dy, left), transposed=w.step("mul", left, right), row=False)
 
 
-def only_turned(features: int) -> Case:
+def only_transposed(features: int) -> Case:
     w = Writing(features)
     low, scale = w.leaf(dtype=torch.float8_e4m3fn), w.leaf(Kind.COLUMN, torch.float32)
-    return w.done(turned=w.step("mul", low, scale))
+    return w.done(transposed=w.step("mul", low, scale))
 
 
 def only_sums(features: int) -> Case:
@@ -240,11 +240,11 @@ def forward_blocks(features: int, block: int) -> Case:
     return w.done(gradient=out, column=False, values=(mean, rstd, most, low), value_dtypes=dtypes)
 
 
-def turned_sums(features: int) -> Case:
-    """A value to be turned that needs sums of its rows, and nothing else."""
+def transposed_sums(features: int) -> Case:
+    """A value to be transposed that needs sums of its rows, and nothing else."""
     w = Writing(features)
     x = w.leaf()
-    return w.done(turned=w.step("div", x, w.step("add", w.step("row_sum", w.step("square", x)), 1e-3)))
+    return w.done(transposed=w.step("div", x, w.step("add", w.step("row_sum", w.step("square", x)), 1e-3)))
 
 
 BLOCKS = {16: 8, 24: 12, 64: 32, 600: 100, 1040: 16}
@@ -262,11 +262,11 @@ CASES: dict[str, Callable[[int], Case]] = {
     "rms_norm": rms_norm,
     "block_norm": lambda n: block_norm(n, BLOCKS.get(n, 8 if n % 32 else 32)),
     "gated": gated,
-    "only_turned": only_turned,
+    "only_transposed": only_transposed,
     "only_sums": only_sums,
     "forward_norm": forward_norm,
     "forward_blocks": lambda n: forward_blocks(n, BLOCKS.get(n, 8 if n % 32 else 32)),
-    "turned_sums": turned_sums,
+    "transposed_sums": transposed_sums,
 }
-EXACT = ("identity", "identity-float32", "identity-float8", "relu", "masked", "only_turned")
+EXACT = ("identity", "identity-float32", "identity-float8", "relu", "masked", "only_transposed")
 """No result of theirs but sums is rounded before the cast."""

@@ -57,16 +57,20 @@ def test_one_graph_serves_any_number_of_rows() -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
     def run(
-        dy: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, unit: torch.Tensor, tops: torch.Tensor
+        dy: torch.Tensor,
+        y: torch.Tensor,
+        bias: torch.Tensor,
+        gradient_scale: torch.Tensor,
+        tops: torch.Tensor,
     ) -> list[torch.Tensor]:
-        out = edge([dy, y, bias], dy.shape[0], None, unit, tops, text)
+        out = edge([dy, y, bias], dy.shape[0], None, gradient_scale, tops, text)
         return [*out[1:], out[0].float()[: dy.shape[0]].to(torch.float8_e4m3fn)]
 
     for rows in (40, 70, 100):  # fewer have one top, and a size of 1 makes a graph of its own
         leaves = case.leaves(rows, CPU)
-        _, unit, tops = case.given(rows, CPU)
-        found = run(*leaves, unit, tops)
-        first, *rest = run_program(case.program, leaves, rows, None, unit, tops)
+        _, gradient_scale, tops = case.given(rows, CPU)
+        found = run(*leaves, gradient_scale, tops)
+        first, *rest = run_program(case.program, leaves, rows, None, gradient_scale, tops)
         assert equal(found, [*rest, first])
     assert counter.frame_count == 1
 
@@ -87,7 +91,7 @@ def test_leaves_are_laid_out_for_the_kernel() -> None:
     assert laid[0].data_ptr() == dy.data_ptr()
     assert laid[1].data_ptr() == wide.data_ptr()  # rows apart are no reason to copy
     assert laid[2].is_contiguous()
-    turned = lying(case.program, [dy, y.t().contiguous().t(), bias], 6)[1]
-    assert turned.stride() == (24, 1)
-    assert torch.equal(turned, y)
+    transposed = lying(case.program, [dy, y.t().contiguous().t(), bias], 6)[1]
+    assert transposed.stride() == (24, 1)
+    assert torch.equal(transposed, y)
     assert case.program.leaves == (Kind.FULL, Kind.FULL, Kind.ROW)

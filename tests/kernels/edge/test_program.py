@@ -47,7 +47,7 @@ def programs(draw: st.DrawFn) -> Program:
         gradient=gradient,
         row=gradient is not None and draw(st.booleans()),
         column=gradient is not None and draw(st.booleans()),
-        turned=draw(st.none() | value),
+        transposed=draw(st.none() | value),
         sums=tuple(draw(st.lists(value, max_size=3))),
         values=values,
         value_dtypes=tuple(draw(st.sampled_from(VALUE_DTYPES)) for _ in values),
@@ -141,7 +141,7 @@ def test_sums_are_numbers_for_rows_and_blocks() -> None:
 
 def test_outputs_come_in_one_order() -> None:
     program = CASES["silu"](24).program
-    assert program.outputs == ("row", "column", "r", "tops", "turned", "top", "sum0")
-    assert CASES["only_turned"](24).program.outputs == ("turned", "top")
+    assert program.outputs == ("row", "column", "r", "tops", "transposed", "top", "sum0")
+    assert CASES["only_transposed"](24).program.outputs == ("transposed", "top")
     forward = CASES["forward_norm"](24).program
     assert forward.outputs == ("row", "r", "value0", "value1", "value2")

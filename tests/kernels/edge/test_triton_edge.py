@@ -37,7 +37,7 @@ def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, ex
     values = evaluate(program, leaves, rows)
     for name, out, twin in zip(program.outputs, found, expected, strict=True):
         assert (out.shape, out.dtype, out.stride()) == (twin.shape, twin.dtype, twin.stride()), name
-        if name in ("row", "column", "turned"):
+        if name in ("row", "column", "transposed"):
             check_low(name, out, twin, exact=exact)
         elif name.startswith("sum"):
             check_sums(out, twin, values[program.sums[int(name[3:])]], rows)
@@ -130,28 +130,28 @@ def test_a_row_that_is_not_finite_is_nan_bytes(device: torch.device) -> None:
 
 
 def test_units_and_tops_that_are_not_numbers_show(device: torch.device) -> None:
-    case = CASES["only_turned"](32)
-    leaves, (_, unit, tops) = all_of(case, 70, device)
-    assert unit is not None
+    case = CASES["only_transposed"](32)
+    leaves, (_, gradient_scale, tops) = all_of(case, 70, device)
+    assert gradient_scale is not None
     assert tops is not None
-    unit[5] = float("nan")
-    check(case, leaves, 70, (None, unit, tops), exact=True)
+    gradient_scale[5] = float("nan")
+    check(case, leaves, 70, (None, gradient_scale, tops), exact=True)
     tops[0] = float("nan")
-    turned, top = fused.run_program_fused(case.program, leaves, 70, None, unit, tops)
+    transposed, top = fused.run_program_fused(case.program, leaves, 70, None, gradient_scale, tops)
     assert torch.isnan(top).all()
-    assert torch.isnan(turned.float()[:32, :70]).all()
+    assert torch.isnan(transposed.float()[:32, :70]).all()
 
 
 def test_many_tops_have_one_maximum(device: torch.device) -> None:
     """More than a program loads at a time; how many there are does not depend on the rows here."""
-    case = CASES["only_turned"](16)
-    leaves, (_, unit, _) = all_of(case, 33, device)
+    case = CASES["only_transposed"](16)
+    leaves, (_, gradient_scale, _) = all_of(case, 33, device)
     tops = torch.full((2500,), 0.25, device=device)
     tops[2400] = 8.0
-    check(case, leaves, 33, (None, unit, tops), exact=True)
+    check(case, leaves, 33, (None, gradient_scale, tops), exact=True)
 
 
-@pytest.mark.parametrize("name", ["identity", "only_turned"])
+@pytest.mark.parametrize("name", ["identity", "only_transposed"])
 def test_casts_round_to_the_nearest_even(name: str, device: torch.device) -> None:
     """All numbers of the format, the middles between them, and what lies next to those on both sides."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -162,7 +162,7 @@ def test_casts_round_to_the_nearest_even(name: str, device: torch.device) -> Non
     x = values.repeat(37, 1).to(device)
     w = Writing(x.shape[1])
     w.leaf(dtype=torch.float32)
-    case = w.done(gradient=0) if name == "identity" else w.done(turned=0)
+    case = w.done(gradient=0) if name == "identity" else w.done(transposed=0)
     ones = torch.ones(37, device=device)
     check(case, [x], 37, (None, ones, ones[:2]), exact=True)
 
@@ -210,7 +210,7 @@ def test_results_need_not_be_elements(kind: Kind, device: torch.device) -> None:
     """
     w = Writing(24, block=8)
     x = w.leaf(kind, torch.float32)
-    case = w.done(gradient=x, turned=x, sums=(x,))
+    case = w.done(gradient=x, transposed=x, sums=(x,))
     for rows in (33, 256):
         (leaf,), given = all_of(case, rows, device)
         check(case, [leaf], rows, given, exact=True)

@@ -90,7 +90,7 @@ class Writer:
         gradient: int | None = None,
         row: bool = False,
         column: bool = False,
-        turned: int | None = None,
+        transposed: int | None = None,
         sums: tuple[int, ...] = (),
     ) -> Program:
         """Of what has been written, with the values that the cone gives to others."""
@@ -104,7 +104,7 @@ class Writer:
             gradient=gradient,
             row=row,
             column=column,
-            turned=turned,
+            transposed=transposed,
             sums=sums,
             values=values,
             value_dtypes=tuple(dtype_name(self._given_dtype(node)) for node in given),
@@ -116,12 +116,12 @@ class Writer:
         program: Program,
         rows: int | torch.SymInt,
         input_scale: Node | None = None,
-        unit: Node | None = None,
+        gradient_scale: Node | None = None,
         tops: Node | None = None,
     ) -> dict[str, Node]:
         """Emits the op, hands what the cone gives to those who read it; gives back all outputs by name."""
         leaves, side = [emitter.now(leaf) for leaf in self.leaves], emitter.side(rows)
-        op = emitter.call(edge, leaves, side, input_scale, unit, tops, program.to_text())
+        op = emitter.call(edge, leaves, side, input_scale, gradient_scale, tops, program.to_text())
         outputs = {name: emitter.item(op, place) for place, name in enumerate(program.outputs)}
         for place, node in enumerate(self.cone.given):
             like, value = value_of(node), outputs[f"value{place}"]

@@ -1,6 +1,6 @@
 """The op that runs a program: one or two launches on CUDA, its twin elsewhere.
 
-    loka::edge(leaves, rows, input_scale, unit, tops, program) -> Program.outputs
+    loka::edge(leaves, rows, input_scale, gradient_scale, tops, program) -> Program.outputs
 
 The program is text, so that a compiled graph and its caches hold all that the op computes. Its outputs' sizes
 follow from `rows` and the text alone: `rows` may be a symbol, and a fake asks no tensor for a size.
@@ -20,7 +20,7 @@ def _edge(
     leaves: list[torch.Tensor],
     rows: int,
     input_scale: torch.Tensor | None,
-    unit: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
     program: str,
 ) -> list[torch.Tensor]:
@@ -28,19 +28,19 @@ def _edge(
     note_launch("edge")
     parsed = program_of(program)
     if not leaves[0].is_cuda:
-        return run_program(parsed, leaves, rows, input_scale, unit, tops)
+        return run_program(parsed, leaves, rows, input_scale, gradient_scale, tops)
     from loka.kernels.edge.triton.program_kernels import (
         run_program_fused,  # triton need not be installed elsewhere
     )
 
-    return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, unit, tops)
+    return run_program_fused(parsed, lying(parsed, leaves, rows), rows, input_scale, gradient_scale, tops)
 
 
 def _edge_fake(
     leaves: list[torch.Tensor],
     rows: int,
     input_scale: torch.Tensor | None,
-    unit: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
     program: str,
 ) -> list[torch.Tensor]:

@@ -17,10 +17,10 @@ def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.T
         "column": (columns, high),
         "r": (rows, 1),
         "tops": (-(-rows // GROUP),),
-        "turned": (columns, high),
+        "transposed": (columns, high),
         "top": (1,),
     }
-    dtypes = dict.fromkeys(("row", "column", "turned"), torch.float8_e4m3fn)
+    dtypes = dict.fromkeys(("row", "column", "transposed"), torch.float8_e4m3fn)
     for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
         shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
         dtypes[f"value{number}"] = getattr(torch, dtype)

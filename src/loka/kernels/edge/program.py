@@ -63,7 +63,7 @@ class Program:
         block: features of one block, which divides `features`; `features` where no step asks for blocks.
         gradient: the value G to be quantized under a power-of-two scale r_i of each row, or None.
         row, column: whether G's copies are wanted as they lie, and transposed.
-        turned: the value A to be written transposed, times the r_i of another gradient, or None.
+        transposed: the value A to be written transposed, times the r_i of another gradient, or None.
         sums: values whose sums over rows are wanted.
         values: values that leave as they are, in the `value_dtypes`: full, column or block.
     """
@@ -75,7 +75,7 @@ class Program:
     gradient: int | None = None
     row: bool = False
     column: bool = False
-    turned: int | None = None
+    transposed: int | None = None
     sums: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
     value_dtypes: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Program:
 
     def _check_results(self) -> None:
         count = len(self.leaves) + len(self.steps)
-        for value in (self.gradient, self.turned, *self.sums, *self.values):
+        for value in (self.gradient, self.transposed, *self.sums, *self.values):
             _check(value is None or type(value) is int, f"a place {value!r}")
             if value is not None and not 0 <= value < count:
                 raise ValueError(f"the program has no value {value}")
@@ -133,15 +133,15 @@ class Program:
         row    float8 [T, N16]   G / r              column  float8 [N16, T16]  its transpose
         r      float32 [T, 1]                       tops    float32 [P]   maxima of r_i * input_scale_i over
                                                             every `GROUP` rows; where column is wanted
-        turned float8 [N16, T16] (A r' / M)^T       top     float32 [1]   M, the maximum of the given tops
+        transposed float8 [N16, T16] (A r' / M)^T       top     float32 [1]   M, the maximum of the given tops
         sum<i> float32 [N]       over all rows
         value<i>                 full [T, N], column [T, 1], block [T, N / b, 1]
         """
         names: list[str] = []
         if self.gradient is not None:
             names += ["row"] * self.row + ["column"] * self.column + ["r"] + ["tops"] * self.column
-        if self.turned is not None:
-            names += ["turned", "top"]
+        if self.transposed is not None:
+            names += ["transposed", "top"]
         names += (f"sum{place}" for place in range(len(self.sums)))
         return (*names, *(f"value{place}" for place in range(len(self.values))))
 

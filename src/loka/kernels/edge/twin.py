@@ -1,7 +1,7 @@
 """A program's values and copies in plain PyTorch: ground truth for the generated kernels, and the CPU path.
 
     r_i  = 2^ceil(log2(max_j |G_ij| / 448)), at least 2^-60; NaN where the row is not finite
-    row  = fp8(G_ij / r_i)        turned = fp8(A_ij r'_i / M)^T,   M = max of the given tops
+    row  = fp8(G_ij / r_i)        transposed = fp8(A_ij r'_i / M)^T,   M = max of the given tops
 
 All scales are powers of two, so that r_i moves from one operand of grad_weight to the other exactly:
 
@@ -40,7 +40,7 @@ def run_program(
     leaves: list[torch.Tensor],
     rows: int,
     input_scale: torch.Tensor | None,
-    unit: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """`Program.outputs`, in order.
@@ -50,7 +50,7 @@ def run_program(
         rows: T.
         input_scale: float32 [T] or [1], the scales that the operand of grad_weight which meets G has; asks
             for their products with r in `tops`. None counts as 1.
-        unit, tops: r' [T] and the tops [P] of the gradient that A will meet; where A is wanted.
+        gradient_scale, tops: r' [T] and the tops [P] of the gradient that A will meet; where A is wanted.
     """
     values = evaluate(program, leaves, rows)
     found: list[torch.Tensor] = []
@@ -67,11 +67,11 @@ def run_program(
         if program.column:
             product = r.view(-1) if input_scale is None else r.view(-1) * input_scale.view(-1)
             found.append(_by_groups(product).amax(dim=1))
-    if program.turned is not None:
-        assert unit is not None
+    if program.transposed is not None:
+        assert gradient_scale is not None
         assert tops is not None
         top = tops.amax().view(1) if tops.numel() else tops.new_ones(1)
-        value = _full(values[program.turned], program, rows) * (unit.view(-1, 1) / top)
+        value = _full(values[program.transposed], program, rows) * (gradient_scale.view(-1, 1) / top)
         low = value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         found += [_padded(low.t(), columns, high), top]
     found += [_full(values[place], program, rows).sum(dim=0) for place in program.sums]

@@ -41,7 +41,7 @@ class Tile:
         held: elements of rows in a thread, about; a row is the least.
         stages: groups of rows that a program which walks holds at once: all but one are still read.
         walkers: programs that leave partial sums over rows, about; 0 for as many as the GPU holds at once.
-        direct: bytes of an element's leaves up to which the turned value is computed by the second kernel
+        direct: bytes of an element's leaves up to which the transposed value is computed by the second kernel
             from them, instead of being kept as bytes by the first.
         high, wide, tall_warps: of the second kernel.
     """
@@ -64,7 +64,7 @@ def tile_of(code: Code) -> Tile:
     columns = round_up(program.features, 16)
     most = 32 if len(program.sums) < 2 else 24  # elements of a row in a thread
     warps = next((w for w in (4, 8) if -(-columns // (256 * w)) * 8 <= most), 16)
-    places = row_places(code, staged=program.turned is not None)
+    places = row_places(code, staged=program.transposed is not None)
     deep = any(code.kinds[p] is Kind.BLOCK for p in places)
     summed = any(code.is_row_sum(p) for p in places)
     if summed and program.sums:  # they want most registers, but sums over short rows wait for each other
@@ -127,7 +127,7 @@ class Plan:
         walks, walkers: whether it goes through several groups of them, and how many programs do; 0 for what
             the GPU holds.
         copied: whether the first kernel writes the gradient's bytes.
-        staged: whether it writes the turned value's.
+        staged: whether it writes the transposed value's.
     """
 
     rows: Launch | None
@@ -144,18 +144,18 @@ def run_program_fused(
     leaves: list[torch.Tensor],
     rows: int,
     input_scale: torch.Tensor | None,
-    unit: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """edge/twin.run_program. Leaves lie as edge/op.lying has them."""
     if rows == 0:
-        return run_program(program, leaves, rows, input_scale, unit, tops)
+        return run_program(program, leaves, rows, input_scale, gradient_scale, tops)
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
     dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
     plan = plan_of(program, dtypes, rows, scales)
     outputs = unwritten(program, rows, leaves[0].device)
     named = dict(zip(program.outputs, outputs, strict=True))
-    given = {"input_scale": input_scale, "unit": unit, "given": tops}
+    given = {"input_scale": input_scale, "unit": gradient_scale, "given": tops}
     arguments: dict[str, Any] = {f"{name}_ptr": _contiguous(tensor) for name, tensor in given.items()}
     arguments |= {f"{name}_ptr": _words(out, name) for name, out in named.items()}
     device = leaves[0].device
@@ -239,7 +239,7 @@ def _stages(code: Code, tile: Tile, sides: Sides, high: int, warps: int, *, stag
 
 def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launch | None:
     program = code.program
-    transposes = program.column or program.turned is not None
+    transposes = program.column or program.transposed is not None
     if not transposes and not program.sums:
         return None
     columns = round_up(program.features, 16)
@@ -253,13 +253,13 @@ def _tall(code: Code, rows: int, scales: int, staged: bool, tile: Tile) -> Launc
 
 
 def _is_staged(code: Code, tile: Tile) -> bool:
-    """Whether the turned value is kept as bytes where rows are read anyway, instead of computed again."""
+    """Whether the transposed value is kept as bytes where rows are read anyway, instead of computed again."""
     program = code.program
-    if program.turned is None:
+    if program.transposed is None:
         return False
     if not fits(code, min(tile.wide, 64)):
         return True
-    read = code.leaves(code.reached([program.turned]), Kind.FULL)
+    read = code.leaves(code.reached([program.transposed]), Kind.FULL)
     return bool(row_places(code, staged=False)) and sum(_SIZES[code.dtypes[p]] for p in read) > tile.direct
 
 
@@ -296,6 +296,6 @@ def _numbers(leaf: torch.Tensor) -> torch.Tensor:
 
 def _words(output: torch.Tensor, name: str) -> torch.Tensor:
     """As kernels write it: transposed copies four rows at a time."""
-    if name in ("column", "turned"):
+    if name in ("column", "transposed"):
         return output.view(torch.int32)
     return output.view(torch.uint8) if name == "row" else output

@@ -2,7 +2,7 @@
 
 A program of the grid reads every leaf of R rows once and holds all N features of them in registers, so that
 sums over rows and the maximum of a row take no second look. It writes what lies row by row; what is wanted
-transposed is written as bytes row by row here, and turned by tall.py. Where sums over all rows are
+transposed is written as bytes row by row here, and transposed by tall.py. Where sums over all rows are
 wanted, a program walks through several groups of R rows, and leaves one sum of them.
 
 A row is parts of one shape: [R, C], or [B, R, b] where blocks count: B blocks of b features, padded to a
@@ -45,7 +45,7 @@ class RowLaunch:
         stages: groups that it then holds at once: all but one are still read.
         even: whether all rows of groups exist.
         copy: whether the bytes of the gradient are written.
-        staged: whether those of the turned value are.
+        staged: whether those of the transposed value are.
     """
 
     rows: int
@@ -61,8 +61,8 @@ class RowLaunch:
 def row_places(code: Code, *, staged: bool) -> list[int]:
     """The values that the kernel computes."""
     program = code.program
-    turned = program.turned if staged else None
-    return code.reached([program.gradient, turned, *program.sums, *program.values])
+    transposed = program.transposed if staged else None
+    return code.reached([program.gradient, transposed, *program.sums, *program.values])
 
 
 def sides_of(code: Code, width: int, *, staged: bool) -> Sides:
@@ -84,7 +84,7 @@ def row_parameters(code: Code) -> list[str]:
         *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
         *("row_ptr", "staged_ptr", "r_ptr", "part_ptr"),
         *(f"value{number}_ptr" for number in range(len(program.values))),
-        *("unit_ptr", "given_ptr", "rows", "span", "count"),
+        *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
         *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
     ]
 
@@ -191,7 +191,7 @@ class _Rows(Lines):
                 mask = mask_of(self.live("", self.rowwise), inside)
                 self.let(f"raw{place}{k}", f"tl.load(leaf{place}_ptr + {at}{mask})")
         if self.launch.staged:
-            self.let("rawunit", f"tl.load(unit_ptr + {start} + q{mask_of(live)})")
+            self.let("rawscale", f"tl.load(gradient_scale_ptr + {start} + q{mask_of(live)})")
 
     def _elements(self, start: str, stride: str | int, k: str) -> str:
         return f"{start} * {stride} + (q{self.rowwise} * {stride} + c{k}{self.columnwise})"
@@ -211,8 +211,8 @@ class _Rows(Lines):
 
     def _use(self, place: int, k: str) -> None:
         program, launch = self.code.program, self.launch
-        if launch.staged and place == program.turned:
-            self.let("factor", f"(rawunit * by){self.rowwise}")
+        if launch.staged and place == program.transposed:
+            self.let("factor", f"(rawscale * by){self.rowwise}")
             self._store_bytes("staged", f"{self.full(place, k)} * factor", k)
         for number, summed in enumerate(program.sums):
             if place == summed:

@@ -1,7 +1,7 @@
 """The text of the kernel that writes what a program wants transposed, and finishes its sums.
 
 A program of the grid owns a tile [H, W] of rows and features. `column` is the transpose of bytes that
-rows.py wrote. `turned` is too, or it is computed here from the leaves: as four quarters of every fourth
+rows.py wrote. `transposed` is too, or it is computed here from the leaves: as four quarters of every fourth
 row, so that four rows become one word of the copy (triton/pack.py). The first programs add up sums instead.
 """
 
@@ -24,7 +24,7 @@ class TallLaunch:
     Attributes:
         high, wide: H, a multiple of 64, and W, one of 16; powers of two.
         even: whether all rows of tiles exist.
-        staged: whether the turned value comes as bytes.
+        staged: whether the transposed value comes as bytes.
         scales: of the input: 0 for none, 1 for one, 2 for one a row.
     """
 
@@ -44,13 +44,13 @@ def tall_parameters(code: Code) -> list[str]:
             "staged_words_ptr",
             "part_ptr",
             "column_ptr",
-            "turned_ptr",
+            "transposed_ptr",
             "top_ptr",
             "r_ptr",
             "tops_ptr",
         ),
         *(f"sum{number}_ptr" for number in range(len(program.sums))),
-        *("input_scale_ptr", "unit_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
+        *("input_scale_ptr", "gradient_scale_ptr", "given_ptr", "rows", "padded_rows", "count", "parts"),
         *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
     ]
 
@@ -66,8 +66,8 @@ def summing(code: Code) -> int:
 
 
 def fits(code: Code, wide: int) -> bool:
-    """Whether tiles so wide can compute the turned value: no sums in it, no tile with parts of blocks."""
-    live = code.reached([code.program.turned])
+    """Whether tiles so wide can compute the transposed value: no sums in it, no tile with parts of blocks."""
+    live = code.reached([code.program.transposed])
     blocks = any(code.kinds[p] is Kind.BLOCK for p in live)
     return not any(code.is_reduction(p) for p in live) and not (blocks and code.program.block % wide)
 
@@ -105,7 +105,7 @@ class _Tall(Lines):
             self.emit(
                 f"    finish_sums({part}, sum{number}_ptr, {begin}, parts, {program.features}, {SUMMED})"
             )
-        if program.column or program.turned is not None:
+        if program.column or program.transposed is not None:
             self.emit(f"tile = program - {first}")
             if first:
                 self.emit("if tile >= 0:")
@@ -121,18 +121,18 @@ class _Tall(Lines):
         self.emit(f"start = down.to(tl.int64) * {launch.high}")
         self.emit(f"first = tile % {across} * {launch.wide}")
         if program.column:
-            self._turn("row", "column")
+            self._transpose("row", "column")
             self._tops()
-        if program.turned is None:
+        if program.transposed is None:
             return
         if launch.staged:
             self.emit("if tile == 0:")
             self.emit("    tl.store(top_ptr, top_of(given_ptr, count))")
-            self._turn("staged", "turned")
+            self._transpose("staged", "transposed")
         else:
-            self._compute_turned(program.turned)
+            self._compute_transposed(program.transposed)
 
-    def _turn(self, source: str, target: str) -> None:
+    def _transpose(self, source: str, target: str) -> None:
         words = f"{self.columns // 4}, {self.launch.high}, {self.launch.wide // 4}"
         self.emit(
             f"transposed({source}_words_ptr, {target}_ptr, start, first // 4, rows, padded_rows, {words})"
@@ -151,7 +151,7 @@ class _Tall(Lines):
             self.emit(f"if (first == 0){whole}{behind}:")
             self.emit(f"    store_tops(r_ptr, input_scale_ptr, tops_ptr, {here}, rows, {self.launch.scales})")
 
-    def _compute_turned(self, turned: int) -> None:
+    def _compute_transposed(self, transposed: int) -> None:
         launch, code = self.launch, self.code
         self.emit("top = top_of(given_ptr, count)")
         self.emit("if tile == 0:")
@@ -162,7 +162,7 @@ class _Tall(Lines):
         if not self.columns_even:
             self.emit(f"inside = c < {code.program.features}")
             self.emit(f"kept = c < {self.columns}")
-        places = code.reached([turned])
+        places = code.reached([transposed])
         for k in QUARTERS:
             self._load(places, k)
         for place in code.leaves(places, Kind.ROW):
@@ -171,14 +171,16 @@ class _Tall(Lines):
         self.compute([p for p in places if code.kinds[p] in self.shared], ("",))
         for k in QUARTERS:
             self.compute([p for p in places if code.kinds[p] not in self.shared], (f"_{k}",))
-            self.let(f"out_{k}", self.filled(f"{self.full(turned, f'_{k}')} * factor_{k}", f"_{k}"))
+            self.let(f"out_{k}", self.filled(f"{self.full(transposed, f'_{k}')} * factor_{k}", f"_{k}"))
             if k == 1:  # so that no more than two wait in float32
                 self.let("low", "half(out_0, out_1)")
         self.emit("along = padded_rows // 4")
         self.emit("high = start // 4")
         at = f"high + (c{self.columnwise}.to(tl.int64) * along + w{self.rowwise})"
         below = None if launch.even else f"(high + w < along){self.rowwise}"
-        self.emit(f"tl.store(turned_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})")
+        self.emit(
+            f"tl.store(transposed_ptr + {at}, whole(low, out_2, out_3){mask_of(below, self.here('kept'))})"
+        )
 
     def _load(self, places: list[int], k: int) -> None:
         """All leaves before any arithmetic, so that no load waits for it."""
@@ -186,7 +188,9 @@ class _Tall(Lines):
         if not self.launch.even:
             self.emit(f"live_{k} = 4 * w + {k} < rows - start")
         mask = mask_of(self.live(f"_{k}"))
-        self.let(f"factor_{k}", f"(tl.load(unit_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}")
+        self.let(
+            f"factor_{k}", f"(tl.load(gradient_scale_ptr + start + {k} + 4 * w{mask}) * by){self.rowwise}"
+        )
         for place in self.code.leaves(places, Kind.FULL, Kind.COLUMN, Kind.BLOCK):
             kind = self.code.kinds[place]
             if kind is Kind.FULL:
