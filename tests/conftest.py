@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests/models.py, tests/cases.py
+
+# How long an example takes says what else the machine does.
+settings.register_profile("without a deadline", deadline=None)
+settings.load_profile("without a deadline")
 
 
 def _without_repeated_work() -> None:

@@ -16,7 +16,7 @@ from torch.fx import Graph
 
 import loka
 from loka.compiler.edges.cones import cone_of
-from loka.compiler.edges.nodes import Matrix
+from loka.compiler.edges.matrix import Matrix
 from loka.compiler.gemms import region_gemm
 from loka.kernels.edge.op import edge
 from loka.kernels.edge.program import Kind, program_of

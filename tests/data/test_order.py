@@ -20,7 +20,7 @@ def rows_in(order: Order, group_rows: np.ndarray) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *parts])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20),
     world=st.integers(1, 4),

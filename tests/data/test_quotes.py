@@ -69,7 +69,7 @@ def test_a_value_of_the_wrong_kind_beside_quotes_is_still_refused(tmp_path: Path
         gather(read(tmp_path / "t.csv", '1,1,"a,b",c\n1,many,"a",c\n'))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet='ab,"\n\r', max_size=40))
 def test_it_finds_what_a_csv_reader_finds(text: str) -> None:
     """Python's reader, given one line, asks for a second one where a quote is open."""

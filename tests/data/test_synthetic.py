@@ -32,7 +32,7 @@ def normalized_entropy(logits: torch.Tensor, label: torch.Tensor) -> float:
     return float(loss / -(rate * rate.log() + (1 - rate) * (1 - rate).log()))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(batch_size=st.integers(1, 9000), start=st.integers(0, 12))
 def test_rows_depend_on_neither_batch_size_nor_start(batch_size: int, start: int) -> None:
     source = SyntheticClicks(rows=10_000, seed=3, vocab_sizes=SMALL, dense_features=4)

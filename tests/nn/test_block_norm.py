@@ -11,7 +11,7 @@ from torch import nn
 from loka.nn import BlockNorm, HardSwish
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     features=st.integers(1, 700),
     block=st.sampled_from([1, 16, 100, 256]),

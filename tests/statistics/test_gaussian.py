@@ -18,7 +18,7 @@ def stream(parts: list[torch.Tensor], *, full: int, rank: int) -> gaussian.Gauss
     return learnt
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda s: sum(s) >= 2),
     features=st.integers(1, 12),

@@ -26,7 +26,7 @@ def counted_twice(logits, labels):
     return np.array(counts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows)
 def test_auc_and_placements_equal_counting_all_pairs(examples):
     logits, labels = (np.array(column) for column in zip(*examples, strict=True))

@@ -31,7 +31,7 @@ def rows_of(seed: int, rows: int, shift: float) -> HeldOut:
     return HeldOut(moved.astype(np.float32), labels.astype(np.float32), z.astype(np.float32))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 99), rows=st.integers(50, 400), shift=st.floats(0, 3))
 def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, shift) -> None:
     found = rows_of(seed, rows, shift)

@@ -126,7 +126,7 @@ few = st.lists(
 ).filter(lambda rows: 2 <= sum(clicked for *_, clicked in rows) <= len(rows) - 2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(few)
 def test_auc_with_ties_is_that_of_all_pairs_and_swapping_flips_signs(rows):
     a, b, labels = (np.array(column) for column in zip(*rows, strict=True))

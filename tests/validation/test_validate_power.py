@@ -104,7 +104,7 @@ def test_an_a_a_bank_contains_zero_as_often_as_it_says() -> None:
     assert found.failed <= 0.025 + 0.01  # drawn from sixty pairs with random signs
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     values=st.lists(st.dictionaries(st.integers(0, 50), st.floats(-1, 1), min_size=1), min_size=0, max_size=4)
 )

@@ -12,7 +12,8 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.edges.cones import column_sum, cone_of, extended
-from loka.compiler.edges.nodes import Cone, Low, Matrix, above, args_of
+from loka.compiler.edges.matrix import Cone, Low, Matrix
+from loka.compiler.edges.nodes import above, args_of
 from loka.compiler.edges.traffic import readers
 from loka.compiler.edges.writer import Writer, written
 from loka.compiler.emit import Emitter

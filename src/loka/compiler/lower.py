@@ -19,7 +19,8 @@ from torch.fx import Graph, Node
 
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
-from loka.compiler.edges.nodes import Low, Matrix, mark_backward
+from loka.compiler.edges.matrix import Low, Matrix
+from loka.compiler.edges.nodes import mark_backward
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight

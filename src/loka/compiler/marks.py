@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from loka.compiler.edges.nodes import Low
+from loka.compiler.edges.matrix import Low
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite

@@ -58,7 +58,7 @@ def measured(hp: torch.Tensor, cast: Cast) -> float:
     return sqnr_db(dequantize(quantize(hp, cast)), hp)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(FAMILIES),
     rows=st.integers(1, 300),
@@ -134,7 +134,7 @@ def test_zeros_empty_and_nonfinite() -> None:
     assert math.isnan(depth_error(depth_histogram(hp[2:4], Granularity.ROW), Format.E4M3).sqnr_db)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 90), max_size=4), seed=st.integers(0, 10**6))
 def test_merging_is_collecting_the_whole(cuts: list[int], seed: int) -> None:
     hp = family("lognormal_3", 90, 40, seed)

@@ -21,7 +21,7 @@ def values(rows: int, columns: int, seed: int, spread: float) -> torch.Tensor:
     return normal * torch.exp(spread * torch.randn(rows, columns, generator=generator))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 200),
     columns=st.integers(1, 300),

@@ -60,7 +60,7 @@ def test_it_computes_what_the_modules_do(norm: Norm, activation: Activation, par
 
 
 @given(st.integers(0, 2**31), st.integers(1, 80), st.sampled_from(Activation))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_block_norm_bounds_what_follows(seed: int, block: int, activation: Activation) -> None:
     """|x| <= sqrt(b) up to float32's rounding of the norm, whatever the data."""
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def kept(z: torch.Tensor, epilogue: Epilogue) -> Rounded:
     return into
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(-90, 100), st.integers(0, 2**32 - 1), st.sampled_from([1, 16, 100]))
 def test_restored_within_half_a_step_and_with_its_sign(exponent: int, seed: int, features: int) -> None:
     """Half a step, and a 512th for the rounding to 256ths; the largest of a block has 63.5 to 127 steps, in

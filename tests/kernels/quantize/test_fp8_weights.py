@@ -85,7 +85,7 @@ def run_fused(
     return copies
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     dtype=st.sampled_from(DTYPES),

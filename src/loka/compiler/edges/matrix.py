@@ -1,0 +1,85 @@
+"""Places of nodes in a program: by the matrix that its values are shaped by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from loka.kernels.edge.program import Kind
+
+_READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Low:
+    """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows."""
+
+    data: Node
+    scale: Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """What values of a program are shaped by. `rows` may be symbolic."""
+
+    rows: int | torch.SymInt
+    features: int
+
+    def kind(self, node: Node) -> Kind | None:
+        """By the shape of its value; None for what has no place beside this matrix."""
+        val = node.meta.get("val")
+        if not isinstance(val, torch.Tensor) or val.dtype not in _READ:
+            return None
+        shape = tuple(val.shape)
+        if same(math.prod(shape), self.rows * self.features) and shape and self.block_of(shape):
+            return Kind.FULL
+        if all(same(side, 1) for side in shape):
+            return Kind.SCALAR
+        if same(shape[-1], self.features) and all(same(side, 1) for side in shape[:-1]):
+            return Kind.ROW
+        if same(shape[-1], 1):
+            count = math.prod(shape)
+            if same(count, self.rows):
+                return Kind.COLUMN
+            blocks = shape[-2] if len(shape) > 1 else 0
+            divides = isinstance(blocks, int) and blocks > 1 and self.features % blocks == 0
+            return Kind.BLOCK if divides and same(count, self.rows * blocks) else None
+        return None
+
+    def block_of(self, shape: Sequence[Any]) -> int:
+        """Features in the last dimension of a full value: all, or a block; 0 where rows would be mixed."""
+        last = shape[-1]
+        if same(last, self.features):
+            return self.features
+        inside = isinstance(last, int) and last > 1 and self.features % last == 0 and len(shape) > 2
+        return last if inside and same(shape[-2], self.features // last) else 0
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(statically_known_true(a == b))
+
+
+@dataclass
+class Cone:
+    """The nodes of a program above `root`, and its leaves."""
+
+    matrix: Matrix
+    low: Mapping[Node, Low]
+    inside: set[Node] = field(default_factory=set)
+    leaves: dict[Node, Kind] = field(default_factory=dict)
+    low_leaves: dict[Node, Node] = field(default_factory=dict)  # comparisons -> FP8 data read instead
+    # Inside, and read by others, who get them from the program.
+    given: list[Node] = field(default_factory=list)
+
+    @property
+    def matrices(self) -> set[Node]:
+        """Full leaves, FP8 ones included."""
+        return {n for n, kind in self.leaves.items() if kind is Kind.FULL} | set(self.low_leaves.values())
