@@ -68,14 +68,16 @@ def _quantized(
         alike = [at for at, cast in enumerate(casts) if cast.format is cast_format]
         for begin, end in _runs(alike):
             run, fmax = scaled[begin:end], cast_format.max
-            run.copy_(run.clamp_(-fmax, fmax).to(cast_format.dtype))
+            run.clamp_(-fmax, fmax)
+            run.round_() if cast_format.uniform else run.copy_(run.to(cast_format.dtype))
     for scale, out in zip(scales, scaled, strict=True):
         out.mul_(scale)
     return scaled
 
 
 def _scale_for(cast_format: Format, scale: torch.Tensor) -> torch.Tensor:
-    """From the e4m3 scale: FMAX is a power of two as large, and scales end at the smallest normal."""
+    """From the e4m3 scale: of e5m2 FMAX is a power of two as large, of INT8 (an ulp of the scale) it is not;
+    scales end at the smallest normal."""
     if cast_format is Format.E4M3:
         return scale
     return (scale * (Format.E4M3.max / cast_format.max)).clamp_min(_TINY)
