@@ -40,7 +40,7 @@ def sample_scales(
     wanted: Sequence[tuple[Sides, bool]],
     format: Format = Format.E4M3,
 ) -> list[torch.Tensor]:
-    """For each of `wanted` (and whether it is rounded to powers of two) the scales of `sample` [m, K], those of
+    """For each of `wanted` (and whether it is rounded to powers of two) the scales of `sample` [m, K] by
     `format`.
 
     `sample` are the rows `picked` [m] of `hp` [T, K], or all of it. Each answer is float32 and broadcasts
