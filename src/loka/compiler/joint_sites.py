@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.edges.nodes import args_of
+from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.site_ops import site_backward, site_forward
 
@@ -36,7 +37,12 @@ def misfit(in_features: int, out_features: int) -> str | None:
 
 def unjoined(candidate: str) -> str | None:
     """Why a GEMM by this candidate cannot be in a region, or None."""
-    if candidate.partition("@")[0].rpartition(":")[2] != _RECIPE:
+    recipe = candidate.partition("@")[0].rpartition(":")[2]
+    if recipe in RECIPES and any(
+        cast.format.uniform for gemm in Gemm for cast in RECIPES[recipe].casts(gemm) or ()
+    ):
+        return f"{candidate} is INT8, and regions write {_RECIPE}"
+    if recipe != _RECIPE:
         return f"{candidate} is not {_RECIPE}, by which regions quantize"
     if candidate_named(candidate).kernel.name not in _KERNELS:
         return f"{candidate} is none of the kernels in regions: {', '.join(_KERNELS)}"

@@ -1,13 +1,13 @@
 """How operands are quantized: format, granularity, and the recipes that combine them.
 
 A GEMM is always written out = A @ B^T with both operands K-major, because that is the only
-FP8 layout of Hopper's tensor cores. A recipe names one `Cast` for A and one for B, per GEMM:
+eight-bit layout of Hopper's tensor cores. A recipe names one `Cast` for A and one for B, per GEMM:
 
     output       A = input [T, in]            B = weight [out, in]
     grad_input   A = grad_output [T, out]     B = weight^T [in, out]
     grad_weight  A = grad_output^T [out, T]   B = input^T [in, T]
 
-Every scale dequantizes: hp = fp8 * scale.
+Every scale dequantizes: hp = low * scale, with `low` FP8 or INT8.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ SHARED: dict[str, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
 
 
 class Format(Enum):
-    """OCP FP8 formats. `max` is the largest finite value; `mantissa` counts stored bits."""
+    """Eight-bit formats: OCP FP8, and symmetric INT8.
+
+    `max` is the largest finite value; `mantissa` counts stored bits. Below 2^min_exponent numbers are a
+    constant step apart, `smallest_subnormal`: that is all of INT8, -127 to 127 (-128 is not used).
+    """
 
     E4M3 = (torch.float8_e4m3fn, 448.0, 3, -6)
     E5M2 = (torch.float8_e5m2, 57344.0, 2, -14)
+    INT8 = (torch.int8, 127.0, 7, 7)
 
     def __init__(self, dtype: torch.dtype, largest: float, mantissa: int, min_exponent: int) -> None:
         self.dtype = dtype
@@ -52,6 +57,16 @@ class Format(Enum):
     @property
     def smallest_subnormal(self) -> float:
         return 2.0 ** (self.min_exponent - self.mantissa)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all its numbers are one step apart: integers."""
+        return not self.dtype.is_floating_point
+
+    @property
+    def max_terms(self) -> int | None:
+        """How many products fit an int32 sum whatever they are: 127 * 127 * 131072 < 2^31. None of floats."""
+        return 131_072 if self.uniform else None
 
     @property
     def largest_power(self) -> float:
@@ -75,7 +90,7 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand becomes FP8. With `power_of_two` scales, requantizing is exact."""
+    """How one operand becomes FP8 or INT8. With `power_of_two` scales, requantizing is exact."""
 
     format: Format
     granularity: Granularity
@@ -118,6 +133,7 @@ _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 _GRADIENT = Cast(Format.E5M2, Granularity.TENSOR)
 _GROUP = Cast(Format.E4M3, Granularity.GROUP_1X128)
 _BLOCK = Cast(Format.E4M3, Granularity.BLOCK_128X128)
+_INTEGER = Cast(Format.INT8, Granularity.ROW)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -142,6 +158,9 @@ RECIPES: dict[str, Recipe] = {
         ),
         # Square blocks on both sides: a tensor and its transpose share data and scales.
         _everywhere("block128_e4m3", Granularity.BLOCK_128X128),
+        # Symmetric INT8 for `output` alone: gradients have the heavy tails that a uniform step is poor at,
+        # so backward stays in FP8, by a recipe of its own at each of its GEMMs.
+        Recipe(name="int8_row", output=(_INTEGER, _INTEGER), grad_input=None, grad_weight=None),
     )
 }
 

@@ -38,8 +38,10 @@ def sample_scales(
     sample: torch.Tensor,
     picked: torch.Tensor | None,
     wanted: Sequence[tuple[Sides, bool]],
+    format: Format = Format.E4M3,
 ) -> list[torch.Tensor]:
-    """For each of `wanted` (and whether it is rounded to powers of two) the e4m3 scales of `sample` [m, K].
+    """For each of `wanted` (and whether it is rounded to powers of two) the scales of `sample` [m, K] by
+    `format`.
 
     `sample` are the rows `picked` [m] of `hp` [T, K], or all of it. Each answer is float32 and broadcasts
     to [m, K]; it is NaN where an amax is not finite. Nothing waits for the device.
@@ -47,7 +49,7 @@ def sample_scales(
     if hp.numel() == 0:
         return [hp.new_zeros(1, 1, dtype=torch.float32) for _ in wanted]
     amaxes = _amaxes(hp, sample, dict.fromkeys(sides for sides, _ in wanted))
-    scales = _scales(amaxes)
+    scales = _scales(amaxes, format)
     rounded = {sides: scales[sides] for sides, power_of_two in wanted if power_of_two}
     rounded = _regrouped(rounded, _rounded_up) if rounded else {}
     group = None if picked is None else picked // _SIDE
@@ -55,10 +57,9 @@ def sample_scales(
     return [_spread(scale, sides, hp.shape, group) for scale, (sides, _) in zip(found, wanted, strict=True)]
 
 
-def _scales(amaxes: Mapping[Sides, torch.Tensor]) -> dict[Sides, torch.Tensor]:
-    return _regrouped(
-        amaxes, lambda amax: scale_of(amax, _PLAIN).nan_to_num_(nan=torch.nan, posinf=torch.nan)
-    )
+def _scales(amaxes: Mapping[Sides, torch.Tensor], format: Format) -> dict[Sides, torch.Tensor]:
+    plain = Cast(format, Granularity.TENSOR)
+    return _regrouped(amaxes, lambda amax: scale_of(amax, plain).nan_to_num_(nan=torch.nan, posinf=torch.nan))
 
 
 def _regrouped(

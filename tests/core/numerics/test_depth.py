@@ -29,6 +29,7 @@ from loka.core.recipe import Cast, Format, Granularity
 # Bins hold exact moments, and values lie in them as `quantize` scales them: what is left is float32
 # rounding of the dequantized values, 2^-24 against relative errors of 2^-4 to 2^-2, and the numbers on
 # which a threshold falls exactly. The issue asks for 0.1 dB on average and 0.5 dB at worst.
+FP8 = (Format.E4M3, Format.E5M2)  # exact; INT8 is not: test_int8.py
 EXACT_DB = 0.01
 
 FAMILIES = ("normal", "student_t2", "lognormal_3", "zero_inflated", "sparse", "tanh", "correlated", "bf16")
@@ -74,7 +75,7 @@ def test_the_histogram_gives_the_measured_error(
     hp = family(name, rows, columns, seed) * 2.0**exponent
     histogram = depth_histogram(hp, granularity, power_of_two=power_of_two)
     assert histogram.table[:, 0].sum() == hp.numel()
-    for format in Format:
+    for format in FP8:
         actual = measured(hp, Cast(format, granularity, power_of_two))
         predicted = depth_error(histogram, format).sqnr_db
         if actual > 100:  # all of it is representable, or zero
@@ -83,7 +84,7 @@ def test_the_histogram_gives_the_measured_error(
             assert predicted == pytest.approx(actual, abs=EXACT_DB)
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("magnitude", [1e38, 1e-30, 1e-38, 1e-40, 1e-44])
 @pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.ROW])
 def test_huge_and_subnormal_values(format: Format, magnitude: float, granularity: Granularity) -> None:
@@ -153,7 +154,7 @@ def test_merging_is_collecting_the_whole(cuts: list[int], seed: int) -> None:
         whole + depth_histogram(hp, Granularity.ROW, weight=hp)
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", FP8)
 def test_weighted_sums_are_those_of_the_elements(format: Format) -> None:
     hp, weight = family("student_t2", 70, 150, 1), family("lognormal_3", 70, 150, 2)
     histogram = depth_histogram(hp, Granularity.GROUP_1X128, weight=weight)
@@ -165,7 +166,7 @@ def test_weighted_sums_are_those_of_the_elements(format: Format) -> None:
         assert signal_sum(histogram, weighting=weighting).item() == pytest.approx(signal, rel=1e-6)
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("margin", [-2.0, -0.7, 0.3, 1.0, 6.5])
 @pytest.mark.parametrize("name", ["normal", "lognormal_3", "correlated"])
 def test_margins(format: Format, margin: float, name: str) -> None:

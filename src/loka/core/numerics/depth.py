@@ -17,6 +17,8 @@ more where values crowd at a representable one (core/numerics/depth_tables.py fi
 whole number of octaves moves the thresholds into the bins; there rho^2 is averaged by quantizing 32
 points of each. Power-of-two scales count from the amax that they round up to, another fraction of an
 octave in every group, so they have histograms of their own: twice the memory (45 KB each), and both exact.
+INT8 has its thresholds half a step apart all over: bins above a tenth of the amax hold several, and the error
+there is that of elements spread evenly within the bin (`_uniform_error`); below it is exact.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.numerics.depth_tables import NONFINITE, ZEROS, Operand, centres, depth_tables, units
+from loka.core.numerics.depth_tables import (
+    BINS_PER_OCTAVE,
+    NONFINITE,
+    ZEROS,
+    Operand,
+    centres,
+    depth_tables,
+    units,
+)
 from loka.core.numerics.reference import quantize, scale_of
 from loka.core.recipe import Cast, Format, Granularity
 
@@ -147,6 +157,8 @@ def error_sum(
     """
     moments = _moments(histogram, weighting)
     margin = _checked(margin)
+    if format.uniform:
+        return _uniform_error(moments, format, margin)
     if margin != round(margin):
         return _spread_error(moments, format, margin)
     gap = centres(moments.device) - _rounded(format, margin, moments.device)
@@ -154,20 +166,55 @@ def error_sum(
     return exact.clamp_min(0).sum()
 
 
-def _spread_error(moments: torch.Tensor, format: Format, margin: float) -> torch.Tensor:
-    """The error where thresholds lie inside bins: a bin's elements spread evenly about their mean, as
-    wide as their variance says, and quantized at points of that."""
+def _uniform_error(moments: torch.Tensor, format: Format, margin: float) -> torch.Tensor:
+    """The error of integers, u = v max / FMAX(e4m3) in steps of one. In a bin all of which rounds to one
+    integer, exact; in one that holds thresholds the mean over an even spread of its elements a..b,
+
+        1 / (b - a) integral (u - round(u))^2 du = (P(b) - P(a)) / (b - a),   P(u) = n / 12 + (u - n)^3 / 3
+
+    with n = min(round(u), max): 1 / 12 where the bin is many steps wide.
+    """
+    c = centres(moments.device)
+    factor = units(moments.device) * (format.max / Format.E4M3.max * 2.0**-margin)
+    half = torch.full_like(c, 0.5 / BINS_PER_OCTAVE)
+    half[-1] = 0  # the amax is a point
+    lowest, highest = (((c + end) * factor).round() for end in (-half, half))
+    exact = c - highest.clamp(max=format.max) / factor
+    inside = exact * exact * moments[:, 0] + 2 * exact * moments[:, 1] + moments[:, 2]
+    begin, end = (edge * factor for edge in _even_ends(moments, c))
+    wide = end - begin > 1e-6 * end
+    mean = (_primitive(end, format) - _primitive(begin, format)) / (end - begin).where(wide, 1)
+    at = (begin + end) / 2
+    point = (at - at.round().clamp(max=format.max)).square()
+    spread = mean.where(wide, point) / factor.square() * moments[:, 0]
+    return inside.where((lowest == highest) | (lowest >= format.max), spread).clamp_min(0).sum()
+
+
+def _primitive(u: torch.Tensor, format: Format) -> torch.Tensor:
+    n = u.round().clamp(max=format.max)
+    return n / 12 + (u - n) ** 3 / 3
+
+
+def _even_ends(moments: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Between what a bin's elements lie if spread evenly about their mean, as their variance says."""
     total = moments[:, 0]
     safe = total.where(total > 0, 1)
     mean = moments[:, 1] / safe
     width = (3 * (moments[:, 2] / safe - mean * mean)).clamp_min(0).sqrt()
+    return c + mean - width, c + mean + width
+
+
+def _spread_error(moments: torch.Tensor, format: Format, margin: float) -> torch.Tensor:
+    """The error where thresholds lie inside bins: a bin's elements spread evenly about their mean, as
+    wide as their variance says, and quantized at points of that."""
+    begin, end = _even_ends(moments, centres(moments.device))
     even = torch.linspace(
-        -1 + 1 / _POINTS, 1 - 1 / _POINTS, _POINTS, dtype=torch.float64, device=total.device
+        -1 + 1 / _POINTS, 1 - 1 / _POINTS, _POINTS, dtype=torch.float64, device=moments.device
     )
-    points = (centres(total.device) + mean).unsqueeze(1) + width.unsqueeze(1) * even
-    factor = (units(total.device) * (format.max / Format.E4M3.max * 2.0**-margin)).unsqueeze(1)
+    points = ((begin + end) / 2).unsqueeze(1) + ((end - begin) / 2).unsqueeze(1) * even
+    factor = (units(moments.device) * (format.max / Format.E4M3.max * 2.0**-margin)).unsqueeze(1)
     gaps = points - _quantized(points * factor, format) / factor
-    return (total * gaps.square().mean(dim=1)).sum()
+    return (moments[:, 0] * gaps.square().mean(dim=1)).sum()
 
 
 def signal_sum(histogram: DepthHistogram, *, weighting: str = ENERGY) -> torch.Tensor:

@@ -2,14 +2,17 @@
 
     scale = max(amax, tiny * FMAX) / FMAX     per group; rounded up to 2^k where asked, FMAX 2^k < 2^128
     fp8   = round_to_nearest_even(clamp(hp / scale, -FMAX, FMAX))
+    int8  = round_half_even(clamp(hp / scale, -127, 127))
     out   = (fp8_A * scale_A) @ (fp8_B * scale_B)^T     in float32
+    out   = float32(int8_A @ int8_B^T) * scale_A * scale_B^T      the sum exact, as in int32; K <= 131072
 
 `tiny` is float32's smallest normal number, so a zero group quantizes to exact zeros and the
 scale stays a normal float32 whose reciprocal is finite: there is no absolute epsilon that
 would flush small gradients (kernels that clamp amax at 1e-4 lose rows of std 1e-10).
 Powers of two end where a value that rounds up would become infinite: e4m3 at 2^119, so that above 2.98e38
 values saturate, at most 12.5 % short of themselves.
-A NaN or infinity in a group makes the whole group NaN when dequantized: it always surfaces.
+A NaN or infinity in a group makes the whole group NaN when dequantized: it always surfaces. In INT8, which
+has no NaN, that is by the scale.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.core.recipe import Cast, Granularity
+from loka.core.recipe import Cast, Format, Granularity
 
 _TINY = torch.finfo(torch.float32).tiny
+_LARGEST_STEP = torch.finfo(torch.float32).max / 127 * (1 - 2.0**-23)  # of INT8
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """`data` [R, C] FP8, row-major; `scale` float32 [groups of rows, groups of columns]."""
+    """`data` [R, C] FP8 or INT8, row-major; `scale` float32 [groups of rows, groups of columns]."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -47,7 +51,7 @@ def quantize(
 
     `padded` are the sides of `Quantized.data`; the rest is filled with exact zeros. A `scale`
     given for a tensor cast, float32 [1], is used instead of the current one; what lies beyond
-    it saturates, and NaN or infinity makes its element NaN.
+    it saturates, and NaN or infinity makes its element NaN (in INT8 the scale, and so the tensor).
     """
     rows, columns = padded or (hp.shape[0], hp.shape[1])
     values = hp.float()
@@ -59,9 +63,14 @@ def quantize(
     else:
         assert cast.granularity is Granularity.TENSOR, "one given scale is a tensor scale"
         scale = scale.reshape(1, 1)
+        if cast.format.uniform:
+            scale = scale.where(values.isfinite().all(), torch.nan)
         values = values.where(values.isfinite(), torch.nan)  # no scale of its own would show it
     fmax = cast.format.max
     scaled = values / expand_scale(scale, cast, rows, columns)
+    if cast.format.uniform:
+        integers = scaled.clamp(-fmax, fmax).round().nan_to_num(nan=0.0)
+        return Quantized(integers.to(cast.format.dtype).contiguous(), scale, cast)
     # Clamp before the cast: torch <= 2.11 turns an e4m3 overflow into NaN, 2.12+ saturates.
     return Quantized(scaled.clamp(-fmax, fmax).to(cast.format.dtype).contiguous(), scale, cast)
 
@@ -69,7 +78,11 @@ def quantize(
 def scale_of(amax: torch.Tensor, cast: Cast) -> torch.Tensor:
     """The dequantizing float32 scale of groups with this amax; NaN and inf pass through."""
     fmax = cast.format.max
-    scale = amax.float().clamp_min(_TINY * fmax) / fmax
+    # By a tensor: on a GPU torch multiplies by the inverse of a number, an ulp away. FP8 has its own kernel.
+    divisor = amax.new_full((), fmax, dtype=torch.float32) if cast.format.uniform else fmax
+    scale = amax.float().clamp_min(_TINY * fmax) / divisor
+    if cast.format.uniform:  # 127 times it stays a float32
+        scale = scale.where(~(scale > _LARGEST_STEP) | scale.isinf(), _LARGEST_STEP)
     if cast.power_of_two:
         mantissa, exponent = torch.frexp(scale)  # mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
@@ -111,8 +124,36 @@ def dequantize(quantized: Quantized) -> torch.Tensor:
 
 
 def scaled_mm(a: Quantized, b: Quantized, *, dtype: torch.dtype) -> torch.Tensor:
-    """out [M, N] = dequantize(a) [M, K] @ dequantize(b) [N, K]^T, accumulated in float32."""
+    """out [M, N] = dequantize(a) [M, K] @ dequantize(b) [N, K]^T, accumulated in float32, of INT8 exactly.
+
+    Raises ValueError where an INT8 operand meets FP8, or K is more than an int32 sum is sure to hold.
+    """
+    if a.cast.format.uniform or b.cast.format.uniform:
+        return scale_sums(_exact_sums(a, b), a.scale, b.scale, dtype=dtype)
     return (dequantize(a) @ dequantize(b).t()).to(dtype)
+
+
+def scale_sums(
+    sums: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """out [M, N] of int32 `sums` [M, N], by scales of rows [M or 1, 1] and [N or 1, 1], in this order."""
+    return sums.float().mul_(scale_a).mul_(scale_b.t()).to(dtype)
+
+
+def too_long(k: int, format: Format) -> str | None:
+    """Why a sum of `k` products of `format` is not sure to fit its accumulator, or None."""
+    if format.max_terms is None or k <= format.max_terms:
+        return None
+    return f"K={k}: int32 is sure to hold a sum of {format.max_terms} products of INT8, no more"
+
+
+def _exact_sums(a: Quantized, b: Quantized) -> torch.Tensor:
+    """int8 @ int8^T in float64, which is exact far beyond int32 and has a fast GEMM on any device."""
+    if a.cast.format is not b.cast.format:
+        raise ValueError(f"an INT8 GEMM takes two INT8 operands, not {a.cast.name} and {b.cast.name}")
+    if reason := too_long(a.shape[1], a.cast.format):
+        raise ValueError(reason)
+    return a.data.double() @ b.data.double().t()
 
 
 def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -124,8 +165,11 @@ def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.d
     sign the losses add up: an H200 loses 1 % at K = 608. With fast accumulation the running sum
     stays in that register for all of K; without it, it moves to float32 after every 128. float32
     sums add K 2^-24 of sum |a||b|, and the result is rounded once to `dtype` (half a step: 2^-8
-    in bf16).
+    in bf16). INT8 sums are exact; what is left are the roundings to float32, by two scales and to `dtype`.
     """
+    if a.cast.format.uniform:
+        exact = dequantize(a).double() @ dequantize(b).double().t()
+        return ((4 * 2.0**-24 + _half_step(dtype)) * exact.abs()).float()
     full_a, full_b = dequantize(a), dequantize(b)
     sides = a.shape[0], b.shape[0]
     lost = full_a.new_zeros(sides)
@@ -138,5 +182,9 @@ def accumulation_bound(a: Quantized, b: Quantized, *, fast: bool, dtype: torch.d
         lost = lost + 33 * 2.0**-13 * torch.maximum(running.abs() + lost, products)
         added = part_a @ part_b.t()
         running, exact, absolute = running + added, exact + added, absolute + products
-    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24
-    return lost + a.shape[1] * 2.0**-24 * absolute + rounding * (exact.abs() + lost)
+    return lost + a.shape[1] * 2.0**-24 * absolute + _half_step(dtype) * (exact.abs() + lost)
+
+
+def _half_step(dtype: torch.dtype) -> float:
+    """The relative error of one rounding to `dtype`, doubled in bf16 and float16 for ties far from even."""
+    return 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 2.0**-24

@@ -14,7 +14,7 @@ from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import FileRefused
 from loka.core.problem import Problem
-from loka.core.recipe import Gemm
+from loka.core.recipe import RECIPES, Gemm
 from loka.core.records.coverage import Coverage
 from loka.core.records.report import HP, site_name
 from loka.core.signature import ModelSignature
@@ -147,7 +147,8 @@ class Plan:
         counts = Counter(decision.candidate for decision in self.decisions.values())
         low = len(self.decisions) - counts[HP]
         parts = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        text = f"{low} of {len(self.decisions)} sites in FP8: {parts}"
+        kinds = " or INT8" if any(_in_integers(name) for name in counts) else ""
+        text = f"{low} of {len(self.decisions)} sites in FP8{kinds}: {parts}"
         if not self.timed:
             return f"{text}. Not timed: chosen on error alone, no speed is claimed.{self._spent()}"
         known = [(d.hp_microseconds, d.microseconds, d.saved_us) for d in self.decisions.values()]
@@ -186,6 +187,11 @@ def known_effect(effect: Estimate | None) -> Estimate | None:
 
 def _show(estimate: Estimate | None, pattern: str) -> str:
     return pattern.format(estimate.value) if estimate else "-"
+
+
+def _in_integers(candidate: str) -> bool:
+    recipe = RECIPES.get(candidate.partition("@")[0].rpartition(":")[2])
+    return recipe is not None and recipe.output is not None and recipe.output[0].format.uniform
 
 
 def _row(decision: Decision) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from loka.core.numerics.reference import too_long
 from loka.core.problem import Problem, capability
 from loka.core.recipe import Format, Gemm, Granularity, Recipe
 
@@ -19,6 +20,12 @@ def undefined(problem: Problem, recipe: Recipe) -> str | None:
     if recipe.casts(problem.gemm) is None:
         return f"{recipe.name} does not define {problem.gemm}"
     return None
+
+
+def overflows(problem: Problem, recipe: Recipe) -> str | None:
+    """Whether the sums could leave the accumulator, by bound: those of INT8 beyond K = 131072."""
+    casts = recipe.casts(problem.gemm)
+    return too_long(problem.k, casts[0].format) if casts is not None else None
 
 
 def not_hopper(target: str, what: str = "is built for sm_90") -> str | None:

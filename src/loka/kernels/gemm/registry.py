@@ -22,9 +22,11 @@ from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.adapters.fbgemm import FBGEMM, FBGEMM_FAST
 from loka.kernels.gemm.adapters.mslk import MSLK, MSLK_FAST
 from loka.kernels.gemm.adapters.split_gemm import LOKA_SPLIT, LOKA_SPLIT_FAST
+from loka.kernels.gemm.adapters.torch_int8 import TORCH_INT8
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.gemm.adapters.torchao_scaled import TORCHAO, TORCHAO_BLOCK, TORCHAO_FAST
 from loka.kernels.gemm.kernel import Kernel
+from loka.kernels.gemm.legality import overflows
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -32,6 +34,7 @@ KERNELS: dict[str, Kernel] = {
         EMULATED,
         TORCH,
         TORCH_FAST,
+        TORCH_INT8,
         CUBLASLT,
         CUBLASLT_FAST,
         FBGEMM,
@@ -80,7 +83,7 @@ class Candidate:
         """Why it cannot run `problem` wherever its library is installed, or None."""
         if self.recipe.casts(problem.gemm) is None:
             return f"{self.recipe.name} does not define {problem.gemm}"
-        return self.kernel.unsupported(self.padded(problem), self.recipe)
+        return overflows(problem, self.recipe) or self.kernel.unsupported(self.padded(problem), self.recipe)
 
     def run(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """out [M, N] in `dtype` from operands quantized and padded for this candidate."""

@@ -1,4 +1,4 @@
-"""Quantization on the fastest path for the device: Triton on CUDA, else the reference.
+"""Quantization on the fastest path for the device: Triton on CUDA, else the reference, which is INT8's only.
 
 Hopper's FP8 tensor cores contract over K-major operands only, so a tensor is wanted twice in
 training: the input [T, in] for `output` and transposed for `grad_weight`, grad_output for both
@@ -48,7 +48,10 @@ def quantize_pair(
         seen: int32 [1], raised to the bits of max |hp| as float32, for the next step's scale.
         health: int64, flat or not; `Side.flag` and `Side.count` are places in it.
     """
-    if hp.device.type == "cuda":
+    integers = [side is not None and side.cast.format.uniform for side in (row, column)]
+    if hp.device.type == "cuda" and row and column and any(integers) and not all(integers):
+        return _one_in_integers(hp, row, column, given, seen, health)
+    if hp.device.type == "cuda" and not any(integers):
         from loka.kernels.quantize.triton.quantize import quantize_pair_fused
 
         if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
@@ -63,6 +66,22 @@ def quantize_pair(
         _reference(hp, row, given, health) if row else None,
         _reference(hp.t(), column, given, health) if column else None,
     )
+
+
+def _one_in_integers(
+    hp: torch.Tensor,
+    row: Side,
+    column: Side,
+    given: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    health: torch.Tensor | None,
+) -> tuple[Quantized | None, Quantized | None]:
+    """On a GPU: the INT8 copy by the reference's operations (no kernel yet), the other by its kernel."""
+    if row.cast.format.uniform:
+        other = quantize_pair(hp, row=None, column=column, given=given, seen=seen, health=health)[1]
+        return _reference(hp, row, given, health), other
+    lying = quantize_pair(hp, row=row, column=None, given=given, seen=seen, health=health)[0]
+    return lying, _reference(hp.t(), column, given, health)
 
 
 def _reference(

@@ -56,27 +56,38 @@ def _quantized(
     hp: torch.Tensor, sample: torch.Tensor, picked: torch.Tensor | None, casts: Sequence[Cast]
 ) -> torch.Tensor:
     """`dequantize(quantize(hp, cast))` of the rows `sample` [m, K] for each cast: [casts, m, K] float32."""
-    kinds = [(sides_of(cast.granularity, hp.shape, transposed=False), cast.power_of_two) for cast in casts]
-    distinct = list(dict.fromkeys(kinds))
-    by_kind = dict(zip(distinct, sample_scales(hp, sample, picked, distinct), strict=True))
-    scales = [_scale_for(cast.format, by_kind[kind]) for cast, kind in zip(casts, kinds, strict=True)]
+    scales: dict[int, torch.Tensor] = {}
+    for integers in (False, True):  # a step of INT8 is no power of two times the scale of e4m3
+        alike = [at for at, cast in enumerate(casts) if cast.format.uniform == integers]
+        kinds = [
+            (sides_of(casts[at].granularity, hp.shape, transposed=False), casts[at].power_of_two)
+            for at in alike
+        ]
+        distinct = list(dict.fromkeys(kinds))
+        if distinct:
+            of = Format.INT8 if integers else Format.E4M3
+            by_kind = dict(zip(distinct, sample_scales(hp, sample, picked, distinct, of), strict=True))
+            for at, kind in zip(alike, kinds, strict=True):
+                scales[at] = _scale_for(casts[at].format, by_kind[kind])
     values = sample.float()
     scaled = values.new_empty(len(casts), *values.shape)
-    for scale, out in zip(scales, scaled, strict=True):
-        torch.div(values, scale, out=out)
+    for at, out in enumerate(scaled):
+        torch.div(values, scales[at], out=out)
     for cast_format in dict.fromkeys(cast.format for cast in casts):
         alike = [at for at, cast in enumerate(casts) if cast.format is cast_format]
         for begin, end in _runs(alike):
             run, fmax = scaled[begin:end], cast_format.max
-            run.copy_(run.clamp_(-fmax, fmax).to(cast_format.dtype))
-    for scale, out in zip(scales, scaled, strict=True):
-        out.mul_(scale)
+            run.clamp_(-fmax, fmax)
+            run.round_() if cast_format.uniform else run.copy_(run.to(cast_format.dtype))
+    for at, out in enumerate(scaled):
+        out.mul_(scales[at])
     return scaled
 
 
 def _scale_for(cast_format: Format, scale: torch.Tensor) -> torch.Tensor:
-    """From the e4m3 scale: FMAX is a power of two as large, and scales end at the smallest normal."""
-    if cast_format is Format.E4M3:
+    """From the e4m3 scale, or INT8's own: FMAX of e5m2 is a power of two as large, and scales end at the
+    smallest normal."""
+    if cast_format is not Format.E5M2:
         return scale
     return (scale * (Format.E4M3.max / cast_format.max)).clamp_min(_TINY)
 
