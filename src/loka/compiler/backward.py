@@ -22,6 +22,7 @@ from loka.compiler.joint_sites import JointSite
 from loka.compiler.marks import makers_of
 from loka.core.recipe import Gemm
 from loka.kernels.edge.program import Kind, Program, Step
+from loka.nn.fp8_weight import transposed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -64,10 +65,12 @@ def lower_backward(
             _emit_edge(emitter, mine, texts[site.node], edges, low)
             weight = weights[site.node]
             if site.wants_input and 0 in results:
-                assert weight.column is not None
                 row, r = mine.outputs["row"], mine.outputs["r"]
                 scale = r if site.node not in waiting else None
-                last = gemms.call(site, Gemm.GRAD_INPUT, row, scale, weight.column, weight.scale)
+                column = weight.column
+                if column is None:
+                    column = emitter.call(transposed, weight.row, r)
+                last = gemms.call(site, Gemm.GRAD_INPUT, row, scale, column, weight.scale)
                 emitter.replace(results[0], last)
                 if site.node in waiting:
                     emitter.replace(waiting[site.node], r)

@@ -98,7 +98,10 @@ region_gemm = registered("loka::region_gemm", _region_gemm, _region_gemm_fake)
 
 @dataclass(kw_only=True)
 class Weight:
-    """A weight in FP8: row [N, K], column [K, N] where grad_input reads it, scale [max(N, K)]."""
+    """A weight in FP8: row [N, K], column [K, N] where grad_input reads it, scale of at least [max(N, K)].
+
+    `column` is None, too, where a weight comes in FP8 (nn/fp8_weight.py): backward makes it.
+    """
 
     row: Node
     column: Node | None

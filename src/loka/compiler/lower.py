@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from loka.compiler.backward import lower_backward
 from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
-from loka.compiler.edges.nodes import mark_backward
+from loka.compiler.edges.nodes import args_of, mark_backward
 from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
@@ -30,6 +30,7 @@ from loka.compiler.notes import record_text
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.quantize.fp8_weights import fp8_weights
+from loka.nn.fp8_weight import dequantized
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -102,10 +103,17 @@ def _cast(emitter: Emitter, x: Node) -> Low:
 
 
 def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
-    """By the node of a site. Weights that are there before the first site go through one op."""
+    """By the node of a site. Weights that are there before the first site go through one op.
+
+    A weight that comes in FP8 is taken as it is.
+    """
     position = {node: place for place, node in enumerate(emitter.graph.nodes)}
+    given = {s.node: _given(s.weight) for s in sites if s.weight.target is dequantized}
+    sites = [s for s in sites if s.node not in given]
+    if not sites:
+        return given
     early = [s for s in sites if position[s.weight] < position[sites[0].node]]
-    found: dict[Node, Weight] = {}
+    found = given
     for group in (early, *([s] for s in sites if s not in early)):
         if not group:
             continue
@@ -124,3 +132,9 @@ def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, We
             }
         found.update({site.node: items[site.weight] for site in group})
     return found
+
+
+def _given(weight: Node) -> Weight:
+    """Of a node that dequantizes what came in FP8; nothing reads it when all its sites are joined."""
+    row, scale, _ = args_of(weight)
+    return Weight(row=row, column=None, scale=scale)

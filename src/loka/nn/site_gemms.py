@@ -12,9 +12,10 @@ import torch
 
 from loka.core.exceptions import NotConverted
 from loka.core.records.report import HP
+from loka.nn.fp8_weight import Fp8Weight
 from loka.nn.site_ops import Candidates, backward_parts, forward_parts, site_backward, site_forward
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, Fp8Weight)
 
 
 def _direct(*tensors: torch.Tensor) -> bool:
@@ -47,7 +48,9 @@ class SiteGemms(torch.autograd.Function):
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
         share_x = keep[0] and output != HP and grad_weight != HP
-        share_weight = keep[1] and output != HP and grad_input != HP
+        # FSDP2 frees a gathered weight and gathers it anew for backward, which a copy of it would defeat.
+        gathered = isinstance(weight, Fp8Weight) and not torch.compiler.is_compiling()
+        share_weight = keep[1] and output != HP and grad_input != HP and not gathered
         if _direct(x, weight):
             y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(
                 x, weight, health, candidates, (share_x, share_weight)

@@ -30,6 +30,7 @@ from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand, quantize_pair
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, Side, empty_scale
+from loka.nn.fp8_weight import Fp8Weight
 
 Candidates = tuple[str, str, str]
 """For output, grad_input and grad_weight: "hp" or "kernel:recipe"."""
@@ -139,8 +140,10 @@ def forward_parts(
         y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
         return y, *_parts(None, x), *_parts(None, x)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
-    low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
     assert low_x is not None
+    if isinstance(weight, Fp8Weight):
+        return made.run(low_x, weight.quantized(made.weight[0], health)), *_parts(kept_x, x), *_parts(None, x)
+    low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
     assert low_weight is not None
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
@@ -320,6 +323,9 @@ def _unwritten(side: Side | None, device: torch.device) -> Quantized | None:
 
 def _second(run: ScaledGemm, b: torch.Tensor, scale: torch.Tensor, health: torch.Tensor) -> Quantized:
     """Operand B of a backward GEMM: as forward kept it, or quantized now from its transpose."""
+    if isinstance(b, Fp8Weight):
+        side = Side(cast=run.casts[1], padded=run.padded_b, flag=_place(run.problem.gemm, BAD_B))
+        return b.transposed(side, health)
     if scale.numel():
         return Quantized(b, scale, run.casts[1])
     gemm = GEMMS.index(run.problem.gemm)

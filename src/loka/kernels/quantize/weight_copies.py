@@ -49,7 +49,12 @@ def scale_bits(weight: torch.Tensor) -> torch.Tensor:
     """The bits of the scale, int32 []."""
     if weight.numel() == 0:
         return torch.full((), SMALLEST, dtype=torch.int32, device=weight.device)
-    largest = weight.abs().amax().float()
+    return bits_of_scale(weight.abs().amax().float())
+
+
+def bits_of_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The bits, int32, of the scales of weights whose largest magnitudes are `largest`, float32 of any
+    shape."""
     finite = largest < float("inf")  # asked of the number: a NaN's bits may have a sign
     bits = torch.where(finite, largest, 0.0).view(torch.int32)
     power = ((bits + _MANTISSA) & _INFINITY) - (OCTAVES << 23)

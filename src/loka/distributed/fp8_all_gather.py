@@ -1,0 +1,297 @@
+"""FSDP2's all-gather of weights in eight bits.
+
+    before a forward   m = max over ranks and rows |W|                one all-reduce for all weights
+                       s = 2^(ceil(log2 m) - 8),  local8 = e4m3(W_local / s)
+    each gather        rows of bytes, one an element; scales do not travel, all ranks have them
+    a site             reads the bytes that came (nn/fp8_weight.py)
+
+So every rank has the FP8 copy of the whole weight that one process would make of it, scale and bytes
+(kernels/quantize/weight_copies.py): nothing depends on how rows are shared out. Each shard is quantized once
+for a forward and its backward, from the master weights as they are then: load_state_dict, EMA or `.data`
+leave nothing stale. Parameters, gradients, optimizer and state dict stay FSDP2's plain ones.
+
+It costs one byte for each element of this rank's shards, and one all-reduce of a number for each weight in
+front of the first gather. Of bf16 gathers it saves half the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
+from loka.core.exchange import gather, global_rank
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP, site_name
+from loka.core.table import format_table
+from loka.distributed.fsdp_units import Sharded, sharded_parameters, units_of
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.quantize.weight_copies import FP8, bits_of_scale
+from loka.nn.fp8_weight import CAST, Fp8Weight, scale_length
+from loka.nn.leaves import LinearForward
+from loka.nn.site import SiteForward, site_forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """How a parameter is gathered. `why`: why not in FP8, or None where it is.
+
+    `numel`: elements of a rank, padding of uneven shards included. `dtype`: of FSDP2's own all-gather.
+    """
+
+    name: str
+    unit: str
+    numel: int
+    dtype: torch.dtype
+    why: str | None
+
+    @property
+    def wire_bytes(self) -> int:
+        """That a rank sends in one gather."""
+        return self.numel * (1 if self.why is None else self.dtype.itemsize)
+
+
+class Fp8AllGather:
+    """What `fp8_all_gather` set up: `parameters` in order; `str()` is a table of them."""
+
+    def __init__(self, parameters: tuple[Gathered, ...], exchange: _Exchange | None) -> None:
+        self.parameters = parameters
+        self._exchange = exchange
+
+    @property
+    def in_fp8(self) -> tuple[str, ...]:
+        return tuple(one.name for one in self.parameters if one.why is None)
+
+    @property
+    def wire_bytes(self) -> int:
+        """That a rank sends in one gather of all units."""
+        return sum(one.wire_bytes for one in self.parameters)
+
+    @property
+    def wire_bytes_in_bf16(self) -> int:
+        """The same, were every parameter gathered in 16 bits."""
+        return sum(one.numel * 2 for one in self.parameters)
+
+    def remove(self) -> None:
+        """Gives FSDP2 its own all-gather back. Call it before `loka.revert`."""
+        if self._exchange is not None:
+            self._exchange.stop()
+            self._exchange = None
+
+    def __str__(self) -> str:
+        header = ("parameter", "unit", "bytes", "gathered in", "why not in FP8")
+        rows = [
+            (p.name, p.unit or "(root)", p.wire_bytes, _short(p.dtype) if p.why else "FP8", p.why or "")
+            for p in self.parameters
+        ]
+        share = self.wire_bytes / max(self.wire_bytes_in_bf16, 1)
+        total = f"{self.wire_bytes} bytes of a rank in a gather of all units, {share:.3f} of bf16's"
+        return f"{format_table(header, rows)}\n{total}"
+
+
+def fp8_all_gather(
+    model: nn.Module, plan: Plan, *, filter: Callable[[str], bool] | None = None
+) -> Fp8AllGather:
+    """Has FSDP2 gather the weights of FP8 sites in eight bits, as the sites read them. A collective.
+
+    Call it on every rank after `convert` and `fully_shard`, in either order, and before the first forward or
+    between two steps. A weight qualifies where it belongs to an `nn.Linear` whose `output` and, if the plan
+    has that, `grad_input` run by e4m3 with power-of-two row scales (`rowwise_e4m3_pow2`). It then has one
+    scale, a power of two, instead of one for each row: the same numbers unless rows differ by more than 2^14.
+    All else is gathered as before, and the result says why.
+
+    Args:
+        model: converted by `plan`, with units of `fully_shard` in it.
+        filter: names of parameters to gather in FP8; all that qualify without it.
+
+    Raises:
+        LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected.
+        NotConverted: no site of the model runs by a plan, or it gathers in FP8 already.
+        PlanMismatch: ranks would gather other parameters in FP8; on all ranks.
+    """
+    if not dist.is_initialized() or not units_of(model):
+        raise LokaError(
+            "the model has no unit of FSDP2",
+            way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun",
+        )
+    forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
+    if not forwards:
+        raise NotConverted("no site of this model runs by a plan", way_out="loka.convert(model, plan) first")
+    found = sharded_parameters(model)
+    if any(one.is_hooked for one in found):
+        raise NotConverted("this model gathers in FP8 already", way_out="remove() what gathers so first")
+    chosen: list[Sharded] = []
+    parameters = []
+    for one in found:
+        why = one.unfit() or _unplanned(one, forwards, plan)
+        if why is None and filter is not None and not filter(one.name):
+            why = "left out by the filter"
+        if why is None and chosen and one.group is not chosen[0].group:
+            why = "its unit is sharded over another group of ranks than the first"
+        if why is None:
+            chosen.append(one)
+        parameters.append(
+            Gathered(name=one.name, unit=one.unit, numel=one.padded.numel(), dtype=one.gathers_in, why=why)
+        )
+    _check_alike(parameters)
+    exchange = _Exchange(model, chosen, forwards) if chosen else None
+    return Fp8AllGather(tuple(parameters), exchange)
+
+
+def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> str | None:
+    """Why no site takes it in FP8 as it is gathered, or None."""
+    if len(one.size) != 2 or 0 in one.size:
+        return "it is no matrix"
+    if len(one.owners) > 1:
+        return "several modules hold it"
+    module, attribute = one.owners[0]
+    forward = forwards.get(id(module))
+    if forward is None:
+        return "no site runs by it"
+    if not isinstance(forward, LinearForward) or type(forward) is not LinearForward or attribute != "weight":
+        return "its site is not of an nn.Linear"
+    site = forward.site
+    for gemm, name in zip(Gemm, site.candidates, strict=True):
+        if gemm is Gemm.GRAD_WEIGHT:
+            continue  # does not read the weight
+        if gemm is Gemm.GRAD_INPUT and site_name(site.name, gemm) not in plan.decisions:
+            continue  # its input is data; a call that wants the gradient raises
+        if name == HP:
+            return f"{gemm} runs in high precision"
+        casts = candidate_named(name).recipe.casts(gemm)
+        if casts is None or casts[1] != CAST:
+            return f"{gemm} by {name} wants other scales than powers of two of rows"
+    return None
+
+
+def _check_alike(parameters: list[Gathered]) -> None:
+    """Ranks that gather other things would wait for each other for good."""
+    mine = json.dumps([[one.name, one.numel, one.why] for one in parameters]).encode()
+    lists = [json.loads(text) for text in gather(mine, None)]
+    differences = [
+        f"rank {rank}: {name}: {_told(why)}, and {_told(first_why)} on rank {global_rank(None, 0)}"
+        for rank, theirs in enumerate(lists)
+        for (name, _, why), (_, _, first_why) in zip(theirs, lists[0], strict=False)
+        if why != first_why
+    ]
+    differences += [
+        f"rank {rank}: {len(theirs)} parameters, and {len(lists[0])} on rank 0"
+        for rank, theirs in enumerate(lists)
+        if [name for name, *_ in theirs] != [name for name, *_ in lists[0]]
+    ]
+    if differences:
+        raise PlanMismatch(
+            "the ranks would gather other parameters in FP8",
+            why=differences,
+            way_out="convert the model by one plan on all ranks (loka.agree), and shard it alike",
+        )
+
+
+def _told(why: str | None) -> str:
+    return "in FP8" if why is None else f"not in FP8 ({why})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class _Exchange:
+    """The bytes that this rank sends, and the scales that all ranks have.
+
+    Bytes and scales keep their addresses. `_depth` counts units whose forward is under way: the outermost
+    one, the model or a part of it that is called by itself, renews them.
+    """
+
+    def __init__(self, model: nn.Module, chosen: list[Sharded], forwards: dict[int, SiteForward]) -> None:
+        self._chosen = chosen
+        self._standing = [(one, forwards[id(one.owners[0][0])]) for one in chosen]
+        self._group = chosen[0].group
+        device = chosen[0].padded.device
+        lengths = [scale_length(*one.size) for one in chosen]
+        self._places = torch.repeat_interleave(torch.tensor(lengths)).to(device)
+        self._scales = torch.empty(sum(lengths), device=device)
+        self._bytes = [torch.empty(one.padded.shape, dtype=torch.uint8, device=device) for one in chosen]
+        self._hooks = [
+            _Hooks(one.size, own, scale)
+            for one, own, scale in zip(chosen, self._bytes, self._scales.split(lengths), strict=True)
+        ]
+        self._units = list(units_of(model).values())
+        self._depth = 0
+        self._handles = []
+        # Each of the two would break a graph of its own where it is traced; FSDP2's are left out as well.
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        for unit in self._units:
+            self._handles.append(unit.register_forward_pre_hook(enter, prepend=True))
+            self._handles.append(unit.register_forward_hook(leave, always_call=True))
+        self.renew()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Agrees on the scales of all weights as they are now, and quantizes this rank's rows of them."""
+        for hooks, (one, forward) in zip(self._hooks, self._standing, strict=True):
+            if forward.module.__dict__.get("forward") is not forward:
+                raise NotConverted(
+                    f"{one.name} is gathered in FP8, and its site does not run any more",
+                    way_out="remove() what fp8_all_gather returned before loka.revert(model)",
+                )
+            if not one.is_hooked:
+                one.hook(hooks.before, hooks.after)
+        shards = [one.padded for one in self._chosen]
+        largest = torch.stack(torch._foreach_norm(shards, torch.inf)).float()
+        # A maximum over ranks may drop a NaN; infinity stays, and both make a scale of NaN.
+        largest = torch.where(largest.isfinite(), largest, torch.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        scales = bits_of_scale(largest).view(torch.float32)
+        self._scales.copy_(scales[self._places])
+        for own, shard, scale in zip(self._bytes, shards, scales.unbind(), strict=True):
+            own.copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for one in self._chosen:
+            one.unhook()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        # Checkpointed forwards run again in backward, and are to find what they found before.
+        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+            self.renew()
+            if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
+                module.set_post_optim_event(torch.cuda.current_stream().record_event())
+        self._depth += 1
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self._depth -= 1
+
+
+class _Hooks:
+    """Of one parameter [N, K], around FSDP2's all-gather of `own` uint8 [ceil(N / ranks), K]."""
+
+    def __init__(self, size: torch.Size, own: torch.Tensor, scale: torch.Tensor) -> None:
+        self.size, self.own, self.scale = size, own, scale
+
+    def before(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (self.own,), None
+
+    def after(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The weight as a view of the bytes that came; a later gather writes to the same ones."""
+        if out is not None:
+            return None
+        (data,) = outputs  # [ranks * ceil(N / ranks), K]
+        return Fp8Weight(data[: self.size[0]].view(FP8), self.scale, dtype), ()

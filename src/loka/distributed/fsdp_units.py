@@ -1,0 +1,143 @@
+"""What FSDP2 holds: the units of a model, and their parameters.
+
+torch has no public way to give a plain, already sharded parameter an all-gather of its own: `fully_shard`
+looks for `fsdp_pre_all_gather` on the local tensor, which has to be a tensor subclass before. Subclasses show
+up in state dicts, and optimizers pay for their dispatch, so LoKA puts the hooks on the plain local tensor
+afterwards. The private names that this needs (torch 2.11 to 2.13) are in this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.nn.unwrap import named_modules
+
+HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded:
+    """One parameter of a unit. `held` is torch's FSDPParam."""
+
+    name: str
+    unit: str
+    held: Any
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """Modules and attributes that hold it: several where it is tied."""
+        info = self.held._module_info
+        return [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]
+
+    @property
+    def size(self) -> torch.Size:
+        return self.held._orig_size
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows as the optimizer has them; it may have none."""
+        return self.held._sharded_local_tensor
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """This rank's rows and zeros below them up to as many as rank 0 has, [ceil(N / ranks), K]."""
+        return self.held._sharded_param_data.view(self.held.padded_sharded_param_size)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.held.shard_mesh.get_group()
+
+    @property
+    def gathers_in(self) -> torch.dtype:
+        """Of FSDP2's own all-gather."""
+        return self.held.mp_policy.param_dtype or self.held.sharded_param.dtype
+
+    def unfit(self) -> str | None:
+        """Why its all-gather cannot be another one, or None."""
+        if self.held.is_dtensor:
+            return "it is a DTensor of tensor parallelism besides"
+        if self.held.offload_to_cpu:
+            return "its shards are offloaded to the CPU"
+        if self.held.fsdp_placement.dim != 0:
+            return f"it is sharded along dimension {self.held.fsdp_placement.dim}, not along its rows"
+        if self.held.post_forward_mesh_info not in (None, self.held.mesh_info):
+            return "reshard_after_forward is a number, for which FSDP2 knows no all-gather but its own"
+        return None
+
+    def hook(self, before: Any, after: Any) -> None:
+        """Has FSDP2 call `before` and `after` around its all-gather; see HOOKS in torch's documentation."""
+        local = self.local
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after  # type: ignore[attr-defined]
+        self._begin_anew()
+
+    def unhook(self) -> None:
+        for name in HOOKS:
+            self.local.__dict__.pop(name, None)
+        self._begin_anew()
+
+    @property
+    def is_hooked(self) -> bool:
+        """False after load_state_dict(assign=True), say, which puts another tensor there."""
+        return all(hasattr(self.local, name) for name in HOOKS)
+
+    def _begin_anew(self) -> None:
+        """FSDP2 makes what it gathers into once, by what the hooks were then."""
+        self.held._init_extensions()
+        self.held.all_gather_outputs = []
+        self.held.__dict__.pop("_unsharded_param", None)
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `fully_shard` was called for, by path; of a list of modules, each."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return {path: module for path, module in named_modules(model) if isinstance(module, FSDPModule)}
+
+
+def sharded_parameters(model: nn.Module) -> list[Sharded]:
+    """In the order of units, which is the same on every rank.
+
+    Raises LokaError where parameters are gathered at the moment, or torch is not as expected.
+    """
+    names = {id(module): path for path, module in named_modules(model)}
+    found: dict[int, Sharded] = {}
+    try:
+        for unit, module in units_of(model).items():
+            for held in _params(module):
+                info = held._module_info
+                path = names.get(id(info.module), "")
+                name = f"{path}.{info.param_name}" if path else info.param_name
+                found.setdefault(id(held), Sharded(name, unit, held))
+        gathered = [one.name for one in found.values() if one.held.sharded_state.name != "SHARDED"]
+    except AttributeError as error:
+        raise LokaError(
+            f"FSDP2 of torch {torch.__version__} is built in another way than LoKA knows",
+            why=[str(error)],
+            way_out="gather in the model's precision, which needs nothing; please report it",
+        ) from error
+    if gathered:
+        raise LokaError(
+            "parameters are gathered at the moment",
+            why=gathered,
+            way_out="call model.reshard() of each unit first",
+        )
+    return list(found.values())
+
+
+def _params(module: Any) -> Iterator[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    for group in groups:
+        yield from group.fsdp_params

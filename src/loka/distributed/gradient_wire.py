@@ -1,0 +1,177 @@
+"""The codecs of gradients as DistributedDataParallel and FSDP2 call them.
+
+    DDP      a bucket:  scatter, sum in float32, gather          register_comm_hook
+    FSDP2    a unit:    scatter, sum in float32                  set_custom_reduce_scatter
+
+Matrices go by the codec, vectors (biases, norms) exactly: they are few bytes, and what eight bits make of
+them is what biases training (docs/distributed.md). The means are torch's: over the ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from loka.core.exceptions import LokaError
+from loka.distributed.fsdp_units import Sharded, sharded_parameters, units_of
+from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
+
+
+@dataclass(kw_only=True)
+class GradientWire:
+    """What ranks send of gradients, by the names of codecs: bf16, int8, e4m3, fp32.
+
+    `gather` is of DDP alone; FSDP2 sends no sums. `sent_bytes` counts what this rank sent since the start.
+    """
+
+    scatter: str = "bf16"
+    gather: str = "bf16"
+    sent_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.codecs: tuple[Codec, Codec] = (codec_named(self.scatter), codec_named(self.gather))
+
+
+def send_gradients(model: nn.Module, wire: GradientWire) -> None:
+    """Has the ranks of `model` send their gradients by `wire`, and add them in float32.
+
+    Call it on every rank after wrapping and before the first backward. `no_sync`, accumulation, clipping and
+    GradScaler work as before: what DDP and FSDP2 would reduce comes through the codec, and nothing else.
+
+    Args:
+        model: in DistributedDataParallel, or with units of `fully_shard` in it.
+
+    Raises:
+        LokaError: the model is neither, or DDP has a hook already.
+    """
+    if isinstance(model, DistributedDataParallel):
+        try:
+            model.register_comm_hook((wire, model.process_group), _reduce_bucket)
+        except RuntimeError as error:
+            raise LokaError(
+                "this model has a communication hook", why=[str(error).splitlines()[0]]
+            ) from error
+        return
+    units = units_of(model)
+    if not units:
+        raise LokaError(
+            "the model is neither in DistributedDataParallel nor sharded by FSDP2",
+            way_out="wrap it first, or call fully_shard",
+        )
+    by_unit: dict[str, list[Sharded]] = {}
+    for one in sharded_parameters(model):
+        by_unit.setdefault(one.unit, []).append(one)
+    for unit, held in by_unit.items():
+        units[unit].set_custom_reduce_scatter(_ReduceScatter(unit, held, wire))  # type: ignore[operator]
+
+
+def _reduce_bucket(
+    state: tuple[GradientWire, dist.ProcessGroup], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket over ranks, in its buffer. Its collectives are in the order of buckets."""
+    wire, group = state
+    parts = bucket.gradients()
+    if any(part.is_sparse for part in parts):
+        raise LokaError(
+            "gradients of a bucket are sparse, and codecs take dense ones",
+            way_out="tables without sparse=True, or send_gradients left out",
+        )
+    ranks = group.size()
+    matrices, vectors = ([p for p in parts if (p.dim() > 1) is wide] for wide in (True, False))
+    buffer = bucket.buffer()
+    wide = _rows(matrices, ranks, padded_columns(sum(p.numel() for p in matrices), ranks), buffer)
+    thin = _rows(vectors, ranks, -(-sum(p.numel() for p in vectors) // ranks), buffer)
+    scatter, gather = wire.codecs
+    sums = scattered_sum(wide, thin, scatter, group)
+    means = gathered(sums[0] / ranks, sums[1] / ranks, gather, group)
+    _note(wire, wide, thin, scatter, ranks - 1)
+    _note(wire, wide, thin, gather, ranks - 1)
+    for found, into in zip(means, (matrices, vectors), strict=True):
+        flat, start = found.flatten(), 0
+        for part in into:
+            part.copy_(flat[start : start + part.numel()].view_as(part))
+            start += part.numel()
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+# DDP compares them with the types themselves, and not with their names, which annotations are here.
+_reduce_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def _rows(parts: Sequence[torch.Tensor], ranks: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    """float32 [ranks, columns] of all elements, with zeros behind them."""
+    found = like.new_zeros(ranks * columns, dtype=torch.float32)
+    start = 0
+    for part in parts:
+        found[start : start + part.numel()] = part.reshape(-1)
+        start += part.numel()
+    return found.view(ranks, columns)
+
+
+def _note(wire: GradientWire, wide: torch.Tensor, thin: torch.Tensor, codec: Codec, others: int) -> None:
+    """To each other rank go the bytes of one row, in either shot."""
+    wire.sent_bytes += others * (codec.width(wide.shape[1]) + 4 * thin.shape[1])
+
+
+class _ReduceScatter:
+    """FSDP2's reduce-scatter of one unit: torch's interface `ReduceScatter`, of which FSDP2 asks no more.
+
+    A row of its input holds a chunk of each parameter's gradient, in the order of the unit's parameters.
+    """
+
+    def __init__(self, unit: str, held: list[Sharded], wire: GradientWire) -> None:
+        self.unit, self.held, self.wire = unit, held, wire
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        ranks = group.size()
+        trained = [one for one in self.held if one.held.sharded_param.requires_grad]
+        sizes = [one.padded.numel() for one in trained]
+        if sum(sizes) * ranks != input_tensor.numel():
+            raise LokaError(
+                f"unit {self.unit or '(root)'}: some parameters have no gradient in this backward",
+                why=["FSDP2 then leaves them out of what it reduces, and does not say which"],
+                way_out="use all parameters in every step, or a unit of their own for those that rest",
+            )
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise LokaError(
+                f"gradients are to be reduced by {op}, and codecs take means and sums",
+                way_out="leave FSDP2's gradient divide factor as it is",
+            )
+        chunks = input_tensor.view(ranks, -1).float().split(sizes, dim=1)
+        is_wide = [len(one.size) > 1 for one in trained]
+        wide = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if matrix]
+        thin = [chunk for chunk, matrix in zip(chunks, is_wide, strict=True) if not matrix]
+        count = sum(chunk.shape[1] for chunk in wide)
+        rest = input_tensor.new_zeros(ranks, padded_columns(count, 1) - count, dtype=torch.float32)
+        none = input_tensor.new_zeros(ranks, 0, dtype=torch.float32)
+        matrices, vectors = torch.cat([*wide, rest], dim=1), torch.cat([*thin, none], dim=1)
+        codec = self.wire.codecs[0]
+        sums = scattered_sum(matrices, vectors, codec, group)
+        _note(self.wire, matrices, vectors, codec, ranks - 1)
+        starts, start = [0, 0], 0
+        for size, matrix in zip(sizes, is_wide, strict=True):
+            kind = 0 if matrix else 1
+            found = sums[kind][starts[kind] : starts[kind] + size]
+            if op == dist.ReduceOp.AVG:
+                found = found / ranks
+            output_tensor[start : start + size] = found
+            starts[kind] += size
+            start += size

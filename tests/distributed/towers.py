@@ -1,0 +1,118 @@
+"""Towers whose layers shard unevenly, and one process that quantizes weights as ranks that gather them in FP8
+do."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import loka
+from loka.measurement.settings import Settings
+
+POW2 = "emulated:rowwise_e4m3_pow2"
+QUICK = Settings(rows=32, min_draws=2, max_draws=2)
+STEPS, LR = 4, 0.01
+
+
+def tower(*sides: int) -> nn.Sequential:
+    """Linear - ReLU - ... - Linear with weights that are the same in every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for wide, out in itertools.pairwise(sides):
+            layers += [nn.Linear(wide, out), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+
+def uneven() -> nn.Sequential:
+    """Rows that three ranks cannot share evenly, one rank with none of them; sides that are no multiple of
+    16."""
+    return tower(24, 100, 33, 4, 40)
+
+
+class Joinable(nn.Module):
+    """Sides that regions take, and a forward of its own: Dynamo compiles that of nn.Sequential child by child
+    where FSDP2's hooks stand before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(m for m in tower(64, 112, 80, 32) if isinstance(m, nn.Linear))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def joinable() -> nn.Module:
+    return Joinable()
+
+
+@functools.cache
+def plan_of(make: Callable[[], nn.Module], candidate: str = POW2) -> loka.Plan:
+    """Every GEMM of every layer forced into FP8."""
+    model = make()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        loss_of(model, *rows(0, 0, width(model))).backward()
+    report = loka.measure(
+        probe.stats(), device="cpu", candidates=[candidate], errors_only=True, settings=QUICK
+    )
+    return loka.plan(report, loka.Budget(), force={"*": candidate})
+
+
+def width(model: nn.Module) -> int:
+    return int(next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features)
+
+
+def rows(step: int, rank: int, features: int, count: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(count, features, generator=drawn), torch.randn(count, generator=drawn)
+
+
+def loss_of(model: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x).sum(-1), y)
+
+
+@contextmanager
+def as_gathered(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
+    of them.
+
+    Written here by itself: 2^(ceil(log2 max|W|) - 8) by math, not by the bits.
+    """
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+    for name, p in model.named_parameters():
+        if name in names:
+            scale = 2.0 ** (torch.log2(p.detach().abs().max().double()).ceil() - 8).item()
+            p.data = (p.detach() / scale).to(torch.float8_e4m3fn).float().mul(scale).to(p.dtype)
+    try:
+        yield
+    finally:
+        for name, p in model.named_parameters():
+            if name in masters:
+                p.data = masters[name]
+
+
+def alone(model: nn.Module, names: set[str], ranks: int, steps: int = STEPS) -> list[list[float]]:
+    """Losses [steps][ranks] of one process with the rows of each rank in turn; mean gradients, Adam."""
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with as_gathered(model, names):
+            found = [loss_of(model, *rows(step, rank, width(model))) for rank in range(ranks)]
+            for loss in found:  # undivided, as on a rank: a third would round to other eight bits
+                loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= ranks
+        optimizer.step()
+        losses.append([loss.item() for loss in found])
+    return losses
