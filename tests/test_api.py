@@ -29,6 +29,7 @@ PACKAGES = (
     "loka.validation",
     "loka.probe",
     "loka.measurement",
+    "loka.serve",
 )
 
 
