@@ -50,8 +50,16 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def load_precise(skeleton: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+def load_precise(
+    skeleton: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    dropped: Sequence[str] = (),
+) -> nn.Module:
     """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had.
+
+    Those named in `dropped` stay on the meta device.
 
     Raises ServeRefused where keys or shapes differ, or a weight holds NaN or infinity.
     """
@@ -66,7 +74,7 @@ def load_precise(skeleton: nn.Module, state: Mapping[str, torch.Tensor], device:
     wrong += [
         f"{key} holds NaN or infinity"
         for key, value in state.items()
-        if not wrong and value.is_floating_point() and not bool(torch.isfinite(value).all())
+        if not wrong and key not in dropped and not _finite(value)
     ]
     if wrong:
         raise ServeRefused(
@@ -76,11 +84,15 @@ def load_precise(skeleton: nn.Module, state: Mapping[str, torch.Tensor], device:
         )
     tree = copy.deepcopy(skeleton)
     copies = {
-        key: state[key].detach().to(device=device, dtype=value.dtype, copy=True)
+        key: value if key in dropped else state[key].detach().to(device=device, dtype=value.dtype, copy=True)
         for key, value in wanted.items()
     }
     tree.load_state_dict(copies, assign=True)
     return tree.requires_grad_(False)
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
 def share(model: nn.Module) -> nn.Module:

@@ -28,10 +28,13 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteCard:
-    """One FP8 site. `scale` of its input: "row" or "group" (current), or "static". `sqnr_db`: error of its
-    `output` on the calibration rows against the GEMM in high precision; inf where equal."""
+    """One FP8 site, whose weight has `sides` N, K and had this dtype. `scale` of its input: "row" or "group"
+    (current), or "static". `sqnr_db`: error of its `output` on the calibration rows against the GEMM in high
+    precision; inf where equal."""
 
     candidate: str
+    sides: tuple[int, ...]
+    dtype: str
     scale: str
     sqnr_db: float
     range: Range

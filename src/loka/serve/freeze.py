@@ -39,8 +39,9 @@ from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.monitor import range_of
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
-from loka.serve.server import Server, Version, monitor_of
+from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
+from loka.serve.version import Version, monitor_of
 
 BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
 LEAST_ROWS = 32
@@ -118,7 +119,11 @@ def freeze(
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
     scratch = written_attributes(tree, lambda: run(tree, rows[0]))
     _check_independent(tree, run, form, rows[0])
-    read = {path: found.card(path, fp8[path], sources[path], scales) for path in fp8 if path in weights}
+    read = {
+        path: found.card(path, fp8[path], sources[path], weights[path], scales)
+        for path in fp8
+        if path in weights
+    }
     card = Card(
         model=class_name(model),
         machine=fingerprint(device),
@@ -213,10 +218,19 @@ class _Found:
             if scale_source(fp8[path]) == "static"
         }
 
-    def card(self, path: str, candidate: str, source: str, scales: dict[str, torch.Tensor]) -> SiteCard:
+    def card(
+        self,
+        path: str,
+        candidate: str,
+        source: str,
+        weight: FrozenWeight,
+        scales: dict[str, torch.Tensor],
+    ) -> SiteCard:
         ceiling = float(scales[path]) * input_cast(candidate).format.max if path in scales else None
         return SiteCard(
             candidate=candidate,
+            sides=weight.sides,
+            dtype=dtype_name(weight.dtype),
             scale=source,
             sqnr_db=decibels(self.noise[path], self.signal[path]),
             range=range_of(self.peaks[path], ceiling),

@@ -13,8 +13,9 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from loka.core.exceptions import ServeRefused
 from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.card import Card
-from loka.serve.monitor import EVERY, Alarm, Monitor
+from loka.serve.monitor import EVERY, Alarm
 from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
-from loka.serve.shadow import Shadow, Tally
+from loka.serve.saving import save_version
+from loka.serve.shadow import Shadow
 from loka.serve.sites import observed_by
+from loka.serve.version import Version, monitor_of
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,6 @@ class Answer:
             for leaf in leaves(self.output)
         ]
         return int(torch.stack(bad).any(dim=0).sum()) if bad else 0
-
-
-@dataclass(frozen=True)
-class Version:
-    """`precise`: the same weights in high precision, where requests are shadowed."""
-
-    number: int
-    module: nn.Module
-    precise: nn.Module | None
-    monitor: Monitor
-    tally: Tally = field(default_factory=Tally)
-
-
-def monitor_of(card: Card) -> Monitor:
-    return Monitor({name: site.range for name, site in card.sites.items()})
 
 
 class Server:
@@ -102,6 +90,18 @@ class Server:
     def version(self) -> int:
         """Of the weights that a request would be answered by now."""
         return self._current.number
+
+    @property
+    def current(self) -> Version:
+        """The version that a request would be answered by now; nothing may write to it."""
+        return self._current
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the version that answers now into a folder, which `loka.serve.load` reads.
+
+        Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
+        """
+        save_version(Path(folder), self.card, self.plan, self._current)
 
     def __call__(self, request: Request) -> Answer:
         """The outputs for the rows of a request [B, ...], any B.

@@ -35,7 +35,7 @@ class FrozenWeight:
     """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had."""
 
     low: Quantized
-    sides: tuple[int, int]
+    sides: tuple[int, ...]
     dtype: torch.dtype
 
     @property
@@ -68,7 +68,7 @@ def scale_source(candidate: str) -> str:
     )
 
 
-def _problem(rows: int, sides: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Problem:
+def _problem(rows: int, sides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Problem:
     return linear_problem(
         Gemm.OUTPUT,
         rows=rows,
