@@ -30,6 +30,7 @@ PACKAGES = (
     "loka.probe",
     "loka.measurement",
     "loka.distributed",
+    "loka.serve",
 )
 
 

@@ -13,7 +13,7 @@
 Importing it needs torch and numpy; optional libraries are imported by what uses them.
 """
 
-from loka import mods, nn
+from loka import mods, nn, serve
 from loka.compiler.listing import regions
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
@@ -47,4 +47,5 @@ __all__ = [
     "plan",
     "regions",
     "revert",
+    "serve",
 ]

@@ -75,3 +75,7 @@ class CheckpointRefused(LokaError):
 
 class MissingLibrary(LokaError, ImportError):
     """An optional library is needed for this call and is not installed."""
+
+
+class ServeRefused(LokaError):
+    """A model, rows, weights or a folder that cannot be served as they are; what runs now goes on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ def attach(
     candidates: Mapping[str, Candidates],
     *,
     join: bool = False,
+    make: Callable[..., Any] = Site,
 ) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
@@ -32,6 +34,7 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
+        make: makes a site of its name, candidates, device and `join`: what `x` and `weight` are handed to.
 
     Raises:
         NotConverted: the model runs sites already, or a module that a site names is not there.
@@ -50,7 +53,7 @@ def attach(
         use = use_of(path, layers[path])
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
-        by_caller.setdefault(use.caller, {})[use] = Site(path, chosen, device, join=join)
+        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path

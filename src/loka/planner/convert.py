@@ -22,6 +22,7 @@ from loka.kernels.gemm.registry import require_supported
 from loka.kernels.gemm.self_check import self_check
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards, sites_of
+from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import class_name
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,24 +49,37 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
         raise NotConverted(
             "this model already runs a plan", way_out="loka.revert(model), then convert with the new plan"
         )
+    check(model, plan)
+    in_fp8 = fp8_layers(plan)
+    attach(model, plan.model.layers, in_fp8, join=regions)
+    forget(site.health for site in sites_of(model).values())
+    if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
+        install()
+    return model
+
+
+def check(model: nn.Module, plan: Plan) -> None:
+    """All that `convert` checks, for a model that is converted or not; nothing is changed.
+
+    Raises PlanMismatch, NoKernelFits and WrongResults as `convert` does.
+    """
     _check_model(model, plan)
     _check_machine(model, plan)
     for decision in plan.decisions.values():
         if decision.candidate != HP:
             require_supported(decision.candidate, decision.problem)
     _check_results(model, plan)
+
+
+def fp8_layers(plan: Plan) -> dict[str, Candidates]:
+    """By path, the candidates for output, grad_input and grad_weight of layers with an FP8 GEMM."""
     planned = dict.fromkeys(d.path for d in plan.decisions.values())
     chosen = {path: plan.candidates(path) for path in planned}
-    in_fp8 = {
+    return {
         path: (names[Gemm.OUTPUT], names[Gemm.GRAD_INPUT], names[Gemm.GRAD_WEIGHT])
         for path, names in chosen.items()
         if set(names.values()) != {HP}
     }
-    attach(model, plan.model.layers, in_fp8, join=regions)
-    forget(site.health for site in sites_of(model).values())
-    if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
-        install()
-    return model
 
 
 def revert(model: M) -> M:

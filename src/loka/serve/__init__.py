@@ -1,0 +1,7 @@
+"""Serving: a model frozen by a plan, with FP8 weights quantized once, refreshed while it answers."""
+
+from loka.serve.freeze import freeze
+from loka.serve.loading import load
+from loka.serve.server import Answer, Server
+
+__all__ = ["Answer", "Server", "freeze", "load"]

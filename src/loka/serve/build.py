@@ -1,0 +1,191 @@
+"""One version of a frozen model: from weights in high precision to a module tree that nothing writes to.
+
+    skeleton  the model without its weights (they are on the meta device)
+    precise   a skeleton with a version's weights: what eight bits are compared with
+    frozen    the same with FP8 sites; where a site's weight has no other reader, its FP8 copy alone is kept
+
+A new checkpoint makes a new tree. Requests that run hold the old one until they end, so none sees two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP
+from loka.graph.attach import attach, detach
+from loka.nn.leaves import LinearForward
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import named_modules
+from loka.planner.convert import fp8_layers
+from loka.serve.sites import (
+    FrozenSite,
+    FrozenWeight,
+    HighPrecisionSite,
+    RecordingSite,
+    UnreachedSite,
+    Watch,
+    freeze_weight,
+)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the same shape and dtype that holds nothing: computing with it fails, always."""
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def skeleton_of(model: nn.Module) -> nn.Module:
+    """A copy in which all that the state dict holds is on the meta device; other tensors are copied."""
+    tensors = [*model.parameters(), *model.buffers()]
+    held = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    memo: dict[int, Any] = {id(tensor): on_meta(tensor) for tensor in tensors if id(tensor) in held}
+    return copy.deepcopy(model, memo)
+
+
+def load_precise(
+    skeleton: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    dropped: Sequence[str] = (),
+) -> nn.Module:
+    """A tree with copies of the weights in `state` on `device`, in the dtypes that the model had.
+
+    Those named in `dropped` stay on the meta device.
+
+    Raises ServeRefused where keys or shapes differ, or a weight holds NaN or infinity.
+    """
+    wanted = skeleton.state_dict()
+    wrong = [f"{key} is missing" for key in wanted if key not in state]
+    wrong += [f"{key} is not in the model" for key in state if key not in wanted]
+    wrong += [
+        f"{key} is {list(state[key].shape)}, the model has {list(value.shape)}"
+        for key, value in wanted.items()
+        if key in state and state[key].shape != value.shape
+    ]
+    wrong += [
+        f"{key} holds NaN or infinity"
+        for key, value in state.items()
+        if not wrong and key not in dropped and not _finite(value)
+    ]
+    if wrong:
+        raise ServeRefused(
+            "these weights are not served; what runs now goes on",
+            why=wrong[:10] + ([f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []),
+            way_out="give the whole state dict of the model that was frozen",
+        )
+    tree = copy.deepcopy(skeleton)
+    copies = {
+        key: value if key in dropped else state[key].detach().to(device=device, dtype=value.dtype, copy=True)
+        for key, value in wanted.items()
+    }
+    tree.load_state_dict(copies, assign=True)
+    return tree.requires_grad_(False)
+
+
+def _finite(value: torch.Tensor) -> bool:
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
+def share(model: nn.Module) -> nn.Module:
+    """Another tree of the same modules with the same tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def watch(precise: nn.Module, plan: Plan, watcher: Watch, call: Callable[[nn.Module], Any]) -> Any:
+    """`call(precise)` while `watcher` sees what reaches the FP8 sites. The tree must serve no requests."""
+    attach(
+        precise,
+        plan.model.layers,
+        fp8_layers(plan),
+        make=lambda name, chosen, *_, **__: RecordingSite(name, chosen, watcher),
+    )
+    try:
+        return call(precise)
+    finally:
+        detach(precise)
+
+
+def record_weights(
+    precise: nn.Module, plan: Plan, call: Callable[[nn.Module], Any]
+) -> dict[str, FrozenWeight]:
+    """The FP8 weight of each site that `call(precise)` reaches.
+
+    Raises ServeRefused where a site multiplies by another weight from call to call, or by NaN.
+    """
+    found: dict[str, FrozenWeight] = {}
+
+    def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        made = freeze_weight(candidate, weight, rows.dtype)
+        before = found.setdefault(name, made)
+        if not torch.equal(before.low.data.view(torch.uint8), made.low.data.view(torch.uint8)):
+            raise ServeRefused(
+                f"{name} multiplies by another weight from call to call, so none can be kept",
+                way_out="plan again with this site forced to 'hp'",
+            )
+        if not bool(torch.isfinite(made.low.scale).all()):
+            raise ServeRefused(
+                f"the weight of {name} holds NaN or infinity", way_out="give a sound checkpoint"
+            )
+
+    watch(precise, plan, note, call)
+    return found
+
+
+def frozen_tree(
+    tree: nn.Module,
+    plan: Plan,
+    weights: Mapping[str, FrozenWeight],
+    scales: Mapping[str, torch.Tensor],
+    dropped: Sequence[str],
+) -> nn.Module:
+    """Puts frozen sites into `tree`, whose weights named in `dropped` go to the meta device, in place."""
+
+    def make(name: str, chosen: tuple[str, str, str], *_: object, **__: object) -> object:
+        if chosen[0] == HP:
+            return HighPrecisionSite(name)
+        if name not in weights:
+            return UnreachedSite(name)
+        return FrozenSite(name, chosen[0], weights[name], scales.get(name))
+
+    attach(tree, plan.model.layers, fp8_layers(plan), make=make)
+    modules = dict(named_modules(tree))
+    for key in dropped:
+        path, _, attribute = key.rpartition(".")
+        weight = modules[path]._parameters[attribute]
+        assert weight is not None
+        modules[path]._parameters[attribute] = on_meta(weight)  # type: ignore[assignment]
+    return tree
+
+
+def droppable(tree: nn.Module, weights: Mapping[str, FrozenWeight]) -> tuple[list[str], list[str]]:
+    """Keys of weights that frozen sites alone read, and why weights of other FP8 sites are kept.
+
+    Of nn.Linear with a weight of its own: a raw parameter's views, attention's projections and weights that
+    modules share are kept in high precision as well.
+    """
+    uses = Counter(
+        id(parameter)
+        for _, module in named_modules(tree)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    keys, kept = [], []
+    for path, forward in site_forwards(tree).items():
+        sites = [site for site in forward.sites if site.name in weights]
+        own = forward.module._parameters.get("weight")
+        if type(forward) is LinearForward and sites and own is not None and uses[id(own)] == 1:
+            keys.append(f"{path}.weight" if path else "weight")
+        elif sites:
+            reason = "a shared or computed weight" if type(forward) is LinearForward else "read as a view"
+            kept += [f"{site.name} ({reason})" for site in sites]
+    return keys, kept

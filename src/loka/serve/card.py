@@ -1,0 +1,127 @@
+"""The card of a frozen model: what it is, what it was calibrated with, and what eight bits cost it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka.core.device import Fingerprint
+from loka.core.storage.codec import decode, encode
+from loka.core.storage.files import read_record, write_record
+from loka.core.table import format_table
+from loka.serve.monitor import Range
+from loka.serve.rows import Form
+
+_KIND, _VERSION = "loka-serve-card", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """`name` is the user's, such as "clicks of 2026-11-21"; `sha256` is of the values of all rows."""
+
+    name: str
+    batches: int
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteCard:
+    """One FP8 site, whose weight has `sides` N, K and had this dtype. `scale` of its input: "row" or "group"
+    (current), or "static". `sqnr_db`: error of its `output` on the calibration rows against the GEMM in high
+    precision; inf where equal."""
+
+    candidate: str
+    sides: tuple[int, ...]
+    dtype: str
+    scale: str
+    sqnr_db: float
+    range: Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerError:
+    """Of the frozen model's outputs on the calibration rows against the model in high precision, whose
+    outputs have the root mean square `rms`."""
+
+    max_abs: float
+    mean_abs: float
+    rms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Written beside the weights. `autocast`: the dtype of autocast in every request, or None.
+
+    `dropped`: keys of weights that are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in
+    high precision too. `scratch`: attributes that the model's forward writes to, so that requests are
+    answered one at a time; empty where they run at once. `dense_bytes`: of FP8 weights with their scales, and
+    of the same weights in bf16.
+    """
+
+    model: str
+    machine: Fingerprint
+    loka: str
+    calibration: Calibration
+    form: Form
+    autocast: str | None
+    buckets: tuple[int, ...]
+    sites: Mapping[str, SiteCard]
+    unreached: tuple[str, ...]
+    answers: AnswerError
+    dropped: tuple[str, ...]
+    kept: tuple[str, ...]
+    scratch: tuple[str, ...]
+    dense_bytes: tuple[int, ...]
+
+    @property
+    def blind(self) -> tuple[str, ...]:
+        """Sites whose rows differ so much that the alarm would not see a shift of 20 times."""
+        return tuple(name for name, site in self.sites.items() if site.range.blind)
+
+    def __str__(self) -> str:
+        low, high = self.dense_bytes
+        rows = [
+            (name, site.candidate, site.scale, f"{site.sqnr_db:.1f}", f"{2.0**site.range.limit:.1f}x")
+            for name, site in self.sites.items()
+        ]
+        lines = [
+            f"{self.model}, frozen on {self.machine}, loka {self.loka}",
+            f"calibrated with {self.calibration.rows} rows of {self.calibration.name!r} "
+            f"(sha256 {self.calibration.sha256[:12]})",
+            format_table(("site", "runs", "scale", "sqnr_db", "alarm beyond"), rows),
+            f"answers differ from high precision by {self.answers.mean_abs:.2e} on average and "
+            f"{self.answers.max_abs:.2e} at most; their root mean square is {self.answers.rms:.2e}",
+            f"weights of FP8 sites: {low} bytes, {low / max(high, 1):.3f} of bf16's {high}",
+        ]
+        lines += [f"kept in high precision too: {line}" for line in self.kept]
+        lines += [f"no row reached {name}; it raises if one does" for name in self.unreached]
+        lines += [
+            f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind
+        ]
+        if self.scratch:
+            lines.append(f"one request at a time: forward writes to {', '.join(self.scratch)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """What a folder's `card.json` holds: the card, and the sha256 of each other file by name."""
+
+    card: Card
+    files: Mapping[str, str]
+
+    def save(self, path: Path) -> None:
+        write_record(path, kind=_KIND, version=_VERSION, content=encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Folder:
+        """Raises FileRefused for a missing, truncated, edited or foreign file."""
+        return read_record(
+            path,
+            kind=_KIND,
+            version=_VERSION,
+            way_out="name a folder that `save` of a frozen model wrote, or freeze and save again",
+            parse=lambda content: decode(cls, content),
+        )

@@ -1,0 +1,353 @@
+"""freeze: from a model, a plan and calibration rows to a server. The model stays as it was.
+
+Calibration rows serve three ends: static scales for recipes that need one (their largest |x|, doubled; FP8 is
+floating point, so a doubled range costs nothing but half of the smallest magnitudes), the alarm's ranges, and
+the errors on the card. Recipes with a scale for a row or a part of a row keep their current scales: see
+serve/sites.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.device import fingerprint
+from loka.core.error import decibels
+from loka.core.exceptions import LokaError, ServeRefused
+from loka.core.numerics.reference import scale_of
+from loka.core.problem import dtype_name
+from loka.core.records.plan import Plan
+from loka.core.records.report import HP
+from loka.graph.attach import detach
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import class_name, named_parameters, unwrap
+from loka.planner.convert import check, fp8_layers
+from loka.serve.build import (
+    droppable,
+    frozen_tree,
+    record_weights,
+    share,
+    skeleton_of,
+    watch,
+)
+from loka.serve.card import AnswerError, Calibration, Card, SiteCard
+from loka.serve.monitor import range_of
+from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
+from loka.serve.run import Runner, written_attributes
+from loka.serve.server import Server
+from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
+from loka.serve.version import Version, monitor_of
+
+BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
+LEAST_ROWS = 32
+"""Fewer say nothing of how rows differ, by which the alarm judges."""
+HEADROOM = 2.0
+"""Of a static scale, over the largest |x| of the calibration rows."""
+
+
+@torch.no_grad()
+def freeze(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    calibration: Iterable[Request],
+    name: str = "unnamed",
+    autocast: torch.dtype | None = None,
+    buckets: Sequence[int] = BUCKETS,
+    shadow: float = 0.0,
+) -> Server:
+    """A server of `model` by `plan`, with FP8 weights that are quantized once.
+
+    In eval its answers are those of the converted model bit for bit, where input scales are current. The
+    model is copied and stays as it is, converted or not.
+
+    Args:
+        model: on the device to serve from. Its inputs are tensors [B, ...], a row's outputs depend on that
+            row alone, and outputs are tensors [B, ...] in any tuples, lists and dicts.
+        calibration: requests, `LEAST_ROWS` rows or more in all, of the traffic to serve.
+        name: of the calibration rows, for the card.
+        autocast: requests run under torch.autocast of this dtype; None for none.
+        buckets: numbers of rows that the model is run with: a request is padded to the next one, and a
+            longer one is split.
+        shadow: share of requests that are answered in high precision too, in [0, 1]. Above 0 the weights in
+            high precision stay in memory.
+
+    Raises:
+        PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does.
+        ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
+            is sharded, or that a kept weight cannot serve; buckets or a share that cannot be.
+    """
+    _check_settings(buckets, shadow)
+    batches = list(calibration)
+    if not batches:
+        raise _too_few(0)
+    precise = _private_copy(model)
+    check(precise, plan)
+    fp8 = {path: names[0] for path, names in fp8_layers(plan).items() if names[0] != HP}
+    sources = {path: scale_source(candidate) for path, candidate in fp8.items()}
+    if not fp8:
+        raise ServeRefused(
+            "this plan runs no `output` GEMM in FP8, so there is nothing to freeze",
+            way_out="serve the model as it is, or plan with another budget",
+        )
+    device = next(precise.parameters()).device
+    form = form_of(batches[0])
+    rows = [form.read(batch, device) for batch in batches]
+    _check_rows(rows)
+    skeleton = skeleton_of(precise)
+    run = Runner(form=form, autocast=autocast)
+    weights = record_weights(precise, plan, lambda tree: run(tree, form.check_rows(device)))
+    found = _calibrate(precise, plan, rows, run, sources)
+    lost = [path for path in found.peaks if path not in weights]
+    if lost:
+        raise ServeRefused(
+            "these sites run for calibration rows and not for the rows that refresh finds weights by "
+            "(normal numbers, ids of 0)",
+            why=lost,
+            way_out="plan again with them forced to 'hp'",
+        )
+    weights = {path: weights[path] for path in weights if path in found.peaks}
+    scales = found.scales(fp8)
+    plain = [run(precise, batch) for batch in rows]
+    _errors(precise, plan, rows, run, found, weights, scales)
+    tree, dropped, kept = _frozen(precise, plan, weights, scales, lambda t: run(t, rows[0]))
+    answers = _answer_error([run(tree, batch) for batch in rows], plain)
+    scratch = written_attributes(tree, lambda: run(tree, rows[0]))
+    _check_independent(tree, run, form, rows[0])
+    read = {
+        path: found.card(path, fp8[path], sources[path], weights[path], scales)
+        for path in fp8
+        if path in weights
+    }
+    card = Card(
+        model=class_name(model),
+        machine=fingerprint(device),
+        loka=_version(),
+        calibration=Calibration(
+            name=name, batches=len(rows), rows=sum(batch[0].shape[0] for batch in rows), sha256=digest(rows)
+        ),
+        form=form,
+        autocast=None if autocast is None else dtype_name(autocast),
+        buckets=tuple(buckets),
+        sites=read,
+        unreached=tuple(path for path in fp8 if path not in weights),
+        answers=answers,
+        dropped=tuple(dropped),
+        kept=tuple(kept),
+        scratch=tuple(scratch),
+        dense_bytes=(
+            sum(weight.bytes for weight in weights.values()),
+            sum(2 * weight.sides[0] * weight.sides[1] for weight in weights.values()),
+        ),
+    )
+    version = Version(number=1, module=tree, precise=precise if shadow else None, monitor=monitor_of(card))
+    return Server(card=card, plan=plan, skeleton=skeleton, scales=scales, version=version, shadow=shadow)
+
+
+def _check_settings(buckets: Sequence[int], shadow: float) -> None:
+    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+        raise ServeRefused(
+            f"buckets {tuple(buckets)} are not rising numbers of rows", way_out=f"such as {BUCKETS}"
+        )
+    if not 0 <= shadow <= 1:
+        raise ServeRefused(f"shadow={shadow} is no share of requests", way_out="such as 0.01, or 0 for none")
+
+
+def _version() -> str:
+    import loka
+
+    return loka.__version__
+
+
+def _private_copy(model: nn.Module) -> nn.Module:
+    sharded = [name for name, p in named_parameters(model) if hasattr(p, "device_mesh")]
+    parameters = [p for _, p in named_parameters(model)]
+    if sharded or any(getattr(p, "_fsdp_flattened", False) for p in parameters):
+        raise ServeRefused(
+            "this model holds a shard of its weights",
+            why=sharded[:5],
+            way_out="gather them into a model on one device, and freeze that",
+        )
+    if len({p.device for p in parameters}) != 1:
+        raise ServeRefused("this model's weights are not on one device", way_out="model.to(device) first")
+    made = copy.deepcopy(unwrap(model))
+    if site_forwards(made):
+        detach(made)
+    return made.eval().requires_grad_(False)
+
+
+def _too_few(rows: int) -> ServeRefused:
+    return ServeRefused(
+        f"{rows} calibration rows; {LEAST_ROWS} or more are needed",
+        why=["the alarm judges by how rows differ, and static scales by the largest value"],
+        way_out="give batches of the traffic that will be served, a few thousand rows",
+    )
+
+
+def _check_rows(batches: Sequence[Sequence[torch.Tensor]]) -> None:
+    count = sum(batch[0].shape[0] for batch in batches)
+    if count < LEAST_ROWS:
+        raise _too_few(count)
+    first = [column[:1] for column in next(batch for batch in batches if batch[0].shape[0])]
+    if all(
+        bool((column == one).all()) for batch in batches for column, one in zip(batch, first, strict=True)
+    ):
+        raise ServeRefused(
+            f"all {count} calibration rows are alike", way_out="give rows of the traffic that will be served"
+        )
+
+
+@dataclass
+class _Found:
+    """What calibration rows show, by site: max|x| of each input row, and energies of output and error."""
+
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+
+    def scales(self, fp8: dict[str, str]) -> dict[str, torch.Tensor]:
+        """The static scales, float32 [1]."""
+        return {
+            path: scale_of(peaks.amax().reshape(1) * HEADROOM, input_cast(fp8[path]))
+            for path, peaks in self.peaks.items()
+            if scale_source(fp8[path]) == "static"
+        }
+
+    def card(
+        self,
+        path: str,
+        candidate: str,
+        source: str,
+        weight: FrozenWeight,
+        scales: dict[str, torch.Tensor],
+    ) -> SiteCard:
+        ceiling = float(scales[path]) * input_cast(candidate).format.max if path in scales else None
+        return SiteCard(
+            candidate=candidate,
+            sides=weight.sides,
+            dtype=dtype_name(weight.dtype),
+            scale=source,
+            sqnr_db=decibels(self.noise[path], self.signal[path]),
+            range=range_of(self.peaks[path], ceiling),
+        )
+
+
+def _calibrate(
+    precise: nn.Module,
+    plan: Plan,
+    batches: Sequence[Sequence[torch.Tensor]],
+    run: Runner,
+    sources: dict[str, str],
+) -> _Found:
+    """Raises ServeRefused where a site's input is not finite, or zero in all rows."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        seen.setdefault(name, []).append(rows.float().abs().amax(dim=1))
+
+    def call(tree: nn.Module) -> None:
+        for batch in batches:
+            run(tree, batch)
+
+    watch(precise, plan, note, call)
+    peaks = {name: torch.cat(parts) for name, parts in seen.items()}
+    bad = [
+        f"{name}: {int((~found.isfinite()).sum())} of {found.numel()} rows hold NaN or infinity"
+        for name, found in peaks.items()
+        if not bool(found.isfinite().all())
+    ]
+    bad += [f"{name}: zero in all rows" for name, found in peaks.items() if not bool((found > 0).any())]
+    if bad:
+        raise ServeRefused(
+            "calibration rows say nothing at these sites",
+            why=bad,
+            way_out="look at the rows and at the model before the first site; give rows as they are served",
+        )
+    return _Found(peaks=peaks)
+
+
+def _errors(
+    precise: nn.Module,
+    plan: Plan,
+    batches: Sequence[Sequence[torch.Tensor]],
+    run: Runner,
+    found: _Found,
+    weights: dict[str, FrozenWeight],
+    scales: dict[str, torch.Tensor],
+) -> None:
+    """Adds up energies of each site's output and of its error, with inputs in high precision."""
+
+    def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        site = FrozenSite(name, candidate, weights[name], scales.get(name))
+        exact = rows.double() @ weight.double().t()
+        noise = (site.multiply(rows).double() - exact).square().sum().item()
+        found.noise[name] = found.noise.get(name, 0.0) + noise
+        found.signal[name] = found.signal.get(name, 0.0) + exact.square().sum().item()
+
+    def call(tree: nn.Module) -> None:
+        for batch in batches:
+            run(tree, batch)
+
+    watch(precise, plan, note, call)
+
+
+def _frozen(
+    precise: nn.Module,
+    plan: Plan,
+    weights: dict[str, FrozenWeight],
+    scales: dict[str, torch.Tensor],
+    call: Callable[[nn.Module], Any],
+) -> tuple[nn.Module, list[str], list[str]]:
+    """The tree, the keys of weights that it dropped, and why it kept others."""
+    whole = frozen_tree(share(precise), plan, weights, scales, ())
+    keys, kept = droppable(whole, weights)
+    if not keys:
+        return whole, keys, kept
+    lean = frozen_tree(share(precise), plan, weights, scales, keys)
+    try:
+        same = all(
+            got.device == want.device and torch.equal(got, want)
+            for got, want in zip(leaves(call(lean)), leaves(call(whole)), strict=True)
+        )
+    except LokaError:
+        raise
+    except Exception:  # whatever torch says of a model that computes with a weight that is not there
+        same = False
+    if same:
+        return lean, keys, kept
+    return whole, [], [*kept, "all others (the model reads weights outside of its sites too)"]
+
+
+def _answer_error(answers: Sequence[Any], plain: Sequence[Any]) -> AnswerError:
+    low = torch.cat([leaf.double().flatten() for answer in answers for leaf in leaves(answer)])
+    high = torch.cat([leaf.double().flatten() for answer in plain for leaf in leaves(answer)])
+    apart = (low - high).abs()
+    return AnswerError(
+        max_abs=float(apart.max()), mean_abs=float(apart.mean()), rms=float(high.square().mean().sqrt())
+    )
+
+
+def _check_independent(tree: nn.Module, run: Runner, form: Form, batch: Sequence[torch.Tensor]) -> None:
+    """Raises ServeRefused where rows of padding change the answers of others. Sizes are the same, so the
+    kernels are, and bits must be."""
+    count = batch[0].shape[0]
+    answer = run(tree, pad(batch, 2 * count + 1, form))
+    other = [column.flip(0) for column in batch]
+    beside = [torch.cat([a, b, b[:1]]) for a, b in zip(batch, other, strict=True)]
+    for one, two in zip(leaves(answer), leaves(run(tree, beside)), strict=True):
+        if one.dim() == 0 or one.shape[0] != 2 * count + 1:
+            raise ServeRefused(
+                f"an output {list(one.shape)} for {2 * count + 1} rows",
+                why=["a request is padded, and its rows are cut out of each output"],
+                way_out="return outputs [B, ...] alone, and reduce them outside",
+            )
+        if not torch.equal(one[:count], two[:count]):
+            raise ServeRefused(
+                "this model mixes rows: other rows beside them change the answers",
+                way_out="serve the part of it that scores rows by themselves",
+            )

@@ -1,0 +1,161 @@
+"""load: a server from a folder and a model of the class that was frozen.
+
+The model brings the code; its weights do not matter. What it computes with the saved ones for the form's own
+rows is compared with what was saved, since two models may have the same layers and differ between them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka.core.device import fingerprint
+from loka.core.error import sqnr_db
+from loka.core.exceptions import FileRefused, PlanMismatch, ServeRefused
+from loka.core.numerics.reference import Quantized
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Plan
+from loka.core.storage.files import read_tensors, sha256_of_file
+from loka.graph.attach import detach
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.quantize.side import empty_scale
+from loka.nn.site import site_forwards
+from loka.nn.unwrap import unwrap
+from loka.planner.convert import check
+from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
+from loka.serve.card import Card, Folder
+from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
+from loka.serve.server import Server
+from loka.serve.sites import FrozenWeight
+from loka.serve.version import Version, monitor_of
+
+LEAST_DB = 20.0
+"""Between outputs for the form's rows, saved and loaded: another machine rounds otherwise, and another model
+does not come near (about 0 dB)."""
+_AGAIN = "freeze the model and save it again"
+
+
+@torch.no_grad()
+def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0) -> Server:
+    """A server from a folder that `Server.save` wrote, on the device of `model`; version 1.
+
+    Args:
+        model: of the class that was frozen. Its weights are not looked at; buffers that are in no state dict
+            are taken from it. It stays as it is.
+        shadow: as `freeze` takes it; above 0 the folder must hold the weights in high precision too.
+
+    Raises:
+        FileRefused: a folder that is missing, damaged, or none of a frozen model.
+        PlanMismatch: another model, machine or versions than it was frozen on.
+        NoKernelFits: a kernel of the plan is missing here. WrongResults: one computes wrongly here.
+        ServeRefused: the model has other weights or computes something else; a share without its weights.
+    """
+    folder = Path(folder)
+    record = Folder.load(folder / CARD)
+    card = record.card
+    _check_files(folder, record.files)
+    plan = Plan.load(folder / PLAN)
+    bare = copy.deepcopy(unwrap(model))
+    if site_forwards(bare):
+        detach(bare)
+    bare.eval().requires_grad_(False)
+    device = next(bare.parameters()).device
+    differences = fingerprint(device).differences(card.machine)
+    if differences:
+        raise PlanMismatch(
+            f"{folder} was frozen on {card.machine}, not here",
+            why=differences,
+            way_out="load it there, or measure, plan and freeze on this machine",
+        )
+    check(bare, plan)
+    tensors = read_tensors(folder / WEIGHTS, sha256=record.files[WEIGHTS], way_out=_AGAIN)
+    skeleton = skeleton_of(bare)
+    weights, scales = _weights(card, tensors, device, folder)
+    state = _below("state/", tensors)
+    tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, ())
+    _check_same(card, tree, _below("check/", tensors), folder)
+    precise = _precise(folder, record, skeleton, device) if shadow else None
+    version = Version(number=1, module=tree, precise=precise, monitor=monitor_of(card))
+    return Server(card=card, plan=plan, skeleton=skeleton, scales=scales, version=version, shadow=shadow)
+
+
+def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _check_files(folder: Path, files: Mapping[str, str]) -> None:
+    wrong = [f"{name} is not named in the card" for name in (PLAN, WEIGHTS) if name not in files]
+    for name, digest in files.items():
+        try:
+            found = sha256_of_file(folder / name) if name in (PLAN, WEIGHTS, PRECISE) else ""
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+            continue
+        if found != digest:
+            wrong.append(f"{name} is not the file that was saved: damaged, or of another folder")
+    if wrong:
+        raise FileRefused(f"cannot serve {folder}", why=wrong, way_out=_AGAIN)
+
+
+def _weights(
+    card: Card, tensors: Mapping[str, torch.Tensor], device: torch.device, folder: Path
+) -> tuple[dict[str, FrozenWeight], dict[str, torch.Tensor]]:
+    weights, scales = {}, {}
+    for name, site in card.sites.items():
+        casts = candidate_named(site.candidate).recipe.casts(Gemm.OUTPUT)
+        try:
+            data, scale = tensors[f"site/{name}/weight"].to(device), tensors[f"site/{name}/scale"]
+            if site.scale == "static":
+                scales[name] = tensors[f"site/{name}/input_scale"].to(device)
+        except KeyError as error:
+            raise FileRefused(f"{folder} lacks {error.args[0]}", way_out=_AGAIN) from error
+        assert casts is not None
+        placed = empty_scale(casts[1], (data.shape[0], data.shape[1]), device)
+        placed.copy_(scale)  # as it lies in memory where kernels read it
+        low = Quantized(data.contiguous(), placed, casts[1])
+        weights[name] = FrozenWeight(low=low, sides=site.sides, dtype=getattr(torch, site.dtype))
+    return weights, scales
+
+
+def _filled(
+    skeleton: nn.Module, state: Mapping[str, torch.Tensor], card: Card, device: torch.device
+) -> nn.Module:
+    """A tree with the weights of `state`; those that the card names as dropped stay on the meta device."""
+    wanted = skeleton.state_dict()
+    whole = dict(state)
+    for key in card.dropped:
+        if key in wanted:
+            whole[key] = on_meta(wanted[key])
+    return load_precise(skeleton, whole, device, dropped=card.dropped)
+
+
+def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], folder: Path) -> None:
+    found = check_outputs(card, tree)
+    for place, leaf in enumerate(found):
+        want = saved.get(str(place))
+        if want is None or len(saved) != len(found) or (want.shape, want.dtype) != (leaf.shape, leaf.dtype):
+            raise ServeRefused(
+                f"this model returns other outputs than the one in {folder}",
+                way_out=f"give a {card.model} as it was when it was frozen",
+            )
+        agreement = sqnr_db(leaf.cpu(), want)
+        if bool(want.isfinite().all()) and not agreement >= LEAST_DB:
+            raise ServeRefused(
+                f"this model computes something else than the one in {folder}",
+                why=[f"for the same {leaf.shape[0]} rows output {place} agrees to {agreement:.1f} dB"],
+                way_out=f"give a {card.model} as it was when it was frozen: same code, options and buffers",
+            )
+
+
+def _precise(folder: Path, record: Folder, skeleton: nn.Module, device: torch.device) -> nn.Module:
+    if PRECISE not in record.files:
+        raise ServeRefused(
+            f"{folder} holds no weights in high precision to shadow requests with",
+            way_out="load it with shadow=0, or freeze with a share and save again",
+        )
+    state = read_tensors(folder / PRECISE, sha256=record.files[PRECISE], way_out=_AGAIN)
+    return load_precise(skeleton, _below("state/", state), device)

@@ -1,0 +1,164 @@
+"""The alarm: has what reaches the FP8 sites moved since calibration? It never changes an answer.
+
+    m_b = median over the rows of batch b of log2 max|x_row|          octaves, by site, every 4th batch
+    shift     |median of the last 16 m_b - m_0| > limit               m_0: the median of the calibration rows
+    limit     = max(1.5, 1.25 q99 of |log2 max|x_row| - m_0|)         over single calibration rows
+
+A single row is beyond the limit with probability p <= 0.01, and a batch's median hardly more often, so the
+median of 16 independent batches is with at most C(16, 8) p^8 = 1.3e-12: below 1e-6 in 250,000 looks. A shift
+of 20 times is 4.3 octaves, and seen when half of the 16 or one more show it, 36 batches later, wherever the
+limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales the
+share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are named
+where they come first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+EVERY = 4
+"""Batches from one look to the next."""
+WINDOW = 16
+LEAST_OCTAVES = 1.5
+MARGIN = 1.25
+SHIFT_TO_SEE = math.log2(20.0)
+SATURATED_ROWS = 4
+SATURATED_SHARE = 0.01
+
+_LOG = logging.getLogger("loka.serve")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Of a site's input rows at calibration, in octaves of max|x_row|: their median, and how far a healthy
+    window's median lies from it at most. `ceiling`: the largest |x| that a static scale holds, else None."""
+
+    median: float
+    limit: float
+    ceiling: float | None
+
+    @property
+    def blind(self) -> bool:
+        """Whether a shift of 20 times would lie within what rows differ by anyway."""
+        return self.limit >= SHIFT_TO_SEE
+
+
+def range_of(row_amax: torch.Tensor, ceiling: float | None) -> Range:
+    """Of row maxima [T] of which at least one is positive; rows of zeros say nothing."""
+    octaves = row_amax[row_amax > 0].double().log2()
+    median = float(octaves.median())
+    spread = float(torch.quantile((octaves - median).abs()[: 1 << 24], 0.99))
+    return Range(median=median, limit=max(LEAST_OCTAVES, MARGIN * spread), ceiling=ceiling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """`kind`: "shift", "saturation" or "nonfinite". `batch` counts looked-at batches of the site."""
+
+    site: str
+    kind: str
+    batch: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.site}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What one batch shows at one site. `octaves` is None where no row holds anything but zeros."""
+
+    octaves: float | None
+    rows: int
+    saturated: int
+    nonfinite: int
+
+
+def look_at(rows: torch.Tensor, ceiling: float | None) -> Look:
+    """Of the input rows [T, K] of a site. It waits for the device."""
+    amax = rows.detach().float().abs().amax(dim=1)
+    finite = amax[amax.isfinite()]
+    positive = finite[finite > 0]
+    return Look(
+        octaves=math.log2(float(positive.median())) if positive.numel() else None,
+        rows=amax.numel(),
+        saturated=0 if ceiling is None else int((finite > ceiling).sum()),
+        nonfinite=amax.numel() - finite.numel(),
+    )
+
+
+class _Window:
+    def __init__(self) -> None:
+        self.looks = 0
+        self.octaves: deque[float] = deque(maxlen=WINDOW)
+        self.saturated: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+
+
+class Monitor:
+    """Keeps the last looks at each site of one version. Threads may share it."""
+
+    def __init__(self, ranges: Mapping[str, Range]) -> None:
+        self.ranges = ranges
+        self._windows = {name: _Window() for name in ranges}
+        self._raised: dict[tuple[str, str], Alarm] = {}
+        self._lock = threading.Lock()
+
+    def observe(self, name: str, rows: torch.Tensor) -> None:
+        """Looks at the input rows [T, K] of the site `name`."""
+        if name in self.ranges and rows.numel():
+            self.note(name, look_at(rows, self.ranges[name].ceiling))
+
+    def note(self, name: str, look: Look) -> None:
+        """Takes a look; raises an alarm at most once of a kind and site."""
+        with self._lock:
+            window, known = self._windows[name], self.ranges[name]
+            window.looks += 1
+            if look.octaves is not None:
+                window.octaves.append(look.octaves)
+            window.saturated.append((look.saturated, look.rows))
+            if look.nonfinite and not any(kind == "nonfinite" for _, kind in self._raised):
+                # The sites behind it see it too; the first one is what to look for.
+                self._raise(name, "nonfinite", f"{look.nonfinite} of {look.rows} rows hold NaN or infinity")
+            over, rows = (sum(column) for column in zip(*window.saturated, strict=True))
+            if over >= max(SATURATED_ROWS, SATURATED_SHARE * rows):
+                self._raise(
+                    name,
+                    "saturation",
+                    f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds",
+                )
+            if len(window.octaves) == WINDOW:
+                moved = statistics.median(window.octaves) - known.median
+                if abs(moved) > known.limit:
+                    # The window still holds batches of before; the last ones tell how far it went.
+                    now = statistics.median([*window.octaves][-WINDOW // 4 :]) - known.median
+                    self._raise(
+                        name,
+                        "shift",
+                        f"rows are {2.0**now:.3g} times those of calibration, beyond "
+                        f"{2.0**known.limit:.3g} times either way",
+                    )
+
+    def _raise(self, name: str, kind: str, text: str) -> None:
+        if (name, kind) not in self._raised:
+            alarm = Alarm(site=name, kind=kind, batch=self._windows[name].looks, text=text)
+            self._raised[name, kind] = alarm
+            _LOG.warning("loka.serve alarm: %s", alarm)
+
+    def alarms(self) -> tuple[Alarm, ...]:
+        """All that were raised, in order."""
+        with self._lock:
+            return tuple(self._raised.values())
+
+    def reset(self) -> None:
+        """Forgets looks and alarms, such as after the cause was found."""
+        with self._lock:
+            self._raised.clear()
+            self._windows = {name: _Window() for name in self.ranges}

@@ -1,0 +1,186 @@
+"""Requests and answers as rows: their form, padding to a bucket, slicing, a digest.
+
+A request is a tensor, a sequence of tensors (positional arguments) or a mapping (keyword arguments); each
+tensor is [B, ...] with the same B. Padding repeats the last row, so that what is computed for it is always
+of a kind that the model knows; an empty request is padded with the form's own rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.core.problem import dtype_name
+
+Request = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+CHECK_ROWS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One input: its keyword or position, its dtype such as "float32", and its sides without the rows."""
+
+    name: str
+    dtype: str
+    sides: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype} [{', '.join(['B', *map(str, self.sides)])}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a request must look like."""
+
+    kind: Literal["tensor", "positional", "named"]
+    columns: tuple[Column, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {'; '.join(map(str, self.columns))}"
+
+    def read(self, request: Request, device: torch.device) -> list[torch.Tensor]:
+        """The tensors of a request in the order of `columns`, on `device`.
+
+        Raises ServeRefused where it has another form, or tensors of unequal numbers of rows.
+        """
+        named = _named(request)
+        found = form_of(request)
+        if found.kind != self.kind or set(named) != {column.name for column in self.columns}:
+            raise self._refusal(found)
+        tensors = [named[column.name] for column in self.columns]
+        for column, tensor in zip(self.columns, tensors, strict=True):
+            if (dtype_name(tensor.dtype), tuple(tensor.shape[1:])) != (column.dtype, column.sides):
+                raise self._refusal(found)
+        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+
+    def _refusal(self, found: Form) -> ServeRefused:
+        return ServeRefused(
+            "this request is not of the form that was frozen",
+            why=[f"given  {found}", f"served {self}"],
+            way_out="cast or reshape it, or freeze again with calibration rows of this form",
+        )
+
+    def call(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.kind == "named":
+            return module(
+                **{column.name: tensor for column, tensor in zip(self.columns, tensors, strict=True)}
+            )
+        return module(*tensors)
+
+    def check_rows(self, device: torch.device) -> list[torch.Tensor]:
+        """`CHECK_ROWS` rows that every machine makes alike: normal numbers, id 0, False.
+
+        The model's GEMMs are found with them, and a loaded server is compared with what was saved.
+        """
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for column in self.columns:
+            dtype, shape = getattr(torch, column.dtype), (CHECK_ROWS, *column.sides)
+            rows = torch.zeros(shape, dtype=dtype)
+            if dtype.is_floating_point:
+                rows = torch.randn(shape, generator=generator).to(dtype)
+            made.append(rows.to(device))
+        return made
+
+
+def form_of(request: Request) -> Form:
+    """Raises ServeRefused for what is no request at all."""
+    named = _named(request)
+    if not named:
+        raise ServeRefused("a request without a tensor", way_out="give the model's inputs, each [B, ...]")
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.is_nested:
+            raise ServeRefused(
+                f"input {name} is {type(tensor).__name__} without rows",
+                why=["every input is a dense tensor [B, ...]"],
+                way_out="pad what is ragged, and keep constants in the model",
+            )
+    counts = {name: tensor.shape[0] for name, tensor in named.items()}
+    if len(set(counts.values())) > 1:
+        told = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ServeRefused(f"inputs of unequal numbers of rows: {told}", way_out="one row each for a row")
+    kind = (
+        "tensor"
+        if isinstance(request, torch.Tensor)
+        else "named"
+        if isinstance(request, Mapping)
+        else "positional"
+    )
+    columns = tuple(
+        Column(name=name, dtype=dtype_name(tensor.dtype), sides=tuple(tensor.shape[1:]))
+        for name, tensor in named.items()
+    )
+    return Form(kind=kind, columns=columns)  # type: ignore[arg-type]
+
+
+def _named(request: Request) -> dict[str, torch.Tensor]:
+    if isinstance(request, torch.Tensor):
+        return {"0": request}
+    if isinstance(request, Mapping):
+        return dict(request)
+    return {str(place): tensor for place, tensor in enumerate(request)}
+
+
+def pad(tensors: Sequence[torch.Tensor], rows: int, form: Form) -> list[torch.Tensor]:
+    """Each tensor [B, ...] as [rows, ...]: the last row repeated, of B = 0 the form's own first row."""
+    count = tensors[0].shape[0]
+    if count == rows:
+        return list(tensors)
+    last = form.check_rows(tensors[0].device) if count == 0 else tensors
+    place = 0 if count == 0 else count - 1
+    return [
+        torch.cat([tensor, row[place : place + 1].expand(rows - count, *tensor.shape[1:])])
+        for tensor, row in zip(tensors, last, strict=True)
+    ]
+
+
+def mapped(output: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`function` of each tensor in a model's output: a tensor, or tuples, lists and dicts of them."""
+    if isinstance(output, torch.Tensor):
+        return function(output)
+    if isinstance(output, Mapping):
+        return {key: mapped(value, function) for key, value in output.items()}
+    if isinstance(output, (tuple, list)):
+        return type(output)(mapped(value, function) for value in output)
+    raise ServeRefused(
+        f"the model returns a {type(output).__name__}",
+        way_out="return tensors [B, ...], or tuples, lists and dicts of them",
+    )
+
+
+def leaves(output: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(output, note)
+    return found
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The outputs of consecutive rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(leaves(part) for part in parts), strict=True)
+    whole = iter([torch.cat(column) for column in columns])
+    return mapped(parts[0], lambda _: next(whole))
+
+
+def digest(batches: Iterable[Sequence[torch.Tensor]]) -> str:
+    """sha256 of the values of all tensors, with dtypes and shapes."""
+    found = hashlib.sha256()
+    for batch in batches:
+        for tensor in batch:
+            found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            values = tensor.detach().cpu().contiguous().reshape(-1)
+            found.update(values.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

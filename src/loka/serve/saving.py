@@ -1,0 +1,69 @@
+"""A frozen model as a folder: `card.json`, `plan.json`, `weights.safetensors`, and nothing that runs code.
+
+    weights.safetensors   site/NAME/weight FP8, site/NAME/scale, site/NAME/input_scale   what FP8 sites keep
+                          state/KEY                                       the rest of the state dict
+                          check/PLACE                                     outputs for the form's own rows
+    precise.safetensors   state/KEY                                       where requests are shadowed
+
+The card has the sha256 of each file and is written last. The model's code is not saved (serve/loading.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from loka.core.records.plan import Plan
+from loka.core.storage.files import sha256_of_file, write_tensors
+from loka.nn.site import site_forwards
+from loka.serve.card import Card, Folder
+from loka.serve.rows import leaves
+from loka.serve.run import Runner
+from loka.serve.sites import FrozenSite
+from loka.serve.version import Version
+
+CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
+
+
+@torch.no_grad()
+def save_version(folder: Path, card: Card, plan: Plan, version: Version) -> None:
+    """Raises NotWritten where the disk refuses; the folder then has no card."""
+    (folder / CARD).unlink(missing_ok=True)
+    plan.save(folder / PLAN)
+    write_tensors(folder / WEIGHTS, _content(card, version))
+    written = [PLAN, WEIGHTS]
+    (folder / PRECISE).unlink(missing_ok=True)
+    if version.precise is not None:
+        state = version.precise.state_dict()
+        write_tensors(folder / PRECISE, {f"state/{key}": value.clone() for key, value in state.items()})
+        written.append(PRECISE)
+    files = {name: sha256_of_file(folder / name) for name in written}
+    Folder(card=card, files=files).save(folder / CARD)
+
+
+def _content(card: Card, version: Version) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, site in frozen_sites(version.module).items():
+        found[f"site/{name}/weight"] = site.weight.low.data
+        found[f"site/{name}/scale"] = site.weight.low.scale
+        if site.input_scale is not None:
+            found[f"site/{name}/input_scale"] = site.input_scale
+    state = version.module.state_dict()
+    # Copies: tensors that share memory have no place in the format.
+    found |= {f"state/{key}": value.clone() for key, value in state.items() if not value.is_meta}
+    outputs = check_outputs(card, version.module)
+    return found | {f"check/{place}": leaf for place, leaf in enumerate(outputs)}
+
+
+def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:
+    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
+    return {site.name: site for site in sites if isinstance(site, FrozenSite)}
+
+
+def check_outputs(card: Card, tree: nn.Module) -> list[torch.Tensor]:
+    """What the model returns for the form's own rows."""
+    device = next(t.device for t in [*tree.parameters(), *tree.buffers()] if not t.is_meta)
+    run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
+    return [leaf.clone() for leaf in leaves(run(tree, card.form.check_rows(device)))]

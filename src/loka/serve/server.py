@@ -1,0 +1,219 @@
+"""A frozen model that answers requests, one version of its weights at a time.
+
+A version is a module tree that nothing writes to. `refresh` builds another beside it and then replaces one
+reference, which Python does at once: a request reads it once and keeps that version until its answer is
+whole, split or not. So requests need no lock, none waits for a refresh, and no answer holds rows of two
+versions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.core.records.plan import Plan
+from loka.serve.build import frozen_tree, load_precise, record_weights, share
+from loka.serve.card import Card
+from loka.serve.monitor import EVERY, Alarm
+from loka.serve.rows import Request, joined, leaves, mapped, pad
+from loka.serve.run import Runner
+from loka.serve.saving import save_version
+from loka.serve.shadow import Shadow
+from loka.serve.sites import observed_by
+from loka.serve.version import Version, monitor_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outputs for the rows of one request, in their order, all by the weights of `version`.
+
+    `buckets` tells how many rows the model was run with for it, padding included.
+    """
+
+    output: Any
+    version: int
+    buckets: tuple[int, ...]
+
+    @property
+    def nonfinite_rows(self) -> int:
+        """How many rows have NaN or infinity in an output. On a GPU it waits for the answer."""
+        bad = [
+            ~leaf.isfinite().reshape(leaf.shape[0], math.prod(leaf.shape[1:])).all(dim=1)
+            for leaf in leaves(self.output)
+        ]
+        return int(torch.stack(bad).any(dim=0).sum()) if bad else 0
+
+
+class Server:
+    """Answers requests from any number of threads. Made by `freeze` and `load`."""
+
+    def __init__(
+        self,
+        *,
+        card: Card,
+        plan: Plan,
+        skeleton: nn.Module,
+        scales: Mapping[str, torch.Tensor],
+        version: Version,
+        shadow: float,
+    ) -> None:
+        self.card, self.plan = card, plan
+        self._skeleton, self._scales = skeleton, scales
+        self._current = version
+        self._previous: Version | None = None
+        self._newest = version.number
+        self._changing = threading.Lock()
+        self._serial = threading.Lock() if card.scratch else nullcontext()
+        self._requests = itertools.count()
+        self._shadow_every = round(1 / shadow) if shadow else 0
+        self._run = Runner(
+            form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast)
+        )
+        self.device = next(
+            tensor.device
+            for tensor in [*version.module.parameters(), *version.module.buffers()]
+            if not tensor.is_meta
+        )
+
+    @property
+    def version(self) -> int:
+        """Of the weights that a request would be answered by now."""
+        return self._current.number
+
+    @property
+    def current(self) -> Version:
+        """The version that a request would be answered by now; nothing may write to it."""
+        return self._current
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the version that answers now into a folder, which `loka.serve.load` reads.
+
+        Raises NotWritten where the disk refuses; the folder then has no card, and is no server's.
+        """
+        save_version(Path(folder), self.card, self.plan, self._current)
+
+    def __call__(self, request: Request) -> Answer:
+        """The outputs for the rows of a request [B, ...], any B.
+
+        Rows are padded to the next bucket and cut out again; more than the largest bucket are split, and the
+        parts answered by one version. Rows with NaN get NaN and leave the others as they are. Every 4th
+        request is shown to the alarm.
+
+        Raises ServeRefused for a request of another form than was frozen.
+        """
+        version, number = self._current, next(self._requests)
+        tensors = self.card.form.read(request, self.device)
+        watching = observed_by(version.monitor.observe) if number % EVERY == 0 else nullcontext()
+        with self._serial:
+            with watching:
+                output, sizes = self._answer(version.module, tensors)
+            if version.precise is not None and self._shadow_every and number % self._shadow_every == 0:
+                precise, _ = self._answer(version.precise, tensors)
+                version.tally.note(leaves(output), leaves(precise))
+        return Answer(output=output, version=version.number, buckets=sizes)
+
+    def _answer(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[int, ...]]:
+        count, largest = tensors[0].shape[0], self.card.buckets[-1]
+        parts, sizes = [], []
+        for first in range(0, max(count, 1), largest):
+            part = [tensor[first : first + largest] for tensor in tensors]
+            rows = part[0].shape[0]
+            sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
+            output = self._run(module, pad(part, sizes[-1], self.card.form))
+            parts.append(mapped(output, lambda leaf, rows=rows: leaf[:rows]))  # type: ignore[misc]
+        return joined(parts), tuple(sizes)
+
+    @torch.no_grad()
+    def refresh(self, state: Mapping[str, torch.Tensor], *, keep: Sequence[str] = ()) -> int:
+        """Serves new weights from the next request on; returns the number of their version.
+
+        Weights are copied and quantized beside those that run, which twice holds them in memory until the
+        refresh after this one: the version before stays for `rollback`. Static scales and the alarm's ranges
+        remain those of the calibration rows.
+
+        Args:
+            state: a state dict of the model that was frozen.
+            keep: patterns of keys, such as "front.embeddings.*", that `state` need not hold and that stay as
+                they are. Weights that are kept in FP8 alone cannot be.
+
+        Raises ServeRefused where keys or shapes differ or a weight is not finite; what runs now goes on.
+        """
+        with self._changing:
+            whole = self._with_kept(state, keep)
+            precise = load_precise(self._skeleton, whole, self.device)
+            rows = self.card.form.check_rows(self.device)
+            weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows))
+            lost = [name for name in self.card.sites if name not in weights]
+            if lost:
+                raise ServeRefused(
+                    "with these weights the model does not reach sites that it did",
+                    why=lost,
+                    way_out="freeze again",
+                )
+            weights = {name: weights[name] for name in self.card.sites}
+            tree = frozen_tree(
+                share(precise) if self._shadow_every else precise,
+                self.plan,
+                weights,
+                self._scales,
+                self.card.dropped,
+            )
+            self._newest += 1
+            version = Version(
+                number=self._newest,
+                module=tree,
+                precise=precise if self._shadow_every else None,
+                monitor=monitor_of(self.card),
+            )
+            self._previous, self._current = self._current, version
+            return version.number
+
+    def _with_kept(self, state: Mapping[str, torch.Tensor], keep: Sequence[str]) -> dict[str, torch.Tensor]:
+        whole, held = dict(state), self._current.module.state_dict()
+        for pattern in keep:
+            matching = [key for key in held if fnmatchcase(key, pattern)]
+            gone = [key for key in matching if held[key].is_meta and key not in whole]
+            if not matching or gone:
+                raise ServeRefused(
+                    f"keep={pattern!r} cannot be kept",
+                    why=[f"{key} is kept in FP8 alone" for key in gone[:5]] or ["no key matches it"],
+                    way_out="give these weights too",
+                )
+            whole |= {key: held[key] for key in matching if key not in whole}
+        return whole
+
+    def rollback(self) -> int:
+        """Serves the version before the last refresh again; returns its number.
+
+        Raises ServeRefused where there is none: one version before is kept, and a rollback uses it up.
+        """
+        with self._changing:
+            if self._previous is None:
+                raise ServeRefused(
+                    f"there is no version before {self._current.number}",
+                    way_out="refresh with the weights that you want",
+                )
+            self._current, self._previous = self._previous, None
+            return self._current.number
+
+    def alarms(self) -> tuple[Alarm, ...]:
+        """What the alarm has raised for the weights that run now; each is logged as a warning too."""
+        return self._current.monitor.alarms()
+
+    def shadow(self) -> Shadow:
+        """How answers by the weights that run now differed from high precision, over shadowed requests."""
+        return self._current.tally.shadow()
+
+    def __str__(self) -> str:
+        return f"version {self.version} of\n{self.card}"

@@ -1,0 +1,66 @@
+"""The shadow check: a share of requests is answered in high precision too, and the two are compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shadow:
+    """Differences |frozen - high precision| over all outputs of `requests` requests.
+
+    `nonfinite` counts outputs that are finite in one of the two only; they are in neither mean nor maximum.
+    """
+
+    requests: int
+    rows: int
+    mean_abs: float
+    max_abs: float
+    nonfinite: int
+
+    def __str__(self) -> str:
+        if not self.requests:
+            return "no request was shadowed"
+        return (
+            f"{self.requests} requests, {self.rows} rows shadowed: answers differ by {self.mean_abs:.2e} on "
+            f"average and {self.max_abs:.2e} at most; {self.nonfinite} are finite in one of the two only"
+        )
+
+
+class Tally:
+    """Adds up shadowed requests of one version. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests = self._rows = self._values = self._nonfinite = 0
+        self._sum = self._max = 0.0
+
+    def note(self, low: Sequence[torch.Tensor], high: Sequence[torch.Tensor]) -> None:
+        """Outputs [B, ...] of one request. It waits for the device."""
+        a = torch.cat([leaf.double().flatten() for leaf in low])
+        b = torch.cat([leaf.double().flatten() for leaf in high])
+        both = a.isfinite() & b.isfinite()
+        apart = (a - b)[both].abs()
+        total, largest = (float(apart.sum()), float(apart.max())) if apart.numel() else (0.0, 0.0)
+        lost = int((a.isfinite() != b.isfinite()).sum())
+        with self._lock:
+            self._requests += 1
+            self._rows += low[0].shape[0]
+            self._values += apart.numel()
+            self._nonfinite += lost
+            self._sum += total
+            self._max = max(self._max, largest)
+
+    def shadow(self) -> Shadow:
+        with self._lock:
+            return Shadow(
+                requests=self._requests,
+                rows=self._rows,
+                mean_abs=self._sum / max(self._values, 1),
+                max_abs=self._max,
+                nonfinite=self._nonfinite,
+            )

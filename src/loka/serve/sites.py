@@ -1,0 +1,200 @@
+"""Sites of a frozen model: y [..., N] = x [..., K] @ W [N, K]^T with W quantized once and kept.
+
+The input is quantized in every call by the recipe's own scales where those belong to a row or to a part of a
+row: a row's answer then depends on that row alone, nothing saturates, and nothing need be calibrated. A scale
+of the whole input would make it depend on the other rows of the batch, so such recipes have a static one.
+These sites keep an FP8 copy of a weight, which is safe only because nothing else may write to a frozen model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from loka.core.exceptions import ServeRefused
+from loka.core.numerics.reference import Quantized
+from loka.core.problem import Problem, dtype_name, linear_problem, target_of
+from loka.core.recipe import Cast, Gemm, Granularity
+from loka.core.records.report import HP
+from loka.kernels.gemm.registry import candidate_named
+from loka.kernels.gemm.run import ScaledGemm, fit, run_gemm, scaled_gemm
+from loka.kernels.quantize.quantizer import quantize_pair
+from loka.kernels.quantize.side import Side
+from loka.nn.site import DTYPES
+from loka.nn.site_ops import Candidates
+
+_ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenWeight:
+    """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had."""
+
+    low: Quantized
+    sides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.low.data.numel() + 4 * self.low.scale.numel()
+
+
+def input_cast(candidate: str) -> Cast:
+    """How the candidate quantizes the input."""
+    casts = candidate_named(candidate).recipe.casts(Gemm.OUTPUT)
+    assert casts is not None
+    return casts[0]
+
+
+def scale_source(candidate: str) -> str:
+    """Where a frozen site's input scales come from: "row" or "group", current; or "static".
+
+    Raises ServeRefused for scales that rows of a batch share and that are not one for all.
+    """
+    granularity = input_cast(candidate).granularity
+    if granularity is Granularity.TENSOR:
+        return "static"
+    if granularity is Granularity.ROW:
+        return "row"
+    if granularity is Granularity.GROUP_1X128:
+        return "group"
+    raise ServeRefused(
+        f"{candidate} gives {granularity.value[0]} rows one scale: answers would depend on their neighbours",
+        way_out="plan again with rowwise_e4m3, blockwise_e4m3 or tensorwise_e4m3 for `output`",
+    )
+
+
+def _problem(rows: int, sides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Problem:
+    return linear_problem(
+        Gemm.OUTPUT,
+        rows=rows,
+        in_features=sides[1],
+        out_features=sides[0],
+        dtype=dtype_name(dtype),
+        target=target_of(device),
+    )
+
+
+def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype) -> FrozenWeight:
+    """Quantizes a weight [N, K] as the converted model would in a call whose input has `dtype`."""
+    n, k = weight.shape
+    run = scaled_gemm(candidate, _problem(_ROWS, (n, k), dtype, weight.device))
+    low, _ = quantize_pair(weight.detach(), row=Side(cast=run.casts[1], padded=run.padded_b), column=None)
+    assert low is not None
+    return FrozenWeight(low=low, sides=(n, k), dtype=weight.dtype)
+
+
+class FrozenSite:
+    """Multiplies by a kept weight; the one that a caller hands over is not looked at.
+
+    `input_scale` float32 [1] where the scale is static, else None. Raises as a converted site does for inputs
+    of another width or dtype.
+    """
+
+    def __init__(
+        self, name: str, candidate: str, weight: FrozenWeight, input_scale: torch.Tensor | None
+    ) -> None:
+        self.name, self.candidate = name, candidate
+        self.weight, self.input_scale = weight, input_scale
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """x [..., K] -> [..., N] in the dtype of x, or autocast's where that is on."""
+        rows = as_rows(self.name, x, self.weight.sides[1], self.weight.dtype)
+        if observer := observing():
+            observer(self.name, rows)
+        return self.multiply(rows).view(*x.shape[:-1], self.weight.sides[0])
+
+    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [T, K] -> [T, N]."""
+        if rows.shape[0] == 0:
+            return rows.new_zeros(0, self.weight.sides[0])
+        run = scaled_gemm(self.candidate, _problem(rows.shape[0], self.weight.sides, rows.dtype, rows.device))
+        side = Side(cast=run.casts[0], padded=run.padded_a)
+        low, _ = quantize_pair(rows, row=side, column=None, given=self.input_scale)
+        assert low is not None
+        return run(low, self._padded(run))
+
+    def _padded(self, run: ScaledGemm) -> Quantized:
+        low = self.weight.low
+        if low.data.shape == run.padded_b:
+            return low
+        return Quantized(fit(low.data, run.padded_b), low.scale, low.cast)
+
+
+class HighPrecisionSite:
+    """Of a layer whose gradients alone are planned in FP8: the converted model's own high-precision GEMM."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = as_rows(self.name, x, weight.shape[1], weight.dtype)
+        y = run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class UnreachedSite:
+    """A planned site that no row reached when the model was frozen, so its weight was never seen."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise ServeRefused(
+            f"{self.name} runs now and did not when the model was frozen",
+            why=["its weight was not quantized and its input was not calibrated"],
+            way_out="freeze again with calibration rows that take this path",
+        )
+
+
+Watch = Callable[[str, str, torch.Tensor, torch.Tensor], None]
+"""Called with the site's name, its candidate for `output`, rows [T, K] and the weight [N, K]."""
+
+
+class RecordingSite:
+    """Computes in high precision and shows `watch` what it is called with."""
+
+    def __init__(self, name: str, candidates: Candidates, watch: Watch) -> None:
+        self.name, self.candidate, self.watch = name, candidates[0], watch
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = as_rows(self.name, x, weight.shape[1], weight.dtype)
+        if self.candidate != HP:
+            self.watch(self.name, self.candidate, rows, weight)
+        y = run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def as_rows(name: str, x: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
+    """x [..., K] as rows [T, K] in the dtype in which a converted site (nn/site.py) computes."""
+    if x.shape[-1] != features:
+        raise ValueError(f"{name}: input has {x.shape[-1]} features, the weight takes {features}")
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype in DTYPES:
+        x = x.to(torch.get_autocast_dtype(kind))
+    elif x.dtype != dtype:
+        raise TypeError(f"{name}: input is {x.dtype}, the weight {dtype}; cast one, or freeze with autocast=")
+    return x.reshape(-1, features)
+
+
+Observer = Callable[[str, torch.Tensor], None]
+_HERE = threading.local()
+
+
+def observing() -> Observer | None:
+    """Who watches the sites that this thread runs."""
+    return getattr(_HERE, "observer", None)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Inside, frozen sites that this thread runs show `observer` their name and rows [T, K]."""
+    _HERE.observer = observer
+    try:
+        yield
+    finally:
+        _HERE.observer = None

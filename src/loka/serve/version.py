@@ -1,0 +1,27 @@
+"""One version of the weights of a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from loka.serve.card import Card
+from loka.serve.monitor import Monitor
+from loka.serve.shadow import Tally
+
+
+@dataclass(frozen=True)
+class Version:
+    """`module` answers, and nothing writes to it. `precise`: the same weights in high precision, where
+    requests are shadowed."""
+
+    number: int
+    module: nn.Module
+    precise: nn.Module | None
+    monitor: Monitor
+    tally: Tally = field(default_factory=Tally)
+
+
+def monitor_of(card: Card) -> Monitor:
+    return Monitor({name: site.range for name, site in card.sites.items()})

@@ -1,0 +1,109 @@
+"""Small models with plans by hand, their rows, and what they convert to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+import loka
+from loka.core.budget import Budget
+from loka.core.device import fingerprint
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision, Plan
+from loka.core.signature import ModelSignature
+from loka.nn import signature
+
+ROW, POW2, GROUP = "emulated:rowwise_e4m3", "emulated:rowwise_e4m3_pow2", "emulated:blockwise_e4m3"
+TENSOR, BLOCK, TORCH = "emulated:tensorwise_e4m3", "emulated:block128_e4m3", "torch:rowwise_e4m3"
+
+
+class Tower(nn.Module):
+    """dense [B, 13], ids [B] -> logits [B]; odd sides, an embedding, a norm and a logit layer in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 11)
+        self.first = nn.Linear(24, 37)
+        self.norm = nn.LayerNorm(37)
+        self.second = nn.Linear(37, 30, bias=False)
+        self.logit = nn.Linear(30, 1)
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([dense, self.table(ids).to(dense.dtype)], dim=1)
+        x = torch.relu(self.norm(self.first(x)))
+        return self.logit(torch.relu(self.second(x))).squeeze(1).float()
+
+
+class Cross(nn.Module):
+    """Raw parameters: x0 * (x V W) + x, and stacked experts; x [B, 24] -> [B, 4, 16] and [B]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(24, 8) * 0.2)
+        self.w = nn.Parameter(torch.randn(8, 24) * 0.2)
+        self.experts = nn.Parameter(torch.randn(4, 24, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = x * (x @ self.v @ self.w) + x
+        each = torch.einsum("bi,eio->beo", y, self.experts)
+        return {"each": each, "sum": each.sum(dim=(1, 2))}
+
+
+def plan_for(model: nn.Module, candidates: Mapping[str, str | tuple[str, str, str]]) -> Plan:
+    """A plan that runs the `output` GEMMs of layers so, or all three GEMMs."""
+    return plan_of(signature(model), candidates, device=next(model.parameters()).device)
+
+
+def plan_of(
+    model: ModelSignature,
+    candidates: Mapping[str, str | tuple[str, str, str]],
+    device: torch.device | str = "cpu",
+) -> Plan:
+    machine = fingerprint(device)
+    decisions = {}
+    for path, chosen in candidates.items():
+        names = (chosen, "hp", "hp") if isinstance(chosen, str) else chosen
+        for gemm, candidate in zip(Gemm, names, strict=True):
+            shape = model.layers[path]
+            problem = linear_problem(
+                gemm,
+                rows=64,
+                in_features=shape.in_features,
+                out_features=shape.out_features,
+                dtype="bfloat16",
+                target=machine.target,
+            )
+            made = Decision(path=path, problem=problem, candidate=candidate, reason="by hand")
+            decisions[made.site] = made
+    return Plan(model=model, machine=machine, budget=Budget(), timed=False, decisions=decisions)
+
+
+def tower(seed: int = 0) -> Tower:
+    torch.manual_seed(seed)
+    return Tower().eval()
+
+
+def rows(count: int, seed: int = 0, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(count, 13, generator=generator) * scale
+    return dense, torch.randint(0, 50, (count,), generator=generator)
+
+
+def calibration(batches: int = 4, count: int = 40) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [rows(count, seed=100 + batch) for batch in range(batches)]
+
+
+def converted(model: nn.Module, plan: Plan) -> nn.Module:
+    return loka.convert(copy.deepcopy(model), plan).eval()
+
+
+def cross_plan(model: Cross, candidate: str) -> Plan:
+    """Sites as Probe finds them."""
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(64, 24))["sum"].sum().backward()
+    layers = probe.stats().model
+    return plan_of(layers, dict.fromkeys(layers.layers, candidate))

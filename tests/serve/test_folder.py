@@ -1,0 +1,233 @@
+"""A saved server answers in a fresh process as it did, and what is no such folder is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from served import GROUP, ROW, TENSOR, Tower, calibration, plan_for, rows, tower
+from torch import nn
+
+import loka
+from loka.core.exceptions import FileRefused, LokaError, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
+from loka.core.storage.files import sha256_of_file
+from loka.serve import Server, freeze, load
+from loka.serve.card import Folder
+
+BOTH = {"first": ROW, "second": ROW}
+
+
+def saved(folder: Path, candidate: str = ROW, **options: object) -> Server:
+    model = tower()
+    server = freeze(
+        model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options
+    )
+    server.save(folder)
+    return server
+
+
+FRESH = """
+import sys, torch
+import loka
+from served import Tower, rows
+server = loka.serve.load(sys.argv[1], Tower())
+torch.save([server(rows(50, seed=seed)).output for seed in range(3)], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("candidate", [TENSOR])
+def test_a_fresh_process_answers_bit_for_bit(candidate: str, tmp_path: Path) -> None:
+    server = saved(tmp_path / "ranker", candidate, autocast=torch.bfloat16, name="clicks")
+    out = tmp_path / "answers.pt"
+    path = os.pathsep.join([str(Path(loka.__file__).parents[1]), str(Path(__file__).parent)])
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "ranker"), str(out)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+    for seed, answer in enumerate(torch.load(out)):
+        assert torch.equal(answer, server(rows(50, seed=seed)).output)
+
+
+@pytest.mark.parametrize("candidate", [ROW, GROUP, TENSOR])
+def test_loaded_equals_saved_and_can_be_refreshed(candidate: str, tmp_path: Path) -> None:
+    server = saved(tmp_path, candidate, name="clicks")
+    model = tower(3)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    loaded = load(tmp_path, model)
+    assert loaded.card == server.card
+    assert "clicks" in str(loaded)
+    assert torch.equal(loaded(rows(50)).output, server(rows(50)).output)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    for one in (loaded, server):
+        one.refresh(tower(1).state_dict())
+    assert torch.equal(loaded(rows(50)).output, server(rows(50)).output)
+    loaded.save(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again", model)(rows(50)).output, server(rows(50)).output)
+
+
+def test_weights_lie_in_eight_bits(tmp_path: Path) -> None:
+    class Wide(nn.Sequential):
+        pass
+
+    model = Wide(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).eval()
+    freeze(model, plan_for(model, {"0": ROW, "2": ROW}), calibration=[torch.randn(64, 256)]).save(tmp_path)
+    size = (tmp_path / "weights.safetensors").stat().st_size
+    assert size < 0.55 * 2 * 2 * 256 * 512
+    assert not (tmp_path / "precise.safetensors").exists()
+
+
+def test_the_shadow_needs_the_weights_in_high_precision(tmp_path: Path) -> None:
+    saved(tmp_path / "without")
+    with pytest.raises(ServeRefused, match="no weights in high precision"):
+        load(tmp_path / "without", tower(), shadow=0.5)
+    server = saved(tmp_path / "with", shadow=0.5)
+    loaded = load(tmp_path / "with", tower(1), shadow=1.0)
+    loaded(rows(64)), server(rows(64))
+    assert loaded.shadow() == server.shadow()
+    assert load(tmp_path / "with", tower(1)).current.precise is None
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2])
+
+    return change
+
+
+def _gone(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _flip(folder: Path) -> None:
+    data = bytearray((folder / "weights.safetensors").read_bytes())
+    data[-7] ^= 1
+    (folder / "weights.safetensors").write_bytes(data)
+
+
+def _edited(folder: Path) -> None:
+    card = folder / "card.json"
+    card.write_text(card.read_text().replace("160", "161"))
+
+
+def _of_another(folder: Path) -> None:
+    """A plan of another folder, sound by itself."""
+    plan_for(tower(), {"first": ROW}).save(folder / "plan.json")
+
+
+def _points_out(folder: Path) -> None:
+    """A card that names a file beyond the folder."""
+    shutil.copy(folder / "plan.json", folder.parent / "outside.json")
+    record = Folder.load(folder / "card.json")
+    files = {**record.files, "../outside.json": sha256_of_file(folder.parent / "outside.json")}
+    replace(record, files=files).save(folder / "card.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (shutil.rmtree, "no such file"),
+        (_gone("card.json"), "no such file"),
+        (_gone("plan.json"), "plan.json cannot be read"),
+        (_gone("weights.safetensors"), "weights.safetensors cannot be read"),
+        (_cut("card.json"), "not complete JSON"),
+        (_cut("plan.json"), "plan.json is not the file that was saved"),
+        (_cut("weights.safetensors"), "weights.safetensors is not the file"),
+        (_flip, "weights.safetensors is not the file"),
+        (_edited, "checksum differs"),
+        (_of_another, "plan.json is not the file"),
+        (_points_out, r"outside.json is not the file"),
+        (lambda folder: plan_for(tower(), BOTH).save(folder / "card.json"), "it is a loka-plan"),
+    ],
+)
+def test_damaged_and_foreign_folders(damage: Callable[[Path], None], told: str, tmp_path: Path) -> None:
+    saved(tmp_path / "ranker")
+    damage(tmp_path / "ranker")
+    with pytest.raises(FileRefused, match=told) as refused:
+        load(tmp_path / "ranker", tower())
+    assert refused.value.way_out
+
+
+class Silu(Tower):
+    """The same layers, and another function between them."""
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([dense, self.table(ids)], dim=1)
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.logit(torch.tanh(self.second(x))).squeeze(1)
+
+
+class WithoutNorm(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "told"),
+    [
+        (lambda: nn.Sequential(nn.Linear(24, 37)), PlanMismatch, "second"),
+        (WithoutNorm, ServeRefused, "norm.weight is not in the model"),
+        (Silu, ServeRefused, "computes something else"),
+    ],
+)
+def test_other_models_are_refused(
+    build: Callable[[], nn.Module], error: type[LokaError], told: str, tmp_path: Path
+) -> None:
+    saved(tmp_path)
+    with pytest.raises(error, match=told) as refused:
+        load(tmp_path, build())
+    assert refused.value.way_out
+
+
+def test_another_machine_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    record = Folder.load(tmp_path / "card.json")
+    machine = replace(record.card.machine, device="NVIDIA H200", target="sm_90", driver="580")
+    replace(record, card=replace(record.card, machine=machine)).save(tmp_path / "card.json")
+    with pytest.raises(PlanMismatch, match=r"(?s)frozen on NVIDIA H200.*device: cpu here, NVIDIA H200 there"):
+        load(tmp_path, tower())
+
+
+def test_a_missing_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    from loka.kernels.gemm import registry
+
+    held = registry.candidate_named(ROW)
+    gone = replace(held, kernel=replace(held.kernel, missing=lambda: "not installed (pip install it)"))
+    registry.require_supported.cache_clear()
+    monkeypatch.setattr(registry, "candidate_named", lambda name: gone)
+    with pytest.raises(NoKernelFits, match=r"emulated:rowwise_e4m3 cannot run"):
+        load(tmp_path, tower())
+    monkeypatch.undo()
+    registry.require_supported.cache_clear()
+
+
+def test_an_unfinished_save_leaves_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = saved(tmp_path)
+    monkeypatch.setattr(
+        "loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full"))
+    )
+    with pytest.raises(NotWritten):
+        server.save(tmp_path)
+    with pytest.raises(FileRefused, match="no such file"):
+        load(tmp_path, tower())
+
+
+def test_the_card_holds_what_it_says(tmp_path: Path) -> None:
+    saved(tmp_path, name="clicks of Monday")
+    content = json.loads((tmp_path / "card.json").read_text())["content"]["card"]
+    assert content["calibration"]["name"] == "clicks of Monday"
+    assert (content["calibration"]["rows"], content["calibration"]["batches"]) == (160, 4)
+    assert len(content["calibration"]["sha256"]) == 64
+    assert content["machine"]["torch"] == torch.__version__
+    assert 20 < content["sites"]["first"]["sqnr_db"] < 40
+    assert 0 < content["answers"]["mean_abs"] < content["answers"]["max_abs"] < content["answers"]["rms"]
+    other = freeze(tower(), plan_for(tower(), BOTH), calibration=[*calibration()[:3], rows(40, seed=9)])
+    assert other.card.calibration.sha256 != content["calibration"]["sha256"]

@@ -1,0 +1,325 @@
+"""A frozen model answers as the converted one does, and the model it was made of stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from served import (
+    BLOCK,
+    GROUP,
+    POW2,
+    ROW,
+    TENSOR,
+    TORCH,
+    Cross,
+    Tower,
+    calibration,
+    converted,
+    cross_plan,
+    plan_for,
+    rows,
+    tower,
+)
+from torch import nn
+
+import loka
+from loka.core.exceptions import PlanMismatch, ServeRefused
+from loka.core.numerics.reference import quantize, scale_of
+from loka.core.recipe import RECIPES
+from loka.nn.site import site_forwards
+from loka.serve import freeze
+from loka.serve.freeze import HEADROOM, LEAST_ROWS
+from loka.serve.rows import form_of, pad
+
+BOTH = {"first": ROW, "second": ROW}
+
+
+def answered(model: nn.Module, inputs: list[torch.Tensor], autocast: torch.dtype | None) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        return model(*inputs)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TORCH, ("hp", ROW, ROW), (ROW, ROW, ROW)])
+def test_frozen_equals_converted_bit_for_bit(
+    candidate: str | tuple[str, str, str], autocast: torch.dtype | None
+) -> None:
+    model = tower()
+    plan = plan_for(model, {"first": candidate, "second": ROW})
+    server = freeze(model, plan, calibration=calibration(), autocast=autocast, buckets=(64,))
+    request = rows(50, seed=7)
+    padded = pad(request, 64, form_of(request))
+    expected = answered(converted(model, plan), padded, autocast)
+    assert torch.equal(server(request).output, expected[:50])
+    assert torch.equal(server(tuple(padded)).output, expected)  # and those of the rows of padding
+
+
+def test_raw_parameters_and_stacked_experts() -> None:
+    torch.manual_seed(0)
+    model = Cross().eval()
+    plan = cross_plan(model, ROW)
+    assert set(plan.candidates("v").values()) == {ROW, "hp"}
+    x = torch.randn(64, 24)
+    server = freeze(model, plan, calibration=[x])
+    expected = answered(converted(model, plan), [x], None)
+    answer = server(x)
+    assert all(torch.equal(answer.output[name], expected[name]) for name in expected)
+    assert not torch.equal(answer.output["each"], answered(model, [x], None)["each"])
+    assert set(server.card.sites) == {"v", "w", "experts"}
+    assert len(server.card.kept) == 3
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_model_stays_as_it_was(before: bool) -> None:
+    model = tower().train()
+    plan = plan_for(model, BOTH)
+    if before:
+        loka.convert(model, plan)
+    state, attributes = copy.deepcopy(model.state_dict()), {n: set(vars(m)) for n, m in model.named_modules()}
+    tensors = {name: id(parameter) for name, parameter in model.named_parameters()}
+    request = rows(64)
+    server = freeze(model, plan, calibration=calibration())
+    answer = server(request).output
+    assert model.training
+    assert bool(site_forwards(model)) == before
+    assert {n: set(vars(m)) for n, m in model.named_modules()} == attributes
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == tensors
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # as training goes on, the server must not follow
+    assert torch.equal(server(request).output, answer)
+
+
+def test_weights_are_kept_once_and_in_eight_bits() -> None:
+    model = tower()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    assert server.card.dropped == ("first.weight", "second.weight")
+    held = server._current.module.state_dict()
+    assert [key for key, value in held.items() if value.is_meta] == ["first.weight", "second.weight"]
+    sides = 24 * 37 + 37 * 30
+    assert server.card.dense_bytes == (sides + 4 * (37 + 30), 2 * sides)
+
+
+class ReadsWeights(Tower):
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        penalty = self.first.weight.square().mean()
+        return super().forward(dense.to(self.second.weight.dtype), ids) + penalty
+
+
+def test_a_weight_with_another_reader_is_kept() -> None:
+    torch.manual_seed(0)
+    model = ReadsWeights().eval()
+    plan = plan_for(model, BOTH)
+    server = freeze(model, plan, calibration=calibration())
+    assert server.card.dropped == ()
+    request = rows(64)
+    expected = answered(converted(model, plan), list(request), None)
+    assert torch.equal(server(request).output, expected)
+
+
+def test_tensor_scales_are_static_and_from_the_calibration_rows() -> None:
+    model = tower()
+    server = freeze(model, plan_for(model, {"first": TENSOR}), calibration=calibration(), buckets=(8, 64))
+    with torch.no_grad():
+        inputs = [torch.cat([dense, model.table(ids)], dim=1) for dense, ids in calibration()]
+        cast = RECIPES["tensorwise_e4m3"].output
+        assert cast is not None
+        scale = scale_of(torch.cat(inputs).abs().amax().reshape(1) * HEADROOM, cast[0])
+        assert torch.equal(server._scales["first"], scale)
+        low_x = quantize(inputs[0], cast[0], scale=scale)
+        low_w = quantize(model.first.weight, cast[1])
+        product = (low_x.data.float() * scale) @ (low_w.data.float() * low_w.scale).t()
+        x = torch.relu(model.norm(product + model.first.bias))
+        expected = model.logit(torch.relu(model.second(x))).squeeze(1)
+    # The same products, summed in another order by another matrix size.
+    torch.testing.assert_close(server(calibration()[0]).output, expected, atol=1e-5, rtol=1e-5)
+    # A neighbour a hundred times larger would have moved a current scale.
+    dense, ids = rows(64)
+    alone = server((dense, ids)).output
+    dense = torch.cat([dense[:32], 100 * dense[32:]])
+    assert torch.equal(server((dense, ids)).output[:32], alone[:32])
+    assert "static" in str(server.card)
+
+
+def test_buckets_pad_split_and_slice_exactly() -> None:
+    model = tower()
+    plan = plan_for(model, BOTH)
+    server = freeze(model, plan, calibration=calibration(), buckets=(4, 16))
+    whole = converted(model, plan)
+    for count, sizes in (
+        (1, (4,)),
+        (4, (4,)),
+        (5, (16,)),
+        (16, (16,)),
+        (39, (16, 16, 16)),
+        (33, (16, 16, 4)),
+    ):
+        request = rows(count, seed=count)
+        answer = server(request)
+        assert answer.buckets == sizes
+        parts = []
+        for place, size in enumerate(sizes):
+            part = [column[16 * place : 16 * place + 16] for column in request]
+            parts.append(answered(whole, pad(part, size, form_of(part)), None)[: part[0].shape[0]])
+        assert torch.equal(answer.output, torch.cat(parts))
+    nothing = server(rows(0))
+    assert nothing.output.shape == (0,)
+    assert nothing.nonfinite_rows == 0
+
+
+@pytest.mark.parametrize("candidate", [ROW, GROUP, TENSOR])
+def test_nan_stays_in_its_row(candidate: str) -> None:
+    model = tower()
+    server = freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration())
+    dense, ids = rows(20)
+    sound = server((dense, ids)).output
+    dense = dense.clone()
+    dense[3, 2] = torch.nan
+    dense[19, 0] = torch.inf  # the last row, which padding repeats
+    answer = server((dense, ids))
+    assert answer.nonfinite_rows == 2
+    others = [row for row in range(20) if row not in (3, 19)]
+    assert torch.equal(answer.output[others], sound[others])
+    assert not answer.output[[3, 19]].isfinite().any()
+
+
+class MixesRows(Tower):
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(dense - dense.mean(dim=0), ids)
+
+
+class Reduces(Tower):
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(dense, ids).mean()
+
+
+@pytest.mark.parametrize(("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for")])
+def test_models_whose_rows_are_not_answered_by_themselves(build: type[Tower], told: str) -> None:
+    torch.manual_seed(0)
+    model = build().eval()
+    with pytest.raises(ServeRefused, match=told):
+        freeze(model, plan_for(model, BOTH), calibration=calibration())
+
+
+def _with(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    batches = calibration()
+    batches[2][0][5, 5] = value
+    return batches
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "0 calibration rows"),
+        ([rows(0)], "0 calibration rows"),
+        ([rows(LEAST_ROWS - 1)], f"{LEAST_ROWS - 1} calibration rows"),
+        ([(torch.ones(64, 13), torch.ones(64, dtype=torch.long))], "all 64 calibration rows are alike"),
+        (_with(torch.nan), r"(?s)first: 1 of 160 rows.*second: 1 of 160"),
+        (_with(torch.inf), "first: 1 of 160 rows"),
+        ([rows(64), rows(64)[0]], "not of the form"),
+        ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
+    ],
+)
+def test_calibration_rows_that_say_nothing(given: list[tuple[torch.Tensor, torch.Tensor]], told: str) -> None:
+    model = tower()
+    with pytest.raises(ServeRefused, match=told) as refused:
+        freeze(model, plan_for(model, BOTH), calibration=given)
+    assert refused.value.way_out
+
+
+def test_a_site_that_sees_zeros_only() -> None:
+    model = tower()
+    with torch.no_grad():
+        model.norm.weight.zero_()
+        model.norm.bias.fill_(-1.0)  # behind the ReLU nothing is left
+    with pytest.raises(ServeRefused, match="second: zero in all rows"):
+        freeze(model, plan_for(model, BOTH), calibration=calibration())
+
+
+def test_plans_that_do_not_fit() -> None:
+    model, other = tower(), tower()
+    other.second = nn.Linear(37, 31, bias=False)
+    with pytest.raises(PlanMismatch, match="second"):
+        freeze(model, plan_for(other, BOTH), calibration=calibration())
+    with pytest.raises(ServeRefused, match="depend on their neighbours"):
+        freeze(model, plan_for(model, {"first": BLOCK}), calibration=calibration())
+    with pytest.raises(ServeRefused, match="nothing to freeze"):
+        freeze(model, plan_for(model, {"first": "hp"}), calibration=calibration())
+    for buckets in ((), (4, 2), (0, 4)):
+        with pytest.raises(ServeRefused, match="rising"):
+            freeze(model, plan_for(model, BOTH), calibration=calibration(), buckets=buckets)
+
+
+class TwoPaths(Tower):
+    """A tower that rows of large values take."""
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if float(dense.abs().max()) > 50:
+            return self.logit(self.second(self.first(torch.cat([dense, self.table(ids)], dim=1)))).squeeze(1)
+        return self.logit(
+            torch.relu(self.norm(self.first(torch.cat([dense, self.table(ids)], dim=1))))[:, :30]
+        )[:, 0]
+
+
+def test_a_site_that_no_row_reached_raises_when_one_does() -> None:
+    torch.manual_seed(0)
+    model = TwoPaths().eval()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    assert server.card.unreached == ("second",)
+    with pytest.raises(ServeRefused, match="second runs now and did not"):
+        server(rows(64, scale=100))
+    with pytest.raises(ServeRefused, match=r"(?s)not for the rows that refresh.*second"):
+        freeze(model, plan_for(model, BOTH), calibration=[rows(64), rows(64, scale=100)])
+
+
+class KeepsInput(Tower):
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.seen = dense
+        return super().forward(self.seen, ids)
+
+
+def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time() -> None:
+    torch.manual_seed(0)
+    model = KeepsInput().eval()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    assert server.card.scratch == ("seen",)
+    assert not freeze(tower(), plan_for(tower(), BOTH), calibration=calibration()).card.scratch
+    requests = [rows(16, seed=seed) for seed in range(40)]
+    expected = [server(request).output for request in requests]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda request: server(request).output, requests))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_eight_threads_get_the_answers_of_one(count: int) -> None:
+    model = tower()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration(), buckets=(4, 8))
+    requests = [rows(1 + seed % 8, seed=seed) for seed in range(20)]
+    expected = [server(request).output for request in requests]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda turn: server(requests[turn % 20]), range(count), chunksize=20)
+        assert all(torch.equal(answer.output, expected[turn % 20]) for turn, answer in enumerate(found))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_requests_of_another_form_are_refused(named: bool) -> None:
+    model = tower()
+
+    def form(dense: torch.Tensor, ids: torch.Tensor) -> object:
+        return {"ids": ids, "dense": dense} if named else (dense, ids)
+
+    plan = plan_for(model, BOTH)
+    server = freeze(model, plan, calibration=[form(*batch) for batch in calibration()], buckets=(64,))
+    dense, ids = rows(64)
+    assert torch.equal(server(form(dense, ids)).output, answered(converted(model, plan), [dense, ids], None))
+    for wrong in (form(dense.double(), ids), form(dense[:, :12], ids), dense, (dense,), form(dense, ids[:3])):
+        with pytest.raises(ServeRefused):
+            server(wrong)
+    with pytest.raises(ServeRefused, match="without rows"):
+        server((dense, 3))

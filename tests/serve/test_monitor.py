@@ -1,0 +1,105 @@
+"""The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from served import ROW, TENSOR, calibration, plan_for, rows, tower
+from torch import nn
+
+from loka.serve import freeze
+from loka.serve.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look_at, range_of
+
+BOTH = {"first": ROW, "second": ROW}
+
+
+def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Alarm, ...]]:
+    """After how many batches whose inputs are `scale` times as large, behind 200 healthy ones."""
+    torch.manual_seed(0)
+    layers = nn.Linear(24, 37, bias=False), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 16)
+    model = nn.Sequential(*layers).eval()
+    generator = torch.Generator().manual_seed(1)
+    plan = plan_for(model, {"0": candidate, "3": candidate})
+    server = freeze(model, plan, calibration=[torch.randn(160, 24, generator=generator)])
+    for _ in range(200):
+        server(torch.randn(count, 24, generator=generator))
+    assert server.alarms() == ()
+    for batch in range(1, 101):
+        server(torch.randn(count, 24, generator=generator) * scale)
+        if server.alarms():
+            return batch, server.alarms()
+    return 101, ()
+
+
+@pytest.mark.parametrize("count", [1, 33])
+@pytest.mark.parametrize("scale", [20.0, 1 / 20])
+def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale: float, count: int) -> None:
+    batch, (alarm,) = first_alarm(ROW, scale, count)
+    assert batch <= EVERY * (WINDOW // 2 + 1)
+    assert (alarm.site, alarm.kind) == ("0", "shift")  # behind the norm nothing has moved
+    assert scale / 2 < float(alarm.text.split()[2]) < scale * 2
+
+
+def test_saturation_of_a_static_scale_is_named() -> None:
+    batch, (alarm,) = first_alarm(TENSOR, 20.0, 16)
+    assert batch <= EVERY
+    assert (alarm.site, alarm.kind) == ("0", "saturation")
+
+
+@pytest.mark.parametrize("spread", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, 2.0])
+def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float) -> None:
+    """Batches of one row, the hardest: log-normal maxima whose deviation is up to 2 octaves."""
+    generator = np.random.default_rng(0)
+    known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
+    monitor = Monitor({"site": known})
+    octaves = generator.normal(3.0, spread, 1_000_000 // EVERY)
+    for look in octaves.tolist():
+        monitor.note("site", Look(octaves=look, rows=1, saturated=0, nonfinite=0))
+    assert monitor.alarms() == ()
+    shifted = generator.normal(3.0 + math.log2(20), spread, 100 // EVERY)
+    for look in shifted.tolist():
+        monitor.note("site", Look(octaves=look, rows=1, saturated=0, nonfinite=0))
+    assert known.blind == (not monitor.alarms())
+    assert known.blind == (spread == 2.0)  # 1.25 * 2.58 * 2 octaves hide a shift of 4.3, and it says so
+
+
+def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
+    draws = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1.7
+    known = range_of(torch.exp2(draws), ceiling=None)
+    assert float(((draws - known.median).abs() > known.limit).double().mean()) < 0.01
+    assert known.limit == pytest.approx(1.25 * 2.576 * 1.7, rel=0.03)
+    assert range_of(torch.tensor([0.0, 2.0, 2.0]), None) == Range(median=1.0, limit=1.5, ceiling=None)
+
+
+def test_looks() -> None:
+    rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
+    assert look_at(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
+    assert look_at(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
+
+
+def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCaptureFixture) -> None:
+    model = tower()
+    server = freeze(model, plan_for(model, BOTH), calibration=calibration())
+    dense, ids = rows(16)
+    dense[4, 4] = torch.nan
+    for _ in range(3 * EVERY):
+        server((dense, ids))
+    (alarm,) = server.alarms()
+    assert (alarm.site, alarm.kind, alarm.text) == ("first", "nonfinite", "1 of 16 rows hold NaN or infinity")
+    assert len(caplog.records) == 1
+    assert "first" in caplog.text
+    server._current.monitor.reset()
+    assert server.alarms() == ()
+
+
+def test_few_saturated_rows_are_no_alarm() -> None:
+    monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
+    for _ in range(WINDOW):
+        monitor.note("site", Look(octaves=0.0, rows=1000, saturated=9, nonfinite=0))
+    assert monitor.alarms() == ()
+    for _ in range(WINDOW):
+        monitor.note("site", Look(octaves=0.0, rows=1000, saturated=11, nonfinite=0))
+    assert [alarm.kind for alarm in monitor.alarms()] == ["saturation"]

@@ -1,0 +1,211 @@
+"""New weights while requests are answered: each answer belongs to one version, and none is lost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_for, rows, tower
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.serve import Answer, Server, freeze
+
+BOTH = {"first": ROW, "second": ROW}
+
+
+def served(shadow: float = 0.0, candidate: str = ROW) -> Server:
+    model = tower()
+    plan = plan_for(model, dict.fromkeys(BOTH, candidate))
+    return freeze(model, plan, calibration=calibration(), buckets=(8, 64), shadow=shadow)
+
+
+def test_refreshed_equals_frozen_from_the_new_weights() -> None:
+    server = served()
+    model = tower(1)
+    request = rows(64)
+    with torch.no_grad():
+        expected = converted(model, plan_for(model, BOTH))(*request)
+    before = server(request)
+    state = model.state_dict()
+    assert server.refresh(state) == server.version == 2
+    with torch.no_grad():
+        for value in state.values():
+            value.zero_()  # as training goes on: the server has copies
+    after = server(request)
+    assert (before.version, after.version) == (1, 2)
+    assert torch.equal(after.output, expected)
+    assert server.rollback() == 1
+    again = server(request)
+    assert again.version == 1
+    assert torch.equal(again.output, before.output)
+    with pytest.raises(ServeRefused, match="no version before 1"):
+        server.rollback()
+    assert server.refresh(tower(2).state_dict()) == 3  # a number names one version for ever
+
+
+def test_raw_parameters_are_refreshed() -> None:
+    torch.manual_seed(0)
+    model, other = Cross().eval(), Cross().eval()
+    plan = cross_plan(model, ROW)
+    x = torch.randn(64, 24)
+    server = freeze(model, plan, calibration=[x])
+    server.refresh(other.state_dict())
+    with torch.no_grad():
+        expected = converted(other, plan)(x)
+    assert all(torch.equal(server(x).output[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("candidate", [ROW, TENSOR])
+def test_no_answer_mixes_versions_and_none_is_lost(candidate: str) -> None:
+    """Requests of 150 rows are split over three runs of the model; refreshes go on between those."""
+    server = served(candidate=candidate)
+    states = [tower(seed).state_dict() for seed in range(3)]
+    request = rows(150)
+    expected = {1: server(request).output}
+    for state in states[1:]:
+        version = server.refresh(state)
+        expected[version] = server(request).output
+    assert not torch.equal(expected[1], expected[2])
+    answers: list[Answer] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(server(request))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for turn in range(40):
+        expected[server.refresh(states[turn % 3])] = expected[turn % 3 + 1]
+        if turn % 5 == 0:
+            server.rollback()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len({answer.version for answer in answers}) > 3
+    assert all(torch.equal(answer.output, expected[answer.version]) for answer in answers)
+
+
+def _changed(name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    state = copy.deepcopy(tower(1).state_dict())
+    if value is None:
+        del state[name]
+    else:
+        state[name] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({}, "table.weight is missing"),
+        (_changed("first.bias", None), "first.bias is missing"),
+        (_changed("extra", torch.zeros(1)), "extra is not in the model"),
+        (
+            _changed("first.weight", torch.zeros(37, 25)),
+            r"first.weight is \[37, 25\], the model has \[37, 24\]",
+        ),
+        (_changed("logit.bias", torch.full((1,), torch.nan)), "logit.bias holds NaN or infinity"),
+        (_changed("first.weight", torch.full((37, 24), torch.inf)), "first.weight holds NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_what_runs_goes_on(
+    state: dict[str, torch.Tensor], told: str
+) -> None:
+    server = served()
+    before = server(rows(8)).output
+    with pytest.raises(ServeRefused, match=told):
+        server.refresh(state)
+    answer = server(rows(8))
+    assert answer.version == 1
+    assert torch.equal(answer.output, before)
+    assert server.refresh(tower(1).state_dict()) == 2  # no number is used up
+
+
+def test_part_of_the_weights_may_be_kept() -> None:
+    server = served()
+    fresh = tower(1)
+    dense = {key: value for key, value in fresh.state_dict().items() if not key.startswith("table.")}
+    with pytest.raises(ServeRefused, match=r"table\.weight is missing"):
+        server.refresh(dense)
+    server.refresh(dense, keep=["table.*"])
+    fresh.table.load_state_dict(tower().table.state_dict())
+    with torch.no_grad():
+        expected = converted(fresh, plan_for(fresh, BOTH))(*rows(64))
+    assert torch.equal(server(rows(64)).output, expected)
+    with pytest.raises(ServeRefused, match=r"(?s)'first.\*' cannot be kept.*in FP8 alone"):
+        server.refresh({}, keep=["first.*"])
+    with pytest.raises(ServeRefused, match="no key matches"):
+        server.refresh(dense, keep=["tables.*"])
+
+
+def test_static_scales_stay_those_of_the_calibration_rows() -> None:
+    server = served(candidate=TENSOR)
+    scales = {name: scale.clone() for name, scale in server._scales.items()}
+    server.refresh(tower(1).state_dict())
+    assert set(scales) == set(BOTH)
+    assert all(torch.equal(server._scales[name], scale) for name, scale in scales.items())
+
+
+class Moded(nn.Module):
+    """Buffers in and out of the state dict, and weights that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(24)
+        self.register_buffer("offset", torch.randn(24), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))) + self.offset
+
+
+def test_buffers_and_shared_weights() -> None:
+    torch.manual_seed(0)
+    model, other = Moded().eval(), Moded().eval()
+    with torch.no_grad():
+        other.norm.running_mean.uniform_(-1, 1)
+    plan = plan_for(model, BOTH)
+    x = torch.randn(64, 24)
+    server = freeze(model, plan, calibration=[x])
+    assert server.card.dropped == ()
+    with torch.no_grad():
+        assert torch.equal(server(x).output, converted(model, plan)(x))
+        server.refresh(other.state_dict())
+        other.offset.copy_(model.offset)  # in no state dict: it stays
+        assert torch.equal(server(x).output, converted(other, plan)(x))
+
+
+def test_the_shadow_check_reports_the_difference() -> None:
+    server = served(shadow=0.25)
+    model = tower()
+    apart = []
+    for turn in range(16):
+        request = rows(64, seed=turn)
+        answer = server(request).output
+        if turn % 4 == 0:
+            with torch.no_grad():
+                apart.append((answer - model(*request)).abs())
+    found = server.shadow()
+    assert (found.requests, found.rows, found.nonfinite) == (4, 256, 0)
+    assert found.max_abs == pytest.approx(float(torch.stack(apart).max()), rel=1e-4)
+    assert found.mean_abs == pytest.approx(float(torch.stack(apart).mean()), rel=1e-4)
+    assert 0 < found.mean_abs < found.max_abs
+    assert "4 requests" in str(found)
+    server.refresh(tower(1).state_dict())
+    assert server.shadow().requests == 0  # of the weights that run now
+    for _ in range(4):
+        server(rows(8))
+    assert server.shadow().requests == 1
+    with pytest.raises(ServeRefused, match="no share"):
+        served(shadow=1.5)
+
+
+def test_without_a_shadow_no_weight_in_high_precision_stays() -> None:
+    assert served()._current.precise is None
+    assert str(served().shadow()) == "no request was shadowed"
