@@ -61,7 +61,7 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
         for path, names in chosen.items()
         if set(names.values()) != {HP}
     }
-    attach(model, plan.model.layers, in_fp8, join=regions)
+    attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres)
     forget(site.health for site in sites_of(model).values())
     if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
         install()
