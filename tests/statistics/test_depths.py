@@ -47,7 +47,7 @@ def test_every_operand_of_every_gemm_is_answered(recipe) -> None:
     for gemm in Gemm:
         errors = depths.operand_errors(layer, gemm, recipe)
         casts = recipe.casts(gemm)
-        assert len(errors) == (0 if casts is None else 2)
+        assert len(errors) == (0 if casts is None else 2 - casts[0].centred)  # x - m is not kept in one
         for operand, error in errors.items():
             ((transposed, side),) = [
                 (t, side) for t, (used_by, side) in enumerate(SHARED[operand]) if used_by is gemm
@@ -66,7 +66,7 @@ def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole() -> None:
     wanted = depths.layouts("input")
     assert {layout.granularity for layout in wanted} == set(Granularity)
     tables = depths.collect(hp, wanted, picked=picked)
-    for cast in {cast for r in RECIPES.values() for cast in (r.output or ())}:
+    for cast in {cast for r in RECIPES.values() for cast in (r.output or ()) if not cast.centred}:
         whole = dequantize(quantize(hp, cast))
         kept = Distribution(kind="test", tensors=tables)
         error = depth_error(depths.histogram_of(kept, cast, transposed=False), cast.format)

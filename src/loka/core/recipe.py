@@ -13,7 +13,7 @@ Every scale dequantizes: hp = low * scale, with `low` FP8 or INT8.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 import torch
@@ -90,16 +90,20 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand becomes FP8 or INT8. With `power_of_two` scales, requantizing is exact."""
+    """How one operand becomes FP8 or INT8. With `power_of_two` scales, requantizing is exact.
+
+    `centred`: of the input of `output`, from which a vector was taken before (core/numerics/centring.py).
+    """
 
     format: Format
     granularity: Granularity
     power_of_two: bool = False
+    centred: bool = False
 
     @property
     def name(self) -> str:
         """Such as "e4m3_row" or "e5m2_tensor"; measurements of quantization go by it."""
-        suffix = "_pow2" if self.power_of_two else ""
+        suffix = ("_pow2" if self.power_of_two else "") + ("_centred" if self.centred else "")
         return f"{self.format.name}_{self.granularity.name}{suffix}".lower()
 
 
@@ -115,6 +119,11 @@ class Recipe:
     grad_input: Casts | None
     grad_weight: Casts | None
 
+    @property
+    def centred(self) -> bool:
+        """Whether the input of `output` is centred, so that a site needs a vector to do it."""
+        return self.output is not None and self.output[0].centred
+
     def casts(self, gemm: Gemm) -> Casts | None:
         by_gemm = {
             Gemm.OUTPUT: self.output,
@@ -127,6 +136,11 @@ class Recipe:
 def _everywhere(name: str, granularity: Granularity, *, power_of_two: bool = False) -> Recipe:
     cast = Cast(Format.E4M3, granularity, power_of_two)
     return Recipe(name=name, output=(cast, cast), grad_input=(cast, cast), grad_weight=(cast, cast))
+
+
+def _centred(name: str, cast: Cast) -> Recipe:
+    """For `output` alone, whose gradients do not depend on it."""
+    return Recipe(name=name, output=(replace(cast, centred=True), cast), grad_input=None, grad_weight=None)
 
 
 _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
@@ -161,6 +175,8 @@ RECIPES: dict[str, Recipe] = {
         # Symmetric INT8 for `output` alone: gradients have the heavy tails that a uniform step is poor at,
         # so backward stays in FP8, by a recipe of its own at each of its GEMMs.
         Recipe(name="int8_row", output=(_INTEGER, _INTEGER), grad_input=None, grad_weight=None),
+        _centred("int8_row_centred", _INTEGER),
+        _centred("rowwise_e4m3_centred", Cast(Format.E4M3, Granularity.ROW)),
     )
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ def attach(
     *,
     join: bool = False,
     make: Callable[..., Any] = Site,
+    centres: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
@@ -34,10 +35,13 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
-        make: makes a site of its name, candidates, device and `join`: what `x` and `weight` are handed to.
+        make: makes a site of its name, candidates, device, `join` and `centre`: what `x` and `weight` are handed
+            to.
+        centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
 
     Raises:
-        NotConverted: the model runs sites already, or a module that a site names is not there.
+        NotConverted: the model runs sites already, or a module that a site names is not there, or there is
+            no centre for a centred recipe.
         UnknownName: a candidate that does not exist.
     """
     for names in candidates.values():
@@ -53,12 +57,27 @@ def attach(
         use = use_of(path, layers[path])
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
-        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join)
+        centre = _centre(path, chosen[0], layers[path], centres or {})
+        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre)
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
         install(forward)
     _keep_out_of_fused_inference(model)
+
+
+def _centre(
+    path: str, output: str, layer: LinearShape, centres: Mapping[str, Sequence[float]]
+) -> torch.Tensor | None:
+    if output == HP or not candidate_named(output).recipe.centred:
+        return None
+    if len(centres.get(path, ())) != layer.in_features:
+        raise NotConverted(
+            f"{path}: {output} needs {layer.in_features} numbers to take off its input, "
+            f"and {len(centres.get(path, ()))} are there",
+            way_out="plan from a report in which this candidate was measured, which knows them",
+        )
+    return torch.tensor(centres[path], dtype=torch.float32, device="cpu")
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:

@@ -27,7 +27,7 @@ from loka.core.records.stats import LinearStats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.operands import draw_operands, layer_samplers, sides
+from loka.measurement.operands import centre_of_input, draw_operands, layer_samplers, sides
 from loka.measurement.predicted_ne import predicted_ne
 from loka.measurement.settings import Settings
 
@@ -73,6 +73,7 @@ def draw_errors(
     folds: dict[Gemm, Fold] = {}
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
     rows = min(layer.rows, settings.rows)
+    centre = centre_of_input(layer).to(device)
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
         for gemm, names in runnable.items():
@@ -82,7 +83,8 @@ def draw_errors(
                 if name in failures[gemm]:
                     continue
                 try:
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=DTYPES[problems[gemm].dtype])
+                    dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m)
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
@@ -105,6 +107,10 @@ def draw_errors(
         if effect is not None:
             measures["ne"] = effect
     return LayerErrors(errors=errors, failures=failures)
+
+
+def _centre(name: str, centre: torch.Tensor) -> torch.Tensor | None:
+    return centre if name != HP and candidate_named(name).recipe.centred else None
 
 
 def _truth(gemm: Gemm, product: torch.Tensor, folds: dict[Gemm, Fold]) -> Truth:

@@ -26,6 +26,7 @@ from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
+from loka.measurement.operands import centre_of_input
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
@@ -206,6 +207,10 @@ def _draw(work: _Work, path: str) -> None:
     if work.wants_times:
         sites = {name: replace(site, unfinished=NOT_TIMED) for name, site in sites.items()}
     work.report = replace(report, sites={**report.sites, **sites}, skipped={**report.skipped, **skipped})
+    if any(candidate_named(name).recipe.centred for name in work.timer.candidates) and sites:
+        centre = tuple(centre_of_input(work.stats.layers[path]).tolist())
+        if any(centre):
+            work.report = replace(work.report, centres={**work.report.centres, path: centre})
     if sites:
         work.save()
 
@@ -221,7 +226,10 @@ def _draw_layer(
     runnable: dict[Gemm, list[str]] = {}
     refused: dict[Gemm, dict[str, str]] = {}
     for gemm, problem in problems.items():
-        reasons = {name: _unsupported(name, problem, timer.device) for name in timer.candidates}
+        reasons = {
+            name: _pointless(name, layer) or _unsupported(name, problem, timer.device)
+            for name in timer.candidates
+        }
         runnable[gemm] = [HP, *(name for name, reason in reasons.items() if reason is None)]
         refused[gemm] = {name: reason for name, reason in reasons.items() if reason is not None}
     drawn = draw_errors(layer, problems, runnable, device=timer.device, settings=timer.settings)
@@ -233,6 +241,13 @@ def _draw_layer(
         site = SiteReport(path=path, problem=problem, measurements=measurements)
         sites[site.name] = site
     return sites, skipped
+
+
+def _pointless(name: str, layer: LinearStats) -> str | None:
+    """Why a centred candidate is no other than the one without, at this layer; None where it is."""
+    if not candidate_named(name).recipe.centred or bool(centre_of_input(layer).any()):
+        return None
+    return "no column's mean exceeds half its standard deviation: there is nothing to centre"
 
 
 def _unsupported(name: str, problem: Problem, device: torch.device) -> str | None:

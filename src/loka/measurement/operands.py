@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from loka.core.numerics.centring import centre_of
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
 from loka.core.records.stats import LinearStats
@@ -32,6 +33,18 @@ def draw_operands(
 ) -> Operands:
     dtypes = {"input": layer.dtype, "weight": layer.weight_dtype, "grad_output": layer.dtype}
     return {name: draw(rows, generator).to(DTYPES[dtypes[name]]) for name, draw in samplers.items()}
+
+
+def centre_of_input(layer: LinearStats) -> torch.Tensor:
+    """What centred recipes take off the input, m [K] on the CPU: from the means that the probe learnt.
+
+    One zero for all columns where the statistics hold no means: those of a bench's shapes.
+    """
+    learnt = layer.operands["input"]
+    if not {"mean", "square"} <= learnt.tensors.keys():
+        return torch.zeros(1, device="cpu")
+    count = max(int(learnt.numbers["count"]), 1)
+    return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
 
 
 def sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from loka.core.error import Estimate
+from loka.core.numerics.centring import restore, subtract
 from loka.core.recipe import Gemm
 from loka.core.records.gemm_bench import CHOICE, Contest, joined, parted
 from loka.core.records.report import HP, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
+from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.operands import Operands, rotated_operands
 from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
 from loka.measurement.times.site_times import site_call
@@ -120,10 +122,21 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
     candidates = (parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2])
     turn = itertools.cycle([_cast(s) if names == HP else s for s in sets])
     health = torch.zeros(3, 3, dtype=torch.int64, device=sets[0]["input"].device)
+    centred = candidates[0] != HP and candidate_named(candidates[0]).recipe.centred
+    centre = torch.zeros(sets[0]["input"].shape[1], device=health.device) if centred else None
 
     def call() -> object:
         operands = next(turn)
-        return layer_pass(operands["input"], operands["weight"], operands["grad_output"], health, candidates)
+        x, weight = operands["input"], operands["weight"]
+        if centre is None:
+            return layer_pass(x, weight, operands["grad_output"], health, candidates)
+        y, dx, dw = layer_pass(subtract(x, centre), weight, operands["grad_output"], health, candidates)
+        # With respect to m W^T too: what autograd adds to dW.
+        return (
+            restore(y, centre, weight),
+            dx,
+            dw.addr(operands["grad_output"].sum(dim=0).to(dw), centre.to(dw)),
+        )
 
     return call
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import NotConverted
+from loka.core.numerics.centring import restore, subtract
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, site_name
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS
@@ -41,22 +42,31 @@ class Site:
     """A GEMM with a parameter: its name, its candidates for output, grad_input and grad_weight, its health.
 
     `join`: torch.compile may join it with other sites (loka/compiler).
+    `centre` float32 [K] is taken off the input and put back (core/numerics/centring.py); the plan holds it.
     `health` int64 [3, 3] (kernels/quantize/quantizer.py) is no buffer: DistributedDataParallel would
     overwrite every rank's flags with those of rank 0, and the model's buffers are the user's.
     """
 
     def __init__(
-        self, name: str, candidates: Candidates, device: torch.device, *, join: bool = False
+        self,
+        name: str,
+        candidates: Candidates,
+        device: torch.device,
+        *,
+        join: bool = False,
+        centre: torch.Tensor | None = None,
     ) -> None:
         self.name = name
         self.candidates = candidates
         self.join = join
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
             self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
+            self.centre = None if centre is None else centre.to(device)
 
     def _move(self, device: torch.device) -> None:
         """Takes the counters to where the model was moved, or begins them where it had no memory yet."""
         with torch.inference_mode(False):
+            self.centre = None if self.centre is None else self.centre.to(device)
             if self.health.is_meta:
                 self.health = torch.zeros_like(self.health, device=device)
             else:
@@ -81,11 +91,17 @@ class Site:
         if self.health.device != x.device:
             self._move(x.device)
         if x.dim() == 2:  # two views less for the host to make, and to go back through
-            return multiply(x, weight, self.health, self.name, self.candidates, self.join)
-        rows = x.reshape(-1, x.shape[-1])
-        y = multiply(rows, weight, self.health, self.name, self.candidates, self.join)
+            return self._rows(x, weight)
+        y = self._rows(x.reshape(-1, x.shape[-1]), weight)
         # As F.linear does: a plain view of a custom function's output refuses in-place ops.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+
+    def _rows(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.centre is None:
+            return multiply(x, weight, self.health, self.name, self.candidates, self.join)
+        x = subtract(x, self.centre)
+        y = multiply(x, weight, self.health, self.name, self.candidates, self.join)
+        return restore(y, self.centre, weight)
 
 
 class SiteForward(ABC):

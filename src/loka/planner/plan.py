@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget, upper_bound
 from loka.core.exceptions import NoKernelFits, UnknownName
-from loka.core.recipe import SHARED, Gemm
+from loka.core.recipe import RECIPES, SHARED, Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
@@ -78,8 +78,16 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         timed=report.timed,
         decisions=decisions,
         coverage=report.coverage,
+        centres={path: report.centres[path] for path in _centred(decisions) if path in report.centres},
         notes=tuple(notes),
     )
+
+
+def _centred(decisions: Mapping[str, Decision]) -> list[str]:
+    """The layers whose `output` runs by a centred recipe."""
+    centred = {name for name, recipe in RECIPES.items() if recipe.centred}
+    outputs = [d for d in decisions.values() if d.problem.gemm is Gemm.OUTPUT]
+    return [d.path for d in outputs if d.candidate.partition("@")[0].rpartition(":")[2] in centred]
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:

@@ -67,7 +67,7 @@ def _layouts(operand: str, recipes: tuple[Recipe, ...]) -> tuple[Layout, ...]:
     for recipe in recipes:
         for transposed, (gemm, side) in zip((False, True), SHARED[operand], strict=True):
             casts = recipe.casts(gemm)
-            if casts is not None:
+            if casts is not None and not casts[side].centred:
                 found[layout_of(casts[side], transposed=transposed)] = None
     return tuple(found)
 
@@ -164,7 +164,7 @@ def depths_of(distribution: Distribution) -> Depths:
 def histogram_of(distribution: Distribution, cast: Cast, *, transposed: bool) -> DepthHistogram | None:
     """The histogram that answers for `cast` of this operand or its transpose, if it was collected."""
     table = distribution.tensors.get(layout_of(cast, transposed=transposed).name)
-    return None if table is None else DepthHistogram(table)
+    return None if table is None or cast.centred else DepthHistogram(table)
 
 
 def operand_errors(

@@ -12,10 +12,12 @@ kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
+from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.depth import WEIGHTED, DepthHistogram, error_sum
 from loka.core.recipe import Cast, Casts
 from loka.core.records.stats import LinearStats
@@ -23,6 +25,7 @@ from loka.statistics.depths import Layout, Request, collect_all, layout_of, merg
 from loka.statistics.row_picks import sent
 
 PREFIX = "effect_"
+_CENTRED = "_centred"
 OPERANDS = ("input", "weight")
 
 Tables = dict[str, torch.Tensor]
@@ -42,8 +45,27 @@ def effect_tables(
 ) -> Tables:
     """Of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
-    Large operands are represented by random rows of them; `weight` [N, K].
+    Large operands are represented by random rows of them; `weight` [N, K]. What centred casts do is asked of
+    x - m, the input's means of these rows taken off: both histograms are others, and have names of their own.
     """
+    several = list(casts)
+    tables = _tables(given, weight, grads, rows, [pair for pair in several if not pair[0].centred], generator)
+    if any(left.centred for left, _ in several):
+        plain = [(replace(left, centred=False), right) for left, right in several if left.centred]
+        centred = subtract(given, centre_of_rows(given))
+        found = _tables(centred, weight, grads, rows, plain, generator)
+        tables |= {name + _CENTRED: table for name, table in found.items()}
+    return tables
+
+
+def _tables(
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    grads: torch.Tensor,
+    rows: torch.Tensor,
+    casts: Sequence[Casts],
+    generator: torch.Generator,
+) -> Tables:
     wanted: dict[str, dict[Layout, None]] = {operand: {} for operand in OPERANDS}
     for pair in casts:
         for operand, cast in zip(OPERANDS, pair, strict=True):
@@ -91,7 +113,8 @@ def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
         return None
     terms = 0.0
     for operand, cast in zip(OPERANDS, casts, strict=True):
-        table = layer.operands[operand].tensors.get(_name(cast))
+        name = _name(cast) + (_CENTRED if casts[0].centred else "")
+        table = layer.operands[operand].tensors.get(name)
         if table is None:
             return None
         whole = torch.zeros(table.shape[0], 10, dtype=torch.float64, device=table.device)

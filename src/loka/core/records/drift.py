@@ -17,6 +17,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
@@ -31,13 +33,15 @@ from loka.core.table import format_table
 class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
-    `ne` is the budget that effects are small against where the plan has none.
+    `ne` is the budget that effects are small against where the plan has none. `centre`: the share of their
+    energy that means may have back which a centred recipe takes off.
     """
 
     amax_octaves: float = 1.0
     growth: float = 2.0
     reopen_after: int = 3
     ne: float = 1e-4
+    centre: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +235,9 @@ def _layer(
         grown = new.value > limits.growth * old.value and new.low > old.high
         if grown and upper_bound(new) > negligible:
             unsafe.append(f"its KL/H grew {new.value / max(old.value, 1e-300):.1f} times")
+    back = _moved(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
+    if back > limits.centre:
+        unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -240,6 +247,15 @@ def _layer(
         unsafe=tuple(unsafe),
         unknown=_untold(path, recipe, new, after) if low else "",
     )
+
+
+def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
+    """|mean now - m|^2 over |m|^2, of columns with an m: 0 as planned, 1 where m is of no use any more."""
+    mean = learnt.tensors.get("mean") if learnt is not None else None
+    if mean is None or not any(centre):
+        return 0.0
+    m = mean.new_tensor(centre, dtype=torch.float64)
+    return float((mean.double() - m)[m != 0].square().sum() / m.square().sum())
 
 
 def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:

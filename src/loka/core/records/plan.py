@@ -61,7 +61,10 @@ class Decision:
 @record(ignore=None)  # what earlier versions noted of layers that are not run as one
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions for all sites of a model, measured on `machine`."""
+    """Decisions for all sites of a model, measured on `machine`.
+
+    `centres`: by layer whose `output` runs by a centred recipe, what it takes off its input, by column.
+    """
 
     model: ModelSignature
     machine: Fingerprint
@@ -69,6 +72,7 @@ class Plan:
     timed: bool
     decisions: Mapping[str, Decision]
     coverage: Coverage | None = sparse(None)
+    centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:

@@ -91,6 +91,7 @@ class Report:
             compiled (measurement/times/region_times.py). Only of timed layers.
         final_rate: as the statistics have it: the last learning rate as a share of its peak.
         no_effect: by layer, why its effect on KL/H is not known, or is old.
+        centres: by layer, what centred recipes take off its input, a number a column.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -106,6 +107,7 @@ class Report:
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)
     no_effect: Mapping[str, str] = sparse(default_factory=dict)
+    centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 

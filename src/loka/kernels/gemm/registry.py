@@ -69,6 +69,8 @@ class Candidate:
         """Why it is measured only when asked for by name, or None."""
         if any(cast.power_of_two for gemm in Gemm for cast in self.recipe.casts(gemm) or ()):
             return "the same time and error as without power-of-two scales"
+        if self.recipe.centred:
+            return "what it takes off and puts back are operations of their own, which no kernel joins yet"
         return self.kernel.on_request
 
     def padded(self, problem: Problem) -> Problem:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.core.numerics.centring import restore, subtract
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import DTYPES, Problem, dtype_name, target_of
 from loka.core.recipe import Casts, Gemm
@@ -99,6 +100,7 @@ def run_gemm(
     gemm: Gemm,
     dtype: torch.dtype,
     health: torch.Tensor | None = None,
+    centre: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [M, N] = a [M, K] @ b [N, K]^T in `dtype`, through `candidate`.
 
@@ -106,10 +108,14 @@ def run_gemm(
         candidate: "hp", which computes in the dtype of `a`, or "kernel:recipe".
         a, b: high-precision operands with any strides.
         health: int64 [3] that receives [runs, non-finite A, non-finite B].
+        centre: float32 [K], taken off a and put back times b (core/numerics/centring.py); None is zero.
 
     Raises:
         NoKernelFits: the candidate cannot run this problem; nothing else is tried.
     """
+    if centre is not None:
+        out = run_gemm(candidate, subtract(a, centre), b, gemm=gemm, dtype=dtype, health=health)
+        return restore(out, centre, b)
     # Autocast would recast the float32 operands of the emulated kernel.
     with torch.autocast(a.device.type, enabled=False):
         if candidate == HP:

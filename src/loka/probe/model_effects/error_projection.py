@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.effect import Effect
 from loka.core.recipe import Cast, Casts, Format
 from loka.statistics.depth_scales import sample_scales, sides_of
@@ -27,7 +29,10 @@ def changes_of(
     """s [m, casts] float32 of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
     Scales are those of the whole `given` and `weight` [N, K], as `core.reference.quantize` takes them.
+    Centred casts take the means of these rows off: the same formula of x - m.
     """
+    if any(left.centred for left, _ in casts):
+        return _by_centre(given, weight, grads, rows, casts)
     m, n = rows.shape
     changes = torch.zeros(m, len(casts), device=weight.device)
     full = weight.float()
@@ -43,6 +48,19 @@ def changes_of(
             error = torch.matmul(g, low_weight).mul_(error.sub_(x))
             error = error.addcmul_(torch.matmul(g, moved), x).sum(dim=2)
             changes[part, some] = error.view(len(weights), -1, n).sum(dim=2).t()
+    return changes
+
+
+def _by_centre(
+    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Sequence[Casts]
+) -> torch.Tensor:
+    changes = torch.empty(len(rows), len(casts), device=weight.device)
+    for centred in (False, True):
+        alike = [at for at, (left, _) in enumerate(casts) if left.centred == centred]
+        plain = [(replace(casts[at][0], centred=False), casts[at][1]) for at in alike]
+        if alike:
+            operand = subtract(given, centre_of_rows(given)) if centred else given
+            changes[:, alike] = changes_of(operand, weight, grads, rows, plain)
     return changes
 
 

@@ -129,7 +129,7 @@ def joint_effect(
     with evaluating(model), torch.no_grad():
         for batch in batches:
             plain = _logits(run(model, batch))
-            with emulated(model, candidates, plan.model.layers):
+            with emulated(model, candidates, plan.model.layers, plan.centres):
                 quantized = _logits(run(model, batch))
             divergences.append(_divergence(plain, quantized))
             logits.append(plain)
@@ -160,14 +160,17 @@ def joint_effect(
 
 @contextmanager
 def emulated(
-    model: nn.Module, outputs: Mapping[str, str], layers: Mapping[str, LinearShape] | None = None
+    model: nn.Module,
+    outputs: Mapping[str, str],
+    layers: Mapping[str, LinearShape] | None = None,
+    centres: Mapping[str, Sequence[float]] | None = None,
 ) -> Iterator[None]:
     """Within it the `output` GEMMs of `outputs` run by these candidates, everything else in hp.
 
-    `layers`: the model's sites; its linear layers by default.
+    `layers`: the model's sites; its linear layers by default. `centres`: what centred recipes take off.
     """
     chosen = {path: (candidate, HP, HP) for path, candidate in outputs.items()}
-    attach(model, layers or signature(model).layers, chosen)
+    attach(model, layers or signature(model).layers, chosen, centres=centres)
     try:
         yield
     finally:
