@@ -189,7 +189,7 @@ class Job:
 
 
 UNITS = ("root", "group")
-CASES = [("convert first", "layer"), ("shard first", "layer"), ("convert first", "root")]
+CASES = [("convert first", "layer"), ("shard first", "root")]
 
 
 def wide() -> nn.Module:
