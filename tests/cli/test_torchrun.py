@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import numpy as np
 import pytest
 import torch.distributed as dist
 from ranks import on_ranks
+
+from loka.cli.inputs import open_data
+from loka.core.exceptions import LokaError
+from loka.data.batch import Source
 
 SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
 AUTO = (
@@ -79,6 +84,29 @@ def test_an_error_says_of_which_rank_it_is(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command_line.loka("plan", "none.json", cwd=tmp_path, fails=True).startswith("rank 1: ")
+
+
+def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path: Path) -> None:
+    """101 rows of a folder, 81 to train on: one is left out, and the account says so."""
+    dense = np.arange(101, dtype=np.float32).repeat(13).reshape(101, 13)
+    np.save(tmp_path / "day_0_dense.npy", dense)
+    np.save(tmp_path / "day_0_sparse.npy", np.zeros((101, 26), np.int32))
+    np.save(tmp_path / "day_0_labels.npy", np.arange(101, dtype=np.int32)[:, None] % 2)
+    whole = open_data(tmp_path, rows=0, seed=0)
+    parts = [open_data(tmp_path, rows=0, seed=0, part=(rank, 2)) for rank in range(2)]
+    assert read(whole.train) == list(range(81))
+    assert [row for part in parts for row in read(part.train)] == list(range(80))
+    assert all(read(part.test) == read(whole.test) == list(range(81, 101)) for part in parts)
+    assert "1 rows left out of each epoch" in "\n".join(parts[0].account())
+    world = [open_data(None, rows=101, seed=0, part=(rank, 2)).train.rows for rank in range(2)]
+    assert world == [40, 40]
+    (tmp_path / "rows.csv").write_text("label,i1\n")
+    with pytest.raises(LokaError, match="loka data convert"):
+        open_data(tmp_path / "rows.csv", rows=0, seed=0, part=(1, 2))
+
+
+def read(source: Source) -> list[int]:
+    return [int(value) for batch in source.batches(7) for value in batch.dense[:, 0]]
 
 
 @pytest.mark.slow
