@@ -160,13 +160,17 @@ class Job:
             return model(rows(7, 0, 24)[0]).flatten().tolist()
 
     def refused(self, rank: int) -> dict[str, str]:
-        model = self.made()
+        model = self.made(units="root")
         gathering = fp8_all_gather(model, self.plan)
         told = {"table": str(gathering)}
         with pytest.raises(NotConverted, match="gathers in FP8 already"):
             fp8_all_gather(model, self.plan)
         loka.revert(model)
         with pytest.raises(NotConverted, match="remove\\(\\)"):
+            model(rows(0, 0, 24)[0])
+        with pytest.raises(
+            NotConverted, match="remove\\(\\)"
+        ):  # a forward that failed does not count as under way
             model(rows(0, 0, 24)[0])
         with pytest.raises(NotConverted, match=r"loka\.convert"):
             fp8_all_gather(shard(uneven()), self.plan)
@@ -189,7 +193,7 @@ class Job:
 
 
 UNITS = ("root", "group")
-CASES = [("convert first", "layer"), ("shard first", "layer"), ("convert first", "root")]
+CASES = [("convert first", "layer"), ("shard first", "root")]
 
 
 def wide() -> nn.Module:

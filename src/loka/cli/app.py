@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,8 +265,14 @@ def main() -> None:
     try:
         app()
     except LokaError as error:
-        say(f"{type(error).__name__}: {error}", error=True)
+        say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
     except OSError as error:
-        say(f"{type(error).__name__}: {error}", error=True)
+        say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
+
+
+def _whose() -> str:
+    """Under torchrun all ranks write to one terminal."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return f"rank {os.environ.get('RANK', '?')}: " if several else ""

@@ -15,7 +15,7 @@ from torch import nn
 
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import Schema, SyntheticClicks, history_of, open_rows
+from loka.data import Schema, Shuffle, SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import count_labels
@@ -52,15 +52,28 @@ def open_data(
     holdout: float = 0.2,
     schema: Path | None = None,
     test: Path | None = None,
+    part: tuple[int, int] = (0, 1),
 ) -> Data:
     """A file, a folder of prepared clicks or of npy files, or the synthetic world when there is none.
 
     `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole. The
     last `holdout` share is held out, unless there is a `test` file or folder. `schema` is that of files.
+    `part` is rank and number of ranks: each trains on as many rows of its own, and all hold out the same.
+
+    Raises LokaError for a table that several ranks would read.
     """
+    rank, ranks = part
     if path is not None:
         columns = Schema.from_json(schema) if schema else None
+        if ranks > 1 and not path.is_dir():
+            raise LokaError(
+                f"{path}: a table is read in its own order, by one rank",
+                way_out="prepare it once: loka data convert, then pass the folder",
+            )
         table, tail = open_rows(path, holdout=holdout, test=test, schema=columns)
+        if ranks > 1:
+            order = Shuffle(rank=rank, world=ranks)
+            table, _ = open_rows(path, holdout=holdout, test=test, shuffle=order)
         of = f" of {test.name}" if test else ""
         return Data(
             train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}"
@@ -71,7 +84,7 @@ def open_data(
             way_out="name the rows to train on, or leave it out: synthetic rows have columns of their own",
         )
     first = max(int(rows * (1 - holdout)), 1)
-    world = SyntheticClicks(rows=first, seed=seed)
+    world = SyntheticClicks(rows=first - first % ranks, seed=seed, shard=rank, shards=ranks)
     rest = SyntheticClicks(rows=rows - first, first_row=first, seed=seed)
     return Data(train=world, test=rest, description=f"synthetic, {world.rows} + {rest.rows} held out")
 

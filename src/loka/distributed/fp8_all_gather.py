@@ -261,14 +261,14 @@ class _Exchange:
 
     def _enter(self, module: Any, args: Any) -> None:
         # Checkpointed forwards run again in backward, and are to find what they found before.
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        self._depth += 1  # first, for `_leave` is called even where this raises
+        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
             self.renew()
             if self._scales.is_cuda:  # gathers wait for the optimizer alone where a user has said so
                 module.set_post_optim_event(torch.cuda.current_stream().record_event())
-        self._depth += 1
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
-        self._depth -= 1
+        self._depth = max(self._depth - 1, 0)  # and where a hook before `_enter` raised
 
 
 class _Hooks:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from torch import nn
 
 from loka import mods
@@ -43,6 +45,7 @@ from loka.cli.options import (
     Warmup,
 )
 from loka.cli.terminal import say
+from loka.cli.torchrun import process_group, rank_and_ranks, replicated
 from loka.cli.train_lines import judge, show_log, tell_result
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
@@ -50,6 +53,8 @@ from loka.core.storage.alone import alone_in
 from loka.data.batch import Source
 from loka.measurement.cache import default_folder
 from loka.nn import check_finite
+from loka.planner import agree
+from loka.probe.async_save import own_folder
 from loka.report.progress import ProgressBars
 from loka.train import Callback, Segments, TrainLog, load_newest
 from loka.train import train as train_model
@@ -57,6 +62,7 @@ from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import count_labels
 from loka.train.length import Length
+from loka.train.ranks import first_rank, together
 from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
@@ -126,90 +132,112 @@ def train(
     device: Device = None,
     with_mods: WithMods = True,
 ) -> None:
-    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows."""
-    device = choose_device(device)
-    config = train_config(
-        batch_size=batch_size,
-        epochs=epochs,
-        lr=lr,
-        sparse_lr=sparse_lr,
-        warmup=warmup,
-        schedule=schedule,
-        decay=decay,
-        final_rate=final_rate,
-        average=average,
-        average_share=average_share,
-        seed=seed,
-        precision=precision,
-        grad_clip=grad_clip,
-        device=device,
-        checkpoint_every=checkpoint_every,
-        log_every=log_every,
-        accumulate=accumulate,
-        step=step,
-        window=window,
-    )
-    limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
-    given = {name: value for name, value in limits.items() if value is not None}
-    bars = ProgressBars("train")
-    opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data)
-    callback: Callback | None = None
-    if auto:
-        if plan:
-            raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
-        out = out or Path("runs/auto")
-        checkpoints = checkpoints or out / "checkpoints"
-        callback = Auto(
-            AutoConfig(
-                every=steps_between(probe_every),
-                most_steps=probe_steps,
-                base_rate=share_of_labels(base_rate) or _known_share(opened.train, batch_size),
-                budget=named_budget("default", **given) if given else None,
-                candidates=tuple(candidate) if candidate else None,
-                measure_seconds=measure_seconds,
-                cache=None if no_cache else cache or default_folder(),
-            ),
-            folder=out,
-            track=bars,
-            say=say,
-        )
-    elif given or out:
-        raise LokaError(
-            f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
-            way_out="a plan that is made before has its limits in it: `loka plan`",
-        )
-    chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
-    if chosen is not None:
-        say(chosen.summary())
-    built = _build(model, opened.train, seed=seed, with_mods=with_mods)
-    say(describe(config, Length.of(opened.train, config).steps))
-    shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
-    with (
-        alone_in(out, "training") if out and shared else contextlib.nullcontext(),
-        TensorBoard(tensorboard) if tensorboard else contextlib.nullcontext() as board,
-    ):
+    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows.
 
-        def on_log(line: TrainLog) -> None:
-            show_log(line)
-            if board is not None:
-                board(line)
-
-        result = train_model(
-            built,
-            opened.train,
-            config=config,
-            plan=chosen,
-            callback=callback,
-            segments=None if segments is None else _segments(segments, opened.train),
-            checkpoints=checkpoints,
-            track=bars,
-            on_log=on_log,
-            check=check_finite,
+    Under torchrun every rank trains the whole model on rows of its own, in DistributedDataParallel and by one
+    plan. Rows and steps are then of a rank, --batch-size too; rank 0 speaks, and judges the held-out rows.
+    """
+    with process_group(choose_device(device)) as device:
+        config = train_config(
+            batch_size=batch_size,
+            epochs=epochs,
+            lr=lr,
+            sparse_lr=sparse_lr,
+            warmup=warmup,
+            schedule=schedule,
+            decay=decay,
+            final_rate=final_rate,
+            average=average,
+            average_share=average_share,
+            seed=seed,
+            precision=precision,
+            grad_clip=grad_clip,
+            device=device,
+            checkpoint_every=checkpoint_every,
+            log_every=log_every,
+            accumulate=accumulate,
+            step=step,
+            window=window,
         )
-    tell_result(result, config)
-    if isinstance(callback, Auto):
-        say(callback.timeline)
-    judge(built, opened, config, bars, result.average)
+        limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
+        given = {name: value for name, value in limits.items() if value is not None}
+        part = rank_and_ranks()
+        bars = ProgressBars("train", console=None if part[0] == 0 else Console(quiet=True))
+        opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data, part=part)
+        if part[1] > 1 and average != "none":
+            raise LokaError("--average is of one process", way_out="leave it out under torchrun")
+        callback: Callback | None = None
+        if auto:
+            if plan:
+                raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
+            out = out or Path("runs/auto")
+            checkpoints = checkpoints or out / "checkpoints"
+            # All ranks predict by one share of labels, that of all rows.
+            everything = opened.train
+            if part[1] > 1:
+                everything = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data).train
+            callback = Auto(
+                AutoConfig(
+                    every=steps_between(probe_every),
+                    most_steps=probe_steps,
+                    base_rate=share_of_labels(base_rate) or _known_share(everything, batch_size),
+                    budget=named_budget("default", **given) if given else None,
+                    candidates=tuple(candidate) if candidate else None,
+                    measure_seconds=measure_seconds,
+                    cache=None if no_cache else cache or default_folder(),
+                ),
+                folder=out,
+                track=bars,
+                say=say,
+            )
+        elif given or out:
+            raise LokaError(
+                f"{', '.join('--' + name.replace('_', '-') for name in given) or '--out'} without --auto",
+                way_out="a plan that is made before has its limits in it: `loka plan`",
+            )
+        chosen = Plan.load(plan) if plan else None if auto else _saved_plan(checkpoints)
+        if chosen is not None:
+            chosen = agree(chosen)
+            say(chosen.summary())
+        built = _build(model, opened.train, seed=seed, with_mods=with_mods)
+        say(describe(config, Length.of(opened.train, config).steps))
+        shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
+        first = part[0] == 0
+        with (
+            _alone_in(out) if out and shared else contextlib.nullcontext(),
+            TensorBoard(tensorboard) if tensorboard and first else contextlib.nullcontext() as board,
+        ):
+
+            def on_log(line: TrainLog) -> None:
+                show_log(line)
+                if board is not None:
+                    board(line)
+
+            result = train_model(
+                replicated(built, device),
+                opened.train,
+                config=config,
+                plan=chosen,
+                callback=callback,
+                segments=None if segments is None else _segments(segments, opened.train),
+                checkpoints=checkpoints,
+                track=bars,
+                on_log=on_log,
+                check=check_finite,
+            )
+        tell_result(result, config)
+        if isinstance(callback, Auto):
+            say(callback.timeline)
+        if first:
+            judge(built, opened, config, bars, result.average)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Rank 0 holds the folder for all ranks; where another run does, all of them stop."""
+    with contextlib.ExitStack() as held:
+        together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)
+        yield
 
 
 def _known_share(source: Source, batch_size: int) -> float:
@@ -234,7 +262,7 @@ def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Modul
 
 def _saved_plan(checkpoints: Path | None) -> Plan | None:
     """The plan of the run that is to be continued, if it had one."""
-    found = load_newest(checkpoints) if checkpoints else None
+    found = load_newest(own_folder(checkpoints)) if checkpoints else None
     saved = plan_in(found.state, "given_plan") if found else None
     if found and saved:
         say(f"by the plan in {found.path}")

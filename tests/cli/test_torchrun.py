@@ -1,0 +1,175 @@
+"""`loka train` on two ranks over gloo: in the group that stands, and started by torchrun itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import command_line
+import numpy as np
+import pytest
+import torch.distributed as dist
+from ranks import on_ranks
+
+from loka.cli.inputs import open_data
+from loka.core.exceptions import LokaError
+from loka.data.batch import Source
+
+SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
+AUTO = (
+    "--auto",
+    "--probe-every",
+    "4",
+    "--probe-steps",
+    "9",
+    "--candidate",
+    "emulated:rowwise_e4m3",
+    "--no-cache",
+)
+HELD_OUT = re.compile(r"held out: .*\(800 rows.*")
+
+
+def loka(folder: Path, *arguments: object, fails: bool = False) -> str:
+    dist.barrier()
+    return command_line.loka(*SMALL, *arguments, cwd=folder, fails=fails)
+
+
+def trained(rank: int, folder: Path) -> dict[str, Any]:
+    kept = ("--checkpoints", "kept", "--checkpoint-every", "10")
+    said = {"trained": loka(folder, *kept), "goes on": loka(folder, *kept)}
+    # Its lines come at other steps than another's, so they would wait for each other.
+    said["apart"] = loka(folder, *(("--log-every", "3") if rank else ()), fails=True)
+    said["average"] = loka(folder, "--average", "tail", fails=True)
+    return said
+
+
+def planned(rank: int, folder: Path) -> dict[str, Any]:
+    said = {"auto": loka(folder, *AUTO, "--out", "runs"), "again": loka(folder, *AUTO, "--out", "runs")}
+    said["by plan"] = loka(folder, "--plan", "runs/plan.json", "--checkpoints", "kept")
+    said["goes on"] = loka(folder, "--checkpoints", "kept")
+    return said
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return on_ranks(trained, 2, tmp_path_factory.mktemp("torchrun"))
+
+
+def held_out(text: str) -> str:
+    (line,) = HELD_OUT.findall(text)
+    return line
+
+
+def test_rank_0_speaks_and_judges_all_held_out_rows(two: list[dict[str, str]]) -> None:
+    first, second = two
+    assert "train: 25 steps" in first["trained"]  # 3,200 rows to train on, 64 of each rank in a step
+    assert "continued from step 25" in first["goes on"]
+    assert held_out(first["trained"]) == held_out(first["goes on"])
+    assert not second["trained"]
+    assert not second["goes on"]
+
+
+def test_ranks_that_differ_all_stop(two: list[dict[str, str]]) -> None:
+    for said in two:
+        assert "rank 0: 25 steps, a log line every 100" in said["apart"]
+        assert "rank 1: 25 steps, a log line every 3" in said["apart"]
+        assert "--average is of one process" in said["average"]
+
+
+def test_an_error_says_of_which_rank_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command_line.loka("plan", "none.json", cwd=tmp_path, fails=True).startswith("rank 1: ")
+
+
+def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path: Path) -> None:
+    """101 rows of a folder, 81 to train on: one is left out, and the account says so."""
+    dense = np.arange(101, dtype=np.float32).repeat(13).reshape(101, 13)
+    np.save(tmp_path / "day_0_dense.npy", dense)
+    np.save(tmp_path / "day_0_sparse.npy", np.zeros((101, 26), np.int32))
+    np.save(tmp_path / "day_0_labels.npy", np.arange(101, dtype=np.int32)[:, None] % 2)
+    whole = open_data(tmp_path, rows=0, seed=0)
+    parts = [open_data(tmp_path, rows=0, seed=0, part=(rank, 2)) for rank in range(2)]
+    assert read(whole.train) == list(range(81))
+    assert [row for part in parts for row in read(part.train)] == list(range(80))
+    assert all(read(part.test) == read(whole.test) == list(range(81, 101)) for part in parts)
+    assert "1 rows left out of each epoch" in "\n".join(parts[0].account())
+    world = [open_data(None, rows=101, seed=0, part=(rank, 2)).train.rows for rank in range(2)]
+    assert world == [40, 40]
+    (tmp_path / "rows.csv").write_text("label,i1\n")
+    with pytest.raises(LokaError, match="loka data convert"):
+        open_data(tmp_path / "rows.csv", rows=0, seed=0, part=(1, 2))
+
+
+def read(source: Source) -> list[int]:
+    return [int(value) for batch in source.batches(7) for value in batch.dense[:, 0]]
+
+
+@pytest.mark.slow
+def test_from_bf16_to_fp8_and_by_that_plan(tmp_path: Path) -> None:
+    first, second = on_ranks(planned, 2, tmp_path)
+    assert "sites in FP8" in first["auto"]
+    assert "continued from step 25" in first["again"]
+    assert held_out(first["again"]) == held_out(first["auto"])
+    assert "ran 25 x " in first["by plan"]
+    assert "by the plan in" in first["goes on"]
+    assert held_out(first["goes on"]) == held_out(first["by plan"])
+    assert not any(second.values())
+
+
+def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A process each, which meet by what torchrun says in the environment."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "loka",
+    ]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.slow
+def test_by_torchrun(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert len(HELD_OUT.findall(done.stdout)) == 1
+
+
+DYING = """
+import os
+from loka.zoo import build
+
+def made(**sides):
+    model = build("dlrm", **sides)
+    model.register_forward_hook(died)
+    return model
+
+def died(module, args, output):
+    module.calls = getattr(module, "calls", 0) + 1
+    if os.environ["RANK"] == "1" and module.calls == 8:
+        raise RuntimeError("the eighth batch is one too many")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_all_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    done = torchrun(tmp_path, *SMALL[:1], "--model", "dying:made", *SMALL[3:])
+    assert done.returncode != 0
+    assert "the eighth batch is one too many" in done.stderr
+    assert not HELD_OUT.search(done.stdout)
