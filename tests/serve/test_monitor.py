@@ -77,6 +77,9 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
 def test_looks() -> None:
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
     assert look_at(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
+    many = torch.ones(1000, 2)
+    many[::8] = 2.0
+    assert look_at(many, 1.5) == Look(octaves=1.0, rows=125, saturated=125, nonfinite=0)
     assert look_at(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
 
 

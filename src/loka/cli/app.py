@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import typer.core
@@ -16,6 +16,7 @@ from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
+from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
 from loka.cli.inputs import choose_device
@@ -69,6 +70,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(data_app, name="data")
+app.add_typer(serve_app, name="serve")
 
 
 @app.command()
@@ -181,6 +183,12 @@ def plan(
     force: Annotated[
         list[str] | None, typer.Option(help="SITE=CANDIDATE, for debugging; SITE may be a pattern.")
     ] = None,
+    target: Annotated[
+        Literal["python", "package"],
+        typer.Option(
+            help="package: among what runs without loka (`loka serve package`), and what that costs."
+        ),
+    ] = "python",
     frontier: Annotated[
         bool, typer.Option("--frontier", help="KL/H against time over budgets, instead of one plan.")
     ] = False,
@@ -201,7 +209,7 @@ def plan(
         show_frontier(loaded, allowed, out)
         return
     out = out or Path("plan.json")
-    decided = plan_report(loaded, allowed, force=_forced(force or []))
+    decided = plan_report(loaded, allowed, force=_forced(force or []), target=target)
     decided.save(out)
     say(decided)
     say(f"written: {out}")

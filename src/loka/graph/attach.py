@@ -35,8 +35,7 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
-        make: makes a site of its name, candidates, device, `join` and `centre`: what `x` and `weight` are handed
-            to.
+        make: makes what `x` and `weight` are handed to, of its name, candidates, device, `join` and `centre`.
         centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
 
     Raises:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget, upper_bound
@@ -39,10 +40,17 @@ from loka.planner.layer_choice import (
     tied,
 )
 from loka.planner.ne_budget import cost_of, grant, is_forced
+from loka.planner.package_target import plan_package
 from loka.planner.regions import in_region, region_of, unsupported
 
 
-def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, str] | None = None) -> Plan:
+def plan(
+    report: Report,
+    budget: Budget | None = None,
+    *,
+    force: Mapping[str, str] | None = None,
+    target: Literal["python", "package"] = "python",
+) -> Plan:
     """Decides every site of `report` within `budget`. Needs no GPU and no model.
 
     Args:
@@ -50,12 +58,17 @@ def plan(report: Report, budget: Budget | None = None, *, force: Mapping[str, st
         budget: limits; `Budget()` by default.
         force: for debugging: pattern of sites ("mlp.*/output", "*") -> candidate or "hp".
             A forced candidate bypasses the budget, not legality. The first match counts.
+        target: "package": among what can go into an AOTInductor package, and a note of what that costs.
 
     Raises:
         NoKernelFits: a forced candidate cannot run its site, or a site has no candidate and
             the budget says `on_miss="raise"`.
-        UnknownName: a pattern in `force` or `budget.keep` that matches no site.
+        UnknownName: a pattern in `force` or `budget.keep` that matches no site, or another target.
     """
+    if target == "package":
+        return plan_package(report, budget, force=force, decide=plan)
+    if target != "python":
+        raise UnknownName(f"no target is called {target!r}", way_out="python or package")
     budget = budget or Budget()
     force = dict(force or {})
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})

@@ -26,6 +26,7 @@ from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.card import Card
 from loka.serve.monitor import EVERY, Alarm
+from loka.serve.package import Packaged, package_version
 from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
@@ -103,11 +104,23 @@ class Server:
         """
         save_version(Path(folder), self.card, self.plan, self._current)
 
+    def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
+        """Compiles the version that answers now into a file that runs without loka (serve/package.py).
+
+        Called there with the inputs in the order of `card.form.columns`, `batch` rows at least and at most.
+        The file is run in a fresh process that cannot import loka, and compared with this server.
+
+        Raises:
+            ServeRefused: what cannot be packaged, with the reasons. MissingLibrary: no C++ compiler.
+            WrongResults: the file's answers are too far from this server's; none is left.
+        """
+        return package_version(Path(path), self.card, self.plan, self._current, batch=batch)
+
     def __call__(self, request: Request) -> Answer:
         """The outputs for the rows of a request [B, ...], any B.
 
         Rows are padded to the next bucket and cut out again; more than the largest bucket are split, and the
-        parts answered by one version. Rows with NaN get NaN and leave the others as they are. Every 4th
+        parts answered by one version. Rows with NaN get NaN and leave the others as they are. Every 8th
         request is shown to the alarm.
 
         Raises ServeRefused for a request of another form than was frozen.

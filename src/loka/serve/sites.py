@@ -53,8 +53,14 @@ def input_cast(candidate: str) -> Cast:
 def scale_source(candidate: str) -> str:
     """Where a frozen site's input scales come from: "row" or "group", current; or "static".
 
-    Raises ServeRefused for scales that rows of a batch share and that are not one for all.
+    Raises ServeRefused for scales that rows of a batch share and that are not one for all, and for a centred
+    recipe, whose vector a frozen site does not take off.
     """
+    if candidate_named(candidate).recipe.centred:
+        raise ServeRefused(
+            f"{candidate} takes a vector off its input, which frozen sites do not",
+            way_out="plan again without centred recipes",
+        )
     granularity = input_cast(candidate).granularity
     if granularity is Granularity.TENSOR:
         return "static"

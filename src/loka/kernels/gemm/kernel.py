@@ -55,6 +55,7 @@ class Kernel:
             (core/numerics/reference.accumulation_bound).
         rounding: relative error of its results beyond their one rounding to the problem's dtype:
             2^-8 where they pass through bfloat16 on the way.
+        packaged: recipes by which `run` is aten ops that AOTInductor can call without loka.
         emulates: True for a stand-in that shows the numerics and has no speed.
         on_request: why it is measured only when asked for by name.
         never_run: why the authors could not run it anywhere; shown wherever it is listed.
@@ -72,6 +73,7 @@ class Kernel:
     precompile: Callable[[Sequence[Problem], Callable[[], None]], None] | None = None
     fast: bool = False
     rounding: Callable[[Problem, Recipe], float] = rounds_once
+    packaged: tuple[str, ...] = ()
     emulates: bool = False
     on_request: str | None = None
     never_run: str | None = None

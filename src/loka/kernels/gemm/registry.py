@@ -73,6 +73,13 @@ class Candidate:
             return "what it takes off and puts back are operations of their own, which no kernel joins yet"
         return self.kernel.on_request
 
+    @property
+    def unpackaged(self) -> str | None:
+        """Why it cannot go into an AOTInductor package (loka/serve/package.py), or None."""
+        if self.recipe.name in self.kernel.packaged:
+            return None
+        return "cannot go into a package: AOTInductor calls aten ops that have a C shim, and it is none"
+
     def padded(self, problem: Problem) -> Problem:
         """The problem that runs, after LoKA's zero padding."""
         return problem.padded(self.kernel.multiples(problem, self.recipe))

@@ -36,5 +36,6 @@ EMULATED = Kernel(
     unsupported=_unsupported,
     multiples=_multiples,
     run=_run,
+    packaged=tuple(RECIPES),
     emulates=True,
 )

@@ -24,6 +24,9 @@ from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
 
+# `_scaled_mm` has a C shim, `_scaled_mm_v2`, which blockwise scales need, has none in torch 2.13.
+_PACKAGED = ("tensorwise_e4m3", "rowwise_e4m3", "rowwise_e4m3_pow2")
+
 
 def _granularities(problem: Problem, recipe: Recipe) -> tuple[Granularity, Granularity]:
     casts = recipe.casts(problem.gemm)
@@ -129,6 +132,7 @@ TORCH = Kernel(
     unsupported=functools.partial(_unsupported, fast=False),
     multiples=_multiples,
     run=functools.partial(_run, fast=False),
+    packaged=_PACKAGED,
 )
 
 TORCH_FAST = Kernel(
@@ -140,4 +144,5 @@ TORCH_FAST = Kernel(
     unsupported=functools.partial(_unsupported, fast=True),
     multiples=_multiples,
     run=functools.partial(_run, fast=True),
+    packaged=_PACKAGED,
 )

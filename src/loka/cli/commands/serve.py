@@ -1,0 +1,200 @@
+"""`loka serve`: freeze a checkpoint by a plan, test its load, package it, check a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from loka import mods
+from loka.cli.commands.demo import MODS
+from loka.cli.commands.train import WithMods
+from loka.cli.inputs import Data, choose_device, model_builder, open_data
+from loka.cli.options import BatchSize, DataFile, Device, ModelName, Rows, SchemaFile, Seed
+from loka.cli.terminal import say
+from loka.core.exceptions import CheckpointRefused, LokaError
+from loka.core.records.plan import Plan
+from loka.core.storage.alone import alone_in
+from loka.data.batch import Source
+from loka.serve import Server, load
+from loka.serve import freeze as freeze_model
+from loka.serve.load_test import load_test
+from loka.train.checkpointing.checkpoint import load_one
+from loka.train.checkpointing.state import restore_model
+from loka.train.steps.forward import arguments
+
+serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, with FP8 weights kept.")
+
+Folder = Annotated[Path, typer.Argument(help="Folder that `loka serve freeze` wrote.")]
+
+
+@serve_app.command()
+def freeze(
+    plan: Annotated[Path, typer.Option(help="The plan to serve by.")],
+    checkpoint: Annotated[Path, typer.Option(help="Of `loka train`: a folder of them, or one.")],
+    out: Annotated[Path, typer.Option(help="Folder for the server.")] = Path("server"),
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    rows: Rows = 50_000,
+    calibration_rows: Annotated[
+        int, typer.Option(min=32, help="Of the held-out rows, at most so many, the first ones.")
+    ] = 4096,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+    autocast: Annotated[
+        bool, typer.Option("--autocast/--no-autocast", help="Answer under bf16 autocast, as trained.")
+    ] = True,
+    shadow: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests to answer in high precision too.")
+    ] = 0.0,
+) -> None:
+    """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
+    opened, built = _model(model, data, schema, rows, seed, device, with_mods)
+    found = load_one(checkpoint)
+    if found is None:
+        raise CheckpointRefused(
+            f"{checkpoint} holds no checkpoint",
+            way_out="name the folder that `loka train --checkpoints` wrote to",
+        )
+    restore_model(found.state, built, path=found.path)
+    server = freeze_model(
+        built,
+        Plan.load(plan),
+        calibration=list(_requests(opened.test, 512, calibration_rows)),
+        name=f"held-out rows of {opened.description}",
+        autocast=torch.bfloat16 if autocast else None,
+        shadow=shadow,
+    )
+    with alone_in(out, "freezing"):
+        server.save(out)
+    say(server)
+    say(f"written: {out}")
+
+
+@serve_app.command()
+def check(
+    folder: Folder,
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    rows: Rows = 50_000,
+    batch_size: BatchSize = 256,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Load a folder, answer the held-out rows, and say what the alarm saw.
+
+    Exit status 0: sound; 1: an alarm, or rows with NaN; 2: the folder is refused.
+    """
+    opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
+    say(server)
+    bad = count = 0
+    for request in _requests(opened.test, batch_size, opened.test.rows):
+        answer = server(request)
+        bad += answer.nonfinite_rows
+        count += request[0].shape[0]
+    say(f"{count} rows answered, {bad} of them with NaN or infinity")
+    for alarm in server.alarms():
+        say(f"alarm: {alarm}")
+    raise typer.Exit(1 if bad or server.alarms() else 0)
+
+
+@serve_app.command()
+def bench(
+    folder: Folder,
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    rows: Rows = 50_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 128,
+    rate: Annotated[float | None, typer.Option(min=0, help="Requests a second, instead of --load.")] = None,
+    share: Annotated[
+        float, typer.Option("--load", min=0, help="Of what one thread answers back to back.")
+    ] = 0.7,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Of arrivals.")] = 10.0,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="That answer.")] = 1,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Latency under an open load: requests arrive by a Poisson process, answered or not."""
+    opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
+    requests = list(_requests(opened.test, batch_size, min(64 * batch_size, opened.test.rows)))
+    if server.device.type == "cpu":
+        say("on a CPU, where FP8 is emulated: these times say nothing of a GPU's")
+
+    def answer(turn: int) -> int:
+        return server(requests[turn % len(requests)]).nonfinite_rows  # waits for the device
+
+    found = load_test(answer, rate=rate, load=share, seconds=seconds, threads=threads, seed=seed)
+    say(f"{batch_size} rows a request, {threads} threads, {server.card.machine}")
+    say(found)
+    raise typer.Exit(1 if found.failed or found.unanswered else 0)
+
+
+@serve_app.command()
+def package(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="File that AOTInductor runs without loka.")] = Path("model.pt2"),
+    model: ModelName = "wukong",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    rows: Rows = 50_000,
+    least: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 1,
+    most: Annotated[int, typer.Option(min=1, help="Rows in a request.")] = 4096,
+    seed: Seed = 0,
+    device: Device = None,
+    with_mods: WithMods = True,
+) -> None:
+    """Compile a folder into one file, and run that in a process without loka."""
+    _, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
+    say(server.package(out, batch=(least, most)))
+
+
+def _model(
+    name: str,
+    data: Path | None,
+    schema: Path | None,
+    rows: int,
+    seed: int,
+    device: str | None,
+    with_mods: bool,
+) -> tuple[Data, nn.Module]:
+    opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    if not opened.test.rows:
+        raise LokaError("no rows are held out to serve", way_out="give more --rows, or other --data")
+    torch.manual_seed(seed)
+    built = model_builder(name)(opened.train)
+    if with_mods:
+        mods.apply(built, MODS)
+    return opened, built.to(choose_device(device)).eval()
+
+
+def _server(
+    folder: Path,
+    name: str,
+    data: Path | None,
+    schema: Path | None,
+    rows: int,
+    seed: int,
+    device: str | None,
+    with_mods: bool,
+) -> tuple[Data, Server]:
+    opened, built = _model(name, data, schema, rows, seed, device, with_mods)
+    return opened, load(folder, built)
+
+
+def _requests(source: Source, batch_size: int, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The inputs of at most `rows` rows, in order."""
+    for batch in source.batches(batch_size):
+        if rows <= 0:
+            return
+        yield tuple(tensor[:rows] for tensor in arguments(batch))
+        rows -= len(batch)

@@ -1,0 +1,158 @@
+"""Open-loop load test: requests arrive by a Poisson process, whether earlier ones are answered or not.
+
+    latency = end of the answer - arrival          waiting in the queue included
+
+A closed loop waits for an answer before it asks again, so that a slow server is asked less and looks fast.
+The test is bounded: arrivals end with `seconds`, and what is not answered `grace` later is counted as such.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from loka.core.exceptions import ServeRefused
+
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+MOST_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a load test found. Latencies in milliseconds by percentile, of the requests that were answered;
+    nan where there was none. `rate` was asked for, in requests a second; `capacity` is what one thread
+    answered back to back before. `failed` requests raised; `unanswered` ones were late."""
+
+    seconds: float
+    rate: float
+    capacity: float
+    arrived: int
+    answered: int
+    failed: int
+    unanswered: int
+    milliseconds: dict[float, float]
+    first_error: str = ""
+
+    @property
+    def p99_over_p50(self) -> float:
+        return self.milliseconds[99.0] / self.milliseconds[50.0]
+
+    def __str__(self) -> str:
+        latencies = ", ".join(f"p{p:g} {value:.3f} ms" for p, value in self.milliseconds.items())
+        text = (
+            f"{self.arrived} requests in {self.seconds:g} s at {self.rate:.1f}/s, "
+            f"{self.rate / self.capacity:.0%} of the {self.capacity:.1f}/s that one thread answers "
+            f"back to back: {latencies}; "
+            f"p99/p50 {self.p99_over_p50:.2f}; {self.unanswered} unanswered, {self.failed} failed"
+        )
+        return f"{text} ({self.first_error})" if self.first_error else text
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` percent do not exceed (nearest rank); nan of none."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share / 100 * len(ordered)), 1) - 1] if ordered else math.nan
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """Times in seconds of a Poisson process of `rate` a second, in [0, seconds)."""
+    draw, times, now = random.Random(seed), [], 0.0
+    while (now := now + draw.expovariate(rate)) < seconds:
+        times.append(now)
+    return times
+
+
+def measure_capacity(answer: Callable[[int], object], *, seconds: float = 1.0) -> float:
+    """Requests a second that one thread answers back to back, behind three that warm up."""
+    for turn in range(3):
+        answer(turn)
+    began, count = time.perf_counter(), 0
+    while (spent := time.perf_counter() - began) < seconds or not count:
+        answer(count)
+        count += 1
+    return count / spent
+
+
+def load_test(
+    answer: Callable[[int], object],
+    *,
+    rate: float | None = None,
+    load: float = 0.7,
+    seconds: float = 10.0,
+    threads: int = 1,
+    grace: float = 5.0,
+    seed: int = 0,
+) -> Load:
+    """Asks `answer(number of the request)`, which returns when the answer is whole, from `threads` threads.
+
+    Args:
+        rate: arrivals a second; `load` times the capacity of one thread if left out.
+
+    Raises ServeRefused for a rate, time or number of threads that cannot be, or over a million requests.
+    """
+    capacity = measure_capacity(answer, seconds=min(1.0, max(seconds, 0.01)))
+    rate = load * capacity if rate is None else rate
+    if not (0 < rate < math.inf and 0 < seconds < math.inf and threads > 0 and grace >= 0):
+        raise ServeRefused(
+            f"no load test has rate={rate}, seconds={seconds}, threads={threads}, grace={grace}",
+            way_out="positive numbers, such as load=0.7, seconds=10, threads=1",
+        )
+    if rate * seconds > MOST_REQUESTS:
+        raise ServeRefused(
+            f"{rate * seconds:.0f} requests are more than {MOST_REQUESTS}",
+            way_out="a lower rate or fewer seconds",
+        )
+    due = arrivals(rate, seconds, seed)
+    latencies, errors = _run(answer, due, threads, seconds + grace)
+    return Load(
+        seconds=seconds,
+        rate=rate,
+        capacity=capacity,
+        arrived=len(due),
+        answered=len(latencies),
+        failed=len(errors),
+        unanswered=len(due) - len(latencies) - len(errors),
+        milliseconds={share: 1e3 * percentile(latencies, share) for share in PERCENTILES},
+        first_error=errors[0] if errors else "",
+    )
+
+
+def _run(
+    answer: Callable[[int], object], due: Sequence[float], threads: int, limit: float
+) -> tuple[list[float], list[str]]:
+    """Latencies in seconds and errors until `limit`. A request that is late then may still run to its end in
+    a daemon thread."""
+    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    latencies: list[float] = []
+    errors: list[str] = []
+    closed = threading.Event()
+    began = time.perf_counter()
+
+    def work() -> None:
+        while (turn := waiting.get()) is not None and not closed.is_set():
+            try:
+                answer(turn)
+            except Exception as error:  # what a server raises is what is counted
+                errors.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            else:
+                latencies.append(time.perf_counter() - began - due[turn])
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for turn, at in enumerate(due):
+        ahead = at - (time.perf_counter() - began)
+        if ahead > 0:
+            time.sleep(ahead)
+        waiting.put(turn)
+    for _ in workers:
+        waiting.put(None)
+    for worker in workers:
+        worker.join(max(limit - (time.perf_counter() - began), 0))
+    closed.set()
+    return list(latencies), list(errors)

@@ -1,0 +1,92 @@
+"""`loka serve`: from a checkpoint and a plan to a folder, its check, its load test and a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import loka
+
+import loka as library
+from loka.core.records.plan import Plan
+from loka.data import SyntheticClicks
+from loka.measurement import Settings
+from loka.train.steps.forward import arguments
+from loka.zoo import build
+
+FEW = ("--model", "dlrm", "--rows", "3000")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, a plan and a server."""
+    folder = tmp_path_factory.mktemp("served")
+    loka("train", *FEW, "--batch-size", "512", "--no-mods", "--checkpoints", "run", cwd=folder)
+    world = SyntheticClicks(rows=2400, seed=0)
+    model = build("dlrm", dense_features=world.dense_features, vocab_sizes=world.vocab_sizes)
+    with library.Probe(model, every=1, effect_samples=0) as probe:
+        model(*arguments(next(world.batches(64)))).sum().backward()
+    report = library.measure(
+        probe.stats(),
+        device="cpu",
+        candidates=["emulated:rowwise_e4m3"],
+        settings=Settings(rows=64, max_draws=2, min_draws=2),
+    )
+    library.plan(report, force={"*/output": "emulated:rowwise_e4m3"}).save(folder / "plan.json")
+    text = loka(
+        "serve", "freeze", "--plan", "plan.json", "--checkpoint", "run", "--no-mods", *FEW,
+        "--calibration-rows", "300", "--out", "server", cwd=folder,
+    )  # fmt: skip
+    assert "calibrated with 300 rows of 'held-out rows of synthetic, 2400 + 600 held out'" in text
+    assert "written: server" in text
+    return folder
+
+
+def test_a_folder_is_checked(folder: Path) -> None:
+    text = loka("serve", "check", "server", *FEW, "--no-mods", cwd=folder)
+    assert "600 rows answered, 0 of them with NaN" in text
+    assert "alarm:" not in text
+    assert "emulated:rowwise_e4m3" in text
+    assert "other linear layers" in loka("serve", "check", "server", "--model", "dcnv2", cwd=folder, fails=2)
+    assert "no such file" in loka("serve", "check", "nowhere", *FEW, "--no-mods", cwd=folder, fails=2)
+
+
+def test_rows_that_moved_fail_the_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import loka.cli.commands.serve as command
+
+    def moved(batch: object) -> tuple[torch.Tensor, ...]:
+        dense, *others = arguments(batch)
+        return dense * 1000, *others
+
+    monkeypatch.setattr(command, "arguments", moved)
+    few = ("--batch-size", "4")
+    text = loka("serve", "check", "server", *FEW, *few, "--no-mods", cwd=folder, fails=1)
+    assert "alarm: " in text
+
+
+def test_the_load_test(folder: Path) -> None:
+    few = ("--batch-size", "16", "--seconds", "0.5", "--load", "0.2")
+    text = loka("serve", "bench", "server", *FEW, *few, "--no-mods", cwd=folder)
+    assert "these times say nothing of a GPU's" in text
+    assert "p99 " in text
+    assert "0 unanswered, 0 failed" in text
+
+
+def test_what_cannot_be_frozen(folder: Path) -> None:
+    command = ("serve", "freeze", *FEW, "--no-mods", "--plan", "plan.json")
+    assert "holds no checkpoint" in loka(*command, "--checkpoint", "none", cwd=folder, fails=2)
+    assert Plan.load(folder / "plan.json").decisions
+
+
+@pytest.mark.slow
+def test_a_package_is_written_and_run(folder: Path) -> None:
+    text = loka(
+        "serve", "package", "server", *FEW, "--no-mods", "--out", "dlrm.pt2", "--most", 64, cwd=folder
+    )
+    assert "dlrm.pt2: 1 to 64 rows; run without loka at (1, 37, 64)" in text
+    assert (folder / "dlrm.pt2").exists()
+
+
+def test_a_plan_for_a_package(folder: Path) -> None:
+    assert "python" in loka("plan", "x.json", "--target", "elsewhere", cwd=folder, fails=2)

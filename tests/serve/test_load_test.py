@@ -1,0 +1,70 @@
+"""The load test is open-loop: a server that stalls is asked on, and the wait counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+
+import pytest
+
+from loka.core.exceptions import ServeRefused
+from loka.serve.load_test import arrivals, load_test, percentile
+
+
+def test_arrivals_are_poisson() -> None:
+    times = arrivals(1000.0, 20.0, seed=1)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert len(times) == pytest.approx(20_000, abs=5 * math.sqrt(20_000))
+    assert times == sorted(times)
+    assert times[-1] < 20
+    assert statistics.mean(gaps) == pytest.approx(1e-3, rel=0.05)
+    assert statistics.stdev(gaps) == pytest.approx(1e-3, rel=0.05)  # of an exponential, as large as its mean
+    assert arrivals(1000.0, 20.0, seed=1) == times != arrivals(1000.0, 20.0, seed=2)
+
+
+def test_percentiles() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0, 50, 99, 99.9, 100)] == [1, 50, 99, 100, 100]
+    assert percentile([7.0], 50) == 7.0
+    assert math.isnan(percentile([], 50))
+
+
+def test_waiting_behind_a_stall_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One answer takes 0.3 s. A closed loop would see one slow request; here all that arrive then wait."""
+    monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
+    found = load_test(lambda turn: time.sleep(0.3 if turn == 20 else 0.0005), rate=200.0, seconds=0.6)
+    assert found.arrived == found.answered > 60
+    assert found.milliseconds[99.0] > 200
+    assert found.milliseconds[90.0] > 100  # 60 arrive while it stalls, half of all
+
+
+def test_an_overloaded_server_is_not_waited_for() -> None:
+    began = time.perf_counter()
+    found = load_test(lambda turn: time.sleep(0.05), rate=200.0, seconds=0.4, grace=0.2)
+    assert time.perf_counter() - began < 3
+    assert found.unanswered > found.arrived / 2
+    assert found.answered + found.unanswered == found.arrived
+    assert "unanswered" in str(found)
+
+
+def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
+
+    def answer(turn: int) -> None:
+        if turn % 2:
+            raise ValueError("no such row")
+
+    found = load_test(answer, rate=300.0, seconds=0.2)
+    assert found.failed == found.arrived // 2 > 10
+    assert found.answered == found.arrived - found.failed
+    assert "ValueError: no such row" in str(found)
+
+
+def test_settings_that_cannot_be() -> None:
+    for options in ({"rate": 0.0}, {"rate": math.inf}, {"threads": 0}, {"load": -1.0}, {"grace": -1.0}):
+        with pytest.raises(ServeRefused, match="no load test has"):
+            load_test(lambda turn: None, seconds=0.05, **options)
+    with pytest.raises(ServeRefused, match="more than 1000000"):
+        load_test(lambda turn: None, rate=1e8, seconds=0.05)
