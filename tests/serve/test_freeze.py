@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,6 +249,10 @@ def test_plans_that_do_not_fit() -> None:
         freeze(model, plan_for(other, BOTH), calibration=calibration())
     with pytest.raises(ServeRefused, match="depend on their neighbours"):
         freeze(model, plan_for(model, {"first": BLOCK}), calibration=calibration())
+    centred = plan_for(model, {"first": "emulated:rowwise_e4m3_centred"})
+    centred = replace(centred, centres={"first": (0.5,) * 24})
+    with pytest.raises(ServeRefused, match="takes a vector off its input"):
+        freeze(model, centred, calibration=calibration())
     with pytest.raises(ServeRefused, match="nothing to freeze"):
         freeze(model, plan_for(model, {"first": "hp"}), calibration=calibration())
     for buckets in ((), (4, 2), (0, 4)):
