@@ -24,7 +24,7 @@ def process_group(device: str) -> Iterator[str]:
     """Within it the ranks that torchrun started are one group; yields the device of this one.
 
     A group that is there already is used, and left. Without torchrun, or alone under it, nothing happens.
-    Other ranks than the first print nothing but errors.
+    Other ranks than the first say nothing but errors.
     """
     started = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
     if started:

@@ -155,7 +155,7 @@ def run_program_fused(
     plan = plan_of(program, dtypes, rows, scales)
     outputs = unwritten(program, rows, leaves[0].device)
     named = dict(zip(program.outputs, outputs, strict=True))
-    given = {"input_scale": input_scale, "unit": gradient_scale, "given": tops}
+    given = {"input_scale": input_scale, "gradient_scale": gradient_scale, "given": tops}
     arguments: dict[str, Any] = {f"{name}_ptr": _contiguous(tensor) for name, tensor in given.items()}
     arguments |= {f"{name}_ptr": _words(out, name) for name, out in named.items()}
     device = leaves[0].device
