@@ -21,7 +21,8 @@ fused = pytest.importorskip("loka.kernels.quantize.triton.quantize")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-CASTS = [Cast(f, g, p) for f in (Format.E4M3, Format.E5M2) for g in Granularity for p in (False, True)]
+FP8 = (Format.E4M3, Format.E5M2)  # INT8 has no kernel: the reference quantizes it everywhere
+CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
@@ -85,7 +86,7 @@ def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> t
 @pytest.mark.parametrize(
     ("format", "granularity", "power_of_two", "transposed", "dtype"),
     combinations(
-        list(Format),
+        list(FP8),
         list(Granularity),
         [False, True],
         [False, True],
@@ -109,7 +110,7 @@ def test_one_copy_matches_the_twin(
 
 
 PAIRS = [
-    *combinations(list(Granularity), list(Granularity), [False, True], list(Format), together=2),
+    *combinations(list(Granularity), list(Granularity), [False, True], list(FP8), together=2),
     # Equal casts, whatever the combinations chose: one launch makes both copies.
     *((same, same, False, Format.E4M3) for same in Granularity),
 ]
@@ -256,7 +257,7 @@ def test_scales_lie_as_the_libraries_read_them() -> None:
     assert (beyond == 0).all()
 
 
-@pytest.mark.parametrize("format", list(Format), ids=str)
+@pytest.mark.parametrize("format", list(FP8), ids=str)
 def test_the_largest_numbers_have_the_scales_of_the_twin(format: Format, device: torch.device) -> None:
     hp = torch.tensor([[2.9e38], [2.99e38], [3.3e38], [-3.4e38], [1e30]]).expand(5, 16).contiguous()
     cast = Cast(format, Granularity.ROW, power_of_two=True)
