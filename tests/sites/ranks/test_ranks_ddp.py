@@ -142,6 +142,7 @@ def test_sites_that_a_step_leaves_out(eager: list[dict[str, Any]]) -> None:
         assert {count for site, count in found["runs"].items() if site not in out} == {STEPS}
 
 
+@pytest.mark.slow  # tests/compiler/test_joined_ddp.py compiles under DDP in every run
 def test_compiled_in_parts(tmp_path: Path) -> None:
     for rank, found in enumerate(on_ranks(Compiled(bare_plan()), 2, tmp_path)):
         for one in found.values():

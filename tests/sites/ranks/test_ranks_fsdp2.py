@@ -169,6 +169,7 @@ def test_two_ranks_train_as_one_process(
         check(rank, eager[rank][f"{units}, {order}, {make.__name__}"], units, make)
 
 
+@pytest.mark.slow  # tests/distributed has regions under FSDP2 in every run
 def test_compiled(tmp_path: Path) -> None:
     found = on_ranks(Compiled(bare_plan()), 2, tmp_path)
     for rank in range(2):

@@ -60,7 +60,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
     return found
 
 
-@pytest.mark.parametrize("step", ["eager", "compile"])
+@pytest.mark.parametrize("step", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 def test_auto_plans_by_fresh_rows(step: str, seen: list[Stats], tmp_path: Path) -> None:
     said: list[str] = []
     config = replace(CONFIG, step=step)
