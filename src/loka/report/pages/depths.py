@@ -42,7 +42,10 @@ _AMAX = TOP - 3 * BINS_PER_OCTAVE - BINS_PER_OCTAVE // 4
 
 @dataclass(frozen=True)
 class Ranges:
-    """Depths, in octaves below the amax, at which a format's normal numbers, subnormals and range end."""
+    """Depths, in octaves below the amax, at which a format's normal numbers, subnormals and range end.
+
+    Integers are a constant step apart, as subnormals are: they have no normal numbers, `normal` is 0.
+    """
 
     normal: float
     subnormal: float
@@ -52,7 +55,7 @@ class Ranges:
     def of(cls, format: Format) -> Ranges:
         top = math.log2(format.max)
         smallest = math.log2(format.smallest_subnormal)
-        return cls(top - format.min_exponent, top - smallest, top - smallest + 1)
+        return cls(max(top - format.min_exponent, 0.0), top - smallest, top - smallest + 1)
 
 
 def octaves(table: torch.Tensor) -> list[float]:
