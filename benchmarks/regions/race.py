@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from loka.core.error import Estimate
-from loka.core.timing import Race, median_interval, race
+from loka.core.timing import Race, captured, median_interval, race
 
 Step = Callable[[], object]
 
@@ -130,21 +130,7 @@ class Arms:
         return max(1, min(_MAX_CALLS, round(_REPLAY_SECONDS / once)))
 
     def _capture(self, step: Step, calls: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        raised: Exception | None = None
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                try:
-                    for _ in range(calls):
-                        step()
-                except Exception as error:
-                    raised = error
-                    raise
-        except Exception:
-            if raised is not None:  # ending a broken capture raises an error of its own over the cause
-                raise raised from None
-            raise
-        return graph
+        return captured(step, calls, {"pool": self.pool, "stream": self.stream})
 
     def _replayed(
         self, names: Sequence[str], rounds: int, generator: random.Random

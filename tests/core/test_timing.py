@@ -198,7 +198,7 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
         function()
         return Graph(calls, place["pool"])
 
-    monkeypatch.setattr(timing, "_capture", capture)
+    monkeypatch.setattr(timing, "captured", capture)
 
 
 def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,15 @@ class Emitter:
         return node
 
     def replace(self, old: Node, new: Node) -> None:
-        """All readers of `old` read `new` from now on, but those that ask for its size alone."""
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user.target is not _SIZE)
+        """`new` stands in the place of `old` from now on."""
+        self.redirect(old, new)
         self._replaced[old] = new
+
+    def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
+        """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
+        old.replace_all_uses_with(
+            new, delete_user_cb=lambda user: user is not besides and user.target is not _SIZE
+        )
 
     def now(self, node: Node) -> Node:
         """What stands in the place of a node that was there at first."""

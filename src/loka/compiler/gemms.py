@@ -168,7 +168,7 @@ class Gemms:
         (times,) = scaled.all_input_nodes
         for node in (scale, times, scaled):
             node.meta[BACKWARD] = True
-        product.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not times)
+        emitter.redirect(product, scaled, besides=times)
         return scale
 
     def _one(self, site: JointSite) -> Node:

@@ -286,7 +286,7 @@ def _capture_all(
     # one after another, each writes before it reads, and nobody reads an output afterwards.
     place = _new_pool()
     _warm_up(functions[baseline])
-    alone = _capture(functions[baseline], 1, place)
+    alone = captured(functions[baseline], 1, place)
     alone.replay()
     events = [_replay(alone) for _ in range(3)]
     torch.cuda.synchronize()
@@ -298,7 +298,7 @@ def _capture_all(
             with _stream_restored():
                 if name != baseline:
                     _warm_up(function)
-                graphs[name] = _capture(function, calls, place)
+                graphs[name] = captured(function, calls, place)
         except Exception as error:
             if name == baseline:
                 raise
@@ -326,7 +326,8 @@ def _new_pool() -> dict[str, Any]:
     return {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.Stream()}
 
 
-def _capture(function: Callable[[], object], calls: int, place: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
+def captured(function: Callable[[], object], calls: int, place: Mapping[str, Any]) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls; `place` is for torch.cuda.graph. Raises what `function` raises."""
     graph = torch.cuda.CUDAGraph()
     raised: Exception | None = None
     try:

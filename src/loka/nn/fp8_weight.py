@@ -93,8 +93,8 @@ class Fp8Weight(torch.Tensor):
 
     def transposed(self, side: Side, health: torch.Tensor | None) -> Quantized:
         """[K, N] in the padded sides of a kernel, as `grad_input` reads it; a copy."""
-        turned = fit(self.row, (side.padded[1], side.padded[0]))
-        return _flagged(self._operand(_turn(turned), side.cast), side, health)
+        padded = fit(self.row, (side.padded[1], side.padded[0]))
+        return _flagged(self._operand(_bytes_transposed(padded), side.cast), side, health)
 
     def _operand(self, data: torch.Tensor, cast: Cast) -> Quantized:
         assert cast == CAST, "fp8_all_gather takes no site of another cast"
@@ -129,7 +129,7 @@ def _flagged(operand: Quantized, side: Side, health: torch.Tensor | None) -> Qua
     return operand
 
 
-def _turn(row: torch.Tensor) -> torch.Tensor:
+def _bytes_transposed(row: torch.Tensor) -> torch.Tensor:
     return row.view(torch.uint8).t().contiguous().view(row.dtype)
 
 
@@ -148,7 +148,7 @@ def _values_fake(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 def _transposed(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """row^T [K, N], contiguous. `after` is not read: a gradient there keeps the copy out of forward."""
-    return _turn(row)
+    return _bytes_transposed(row)
 
 
 def _transposed_fake(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

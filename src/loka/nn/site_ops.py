@@ -216,9 +216,9 @@ def backward_parts(
         return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)
     for_input = _backward_of(sides, device, dy.dtype, names[0], Gemm.GRAD_INPUT) if want[0] else None
     for_weight = _backward_of(sides, device, weight_dtype, names[1], Gemm.GRAD_WEIGHT) if want[1] else None
-    low = turned = None
+    low = transposed = None
     if for_input or for_weight:
-        low, turned = quantize_pair(
+        low, transposed = quantize_pair(
             dy,
             row=for_input[1] if for_input else None,
             column=for_weight[1] if for_weight else None,
@@ -228,8 +228,8 @@ def backward_parts(
         dx = for_input[0](low, _second(for_input[0], weight, weight_scale, health))
     elif want[0]:
         dx = run_gemm(names[0], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
-    if for_weight and turned:
-        dw = for_weight[0](turned, _second(for_weight[0], x, x_scale, health))
+    if for_weight and transposed:
+        dw = for_weight[0](transposed, _second(for_weight[0], x, x_scale, health))
     elif want[1]:
         dw = run_gemm(names[1], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight_dtype)
     return _or_empty(dx, dy.dtype, dy), _or_empty(dw, weight_dtype, dy)

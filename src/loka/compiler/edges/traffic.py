@@ -47,16 +47,8 @@ def _is_asked(node: Node) -> bool:
 
 
 def _others(node: Node, cone: Cone, absorbed: set[Node]) -> set[Node]:
-    """Who reads its values beside the program; those who read a narrower copy that is asked too read that."""
-    found: set[Node] = set()
-    waiting = list(node.users)
-    while waiting:
-        user = waiting.pop()
-        if passes_on(user):
-            waiting += [] if user in cone.inside and _is_asked(user) else list(user.users)
-        elif user not in cone.inside and user not in absorbed:
-            found.add(user)
-    return found
+    """Who reads its values beside the program."""
+    return readers(node, cone) - cone.inside - absorbed
 
 
 def _cheaper_anew(node: Node, more: Mapping[Node, set[Node]], others: set[Node]) -> bool:
@@ -91,16 +83,16 @@ def _beside(user: Node, node: Node) -> set[Node]:
     return found
 
 
-def readers(node: Node) -> set[Node]:
-    """Who reads its values, by whatever views."""
+def readers(node: Node, cone: Cone | None = None) -> set[Node]:
+    """Who reads its values, by whatever views; but for narrower copies inside `cone`, which are asked too."""
     found: set[Node] = set()
     waiting = list(node.users)
     while waiting:
         user = waiting.pop()
-        if passes_on(user):
-            waiting += list(user.users)
-        else:
+        if not passes_on(user):
             found.add(user)
+        elif cone is None or user not in cone.inside or not _is_asked(user):
+            waiting += list(user.users)
     return found
 
 

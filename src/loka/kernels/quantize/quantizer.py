@@ -55,10 +55,10 @@ def quantize_pair(
         from loka.kernels.quantize.triton.quantize import quantize_pair_fused
 
         if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
-            turned, lying = quantize_pair_fused(
+            transposed, lying = quantize_pair_fused(
                 hp.t(), row=column, column=row, given=given, seen=seen, health=health
             )
-            return lying, turned
+            return lying, transposed
         return quantize_pair_fused(hp, row=row, column=column, given=given, seen=seen, health=health)
     if seen is not None and hp.numel():
         torch.maximum(seen, hp.abs().amax().float().view(1).view(torch.int32), out=seen)
