@@ -53,7 +53,6 @@ def _shape(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
     copies = max(1, min(8, _ROTATION // size))
     operands = [torch.randn(rows, columns, device=device).to(dtype) for _ in range(copies)]
     given = operands[0].abs().amax().float().view(1) / 448
-    seen = torch.zeros(1, dtype=torch.int32, device=device)
     functions: dict[str, Callable[[], object]] = {"copy": _rotate(operands, lambda hp: hp.clone())}
     moved = {"copy": 2 * size}
     elements = rows * columns
@@ -69,11 +68,11 @@ def _shape(rows: int, columns: int, dtype: torch.dtype, device: torch.device) ->
             moved[f"{name} {label}"] = size + elements * sum(side is not None for side in pair)
     mixed = (sides[Granularity.ROW][0], sides[Granularity.TENSOR][1])
     functions["row + tensor both"] = _rotate(operands, _quantize(*mixed))
-    delayed = sides[Granularity.TENSOR]
-    functions["delayed both"] = _rotate(operands, _quantize(*delayed, given=given, seen=seen))
-    functions["delayed row"] = _rotate(operands, _quantize(delayed[0], None, given=given, seen=seen))
-    moved["row + tensor both"] = moved["delayed both"] = size + 2 * elements
-    moved["delayed row"] = size + elements
+    tensor = sides[Granularity.TENSOR]
+    functions["given both"] = _rotate(operands, _quantize(*tensor, given=given))
+    functions["given row"] = _rotate(operands, _quantize(tensor[0], None, given=given))
+    moved["row + tensor both"] = moved["given both"] = size + 2 * elements
+    moved["given row"] = size + elements
     times = time_interleaved(functions, baseline="copy", device=device, keep=list(functions)).timings
     return [
         {
@@ -93,9 +92,8 @@ def _quantize(
     row: Side | None,
     column: Side | None,
     given: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
 ) -> Callable[[torch.Tensor], object]:
-    return lambda hp: quantize_pair(hp, row=row, column=column, given=given, seen=seen)
+    return lambda hp: quantize_pair(hp, row=row, column=column, given=given)
 
 
 def _rotate(operands: list[torch.Tensor], call: Callable[[torch.Tensor], object]) -> Callable[[], object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import loka
-from loka.compiler import install
+from loka.compiler import install, joint_pass
 from loka.compiler.joint_pass import RegionPass
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,20 @@ def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
     assert ours.uuid() is None
     ours(torch.fx.Graph())
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("file", ["compiler/lower.py", "compiler/edges/cones.py", "kernels/edge/twin.py"])
+def test_what_the_pass_is_made_of_decides_its_uuid(file: str, tmp_path: Path) -> None:
+    """Else a compiler's cache gives graphs that an earlier version of this code wrote."""
+    package = Path(joint_pass.__file__).parents[1]
+    for room in ("compiler", "kernels"):
+        shutil.copytree(package / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    before = joint_pass._digest(tmp_path)
+    assert before == joint_pass._digest()
+    with (tmp_path / file).open("a") as code:
+        code.write("\n")
+    joint_pass._digest.cache_clear()
+    assert joint_pass._digest(tmp_path) != before
 
 
 def test_switched_off_every_site_runs_by_itself() -> None:

@@ -44,10 +44,9 @@ class RegionPass(CustomGraphPass):
 
 
 @functools.cache
-def _digest() -> str:
+def _digest(package: Path = Path(__file__).parents[1]) -> str:
     """Of what decides what the pass writes: this package, the ops that it emits, and the versions."""
-    package = Path(__file__).parents[1]
-    files = sorted([*(package / "compiler").glob("*.py"), *(package / "kernels").rglob("*.py")])
+    files = sorted(file for part in ("compiler", "kernels") for file in (package / part).rglob("*.py"))
     content = hashlib.sha256()
     for file in files:
         content.update(file.read_bytes())

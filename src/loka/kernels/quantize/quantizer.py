@@ -37,31 +37,27 @@ def quantize_pair(
     row: Side | None,
     column: Side | None,
     given: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
     health: torch.Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantizes `hp` [R, C] by `row` and `hp`^T [C, R] by `column`, either or both.
 
     Args:
-        given: float32 [1], a scale known beforehand (delayed scaling: from the maxima of earlier
-            steps) for tensor casts; values beyond it saturate. Without it scales are current.
-        seen: int32 [1], raised to the bits of max |hp| as float32, for the next step's scale.
+        given: float32 [1], a scale known beforehand (a server's) for tensor casts; values beyond it
+            saturate. Without it scales are current.
         health: int64, flat or not; `Side.flag` and `Side.count` are places in it.
     """
     integers = [side is not None and side.cast.format.uniform for side in (row, column)]
     if hp.device.type == "cuda" and row and column and any(integers) and not all(integers):
-        return _one_in_integers(hp, row, column, given, seen, health)
+        return _one_in_integers(hp, row, column, given, health)
     if hp.device.type == "cuda" and not any(integers):
         from loka.kernels.quantize.triton.quantize import quantize_pair_fused
 
         if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
             transposed, lying = quantize_pair_fused(
-                hp.t(), row=column, column=row, given=given, seen=seen, health=health
+                hp.t(), row=column, column=row, given=given, health=health
             )
             return lying, transposed
-        return quantize_pair_fused(hp, row=row, column=column, given=given, seen=seen, health=health)
-    if seen is not None and hp.numel():
-        torch.maximum(seen, hp.abs().amax().float().view(1).view(torch.int32), out=seen)
+        return quantize_pair_fused(hp, row=row, column=column, given=given, health=health)
     return (
         _reference(hp, row, given, health) if row else None,
         _reference(hp.t(), column, given, health) if column else None,
@@ -73,14 +69,13 @@ def _one_in_integers(
     row: Side,
     column: Side,
     given: torch.Tensor | None,
-    seen: torch.Tensor | None,
     health: torch.Tensor | None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """On a GPU: the INT8 copy by the reference's operations (no kernel yet), the other by its kernel."""
     if row.cast.format.uniform:
-        other = quantize_pair(hp, row=None, column=column, given=given, seen=seen, health=health)[1]
+        other = quantize_pair(hp, row=None, column=column, given=given, health=health)[1]
         return _reference(hp, row, given, health), other
-    lying = quantize_pair(hp, row=row, column=None, given=given, seen=seen, health=health)[0]
+    lying = quantize_pair(hp, row=row, column=None, given=given, health=health)[0]
     return lying, _reference(hp.t(), column, given, health)
 
 
