@@ -126,8 +126,10 @@ def normed_input(
 
 
 def _does_without(user: Node, x: Node, joined: set[Node]) -> bool:
-    """Whether it is a site that reads x, or backward, or code for backward alone, or asks for a size. The
-    outputs of a graph are read by one node, forward's among them; what writes a tensor outside has no reader."""
+    """Whether it is a site that reads x, or backward, or code for backward alone, or asks for a size.
+
+    One node reads the outputs of a graph, forward's among them; what writes a tensor outside has no reader.
+    """
     if user in joined:
         return args_of(user)[0] is x
     if user.op == "output" or user.is_impure():

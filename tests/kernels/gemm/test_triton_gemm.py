@@ -19,8 +19,8 @@ from cases import combinations, on_gpu_or_cpu
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize
 from loka.core.recipe import Cast, Format, Granularity
-from loka.kernels.gemm.epilogue import Activation, Epilogue, apply_epilogue, restored
-from loka.kernels.gemm.normed_gemm import Normed, gemm_normed, normed_data, unsupported
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, apply_epilogue, restored
+from loka.kernels.gemm.normed_gemm import gemm_normed, normed_data, unsupported
 from loka.nn.block_norm import BlockNorm
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")

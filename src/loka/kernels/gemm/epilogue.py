@@ -56,6 +56,15 @@ class Rounded(NamedTuple):
     steps: torch.Tensor
 
 
+class Normed(NamedTuple):
+    """data e4m3 [M, N] under `Epilogue.scale`; inverse_rms float32 [M, N / block], NaN where Z is not finite;
+    z: what backward starts from, or None."""
+
+    data: torch.Tensor
+    inverse_rms: torch.Tensor
+    z: Rounded | None
+
+
 # A step's bits from those of the largest |Z|: a power of two is an exponent; 127 = 1.984375 * 2^6.
 STEP_CARRY = 0x1FFFF  # carries mantissas above 1.984375 into the exponent
 STEP_EXPONENT = 6 << 23

@@ -9,24 +9,13 @@ which is the twin of the kernel in kernels/gemm/triton/gemm.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from loka.core.recipe import Format
-from loka.kernels.gemm.epilogue import Epilogue, Rounded, apply_epilogue, inverse_rms, rounded
+from loka.kernels.gemm.epilogue import Epilogue, Normed, apply_epilogue, inverse_rms, rounded
 from loka.kernels.gemm.legality import not_hopper
 
 BLOCKS = (64, 128, 256)  # a norm's block lies inside a tile; 256 columns are the widest tile
-
-
-class Normed(NamedTuple):
-    """data e4m3 [M, N] under `Epilogue.scale`; inverse_rms float32 [M, N / block], NaN where Z is not finite;
-    z: what backward starts from, or None."""
-
-    data: torch.Tensor
-    inverse_rms: torch.Tensor
-    z: Rounded | None
 
 
 def unsupported(epilogue: Epilogue, *, columns: int, inner: int, target: str) -> str | None:

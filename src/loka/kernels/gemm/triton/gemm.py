@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.kernels.gemm.epilogue import Activation, Epilogue, Rounded
-from loka.kernels.gemm.normed_gemm import Normed
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, Rounded
 from loka.kernels.gemm.triton.rounded import step_of, to_byte
 from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.pack import inverse_of_power
