@@ -3,9 +3,9 @@
     python benchmarks/loka_gemms/gemm.py [--exact] [--block 256] [--served]
 
 CUDA graphs, cold L2, interleaved (core/timing.py); random normal operands in e4m3, BlockNorm,
-hard swish, result in e4m3. Every configuration is checked before it is timed: Z against the exact
-product on the first and last rows, the result against the twin of Z on all. Writes gemm.json to
-the folder $OUT, or beside this file.
+hard swish, result in e4m3. Every configuration is checked before it is timed: Z, as kept in eight bits,
+against the exact product on the first and last rows, the result against the twin's of Z on all. Writes
+gemm.json to the folder $OUT, or beside this file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from loka.core.numerics.reference import Quantized, accumulation_bound, quantize
 from loka.core.recipe import Cast, Format, Granularity
 from loka.core.storage.files import write_record
 from loka.core.timing import first_line, still_usable, time_interleaved
-from loka.kernels.gemm.epilogue import Activation, Epilogue, Norm
-from loka.kernels.gemm.fused_gemm import produce
-from loka.kernels.gemm.triton.gemm import CONFIGS, EXACT, EXACT_WIDE, Config, gemm_produce_fused
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, apply_epilogue, restored
+from loka.kernels.gemm.triton.gemm import CONFIGS, EXACT, EXACT_WIDE, Config, gemm_normed_fused
 
 CASES = [  # M, K, N
     (2048, 512, 512),
@@ -59,7 +58,6 @@ TRIED = {
 }
 ROTATION = 8  # as many inputs as calls in a graph, so that each call finds its own out of the cache
 E4M3 = Cast(Format.E4M3, Granularity.TENSOR)
-SCALE_OUT = 2.0**-4
 
 
 @triton.jit
@@ -111,8 +109,7 @@ def _case(
     ]
     w = torch.randn(width, inner, device=device) / inner**0.5
     weight = quantize(w, E4M3, scale=torch.tensor([2.0**-10], device=device))
-    of = Epilogue(norm=Norm.BLOCK, block=block, eps=1e-6, activation=Activation.HARD_SWISH)
-    scale_out = torch.tensor([SCALE_OUT], device=device)
+    of = Epilogue(block=block, eps=1e-6, activation=Activation.HARD_SWISH)
 
     def gemm(a: Quantized) -> torch.Tensor:
         return torch._scaled_mm(
@@ -124,23 +121,23 @@ def _case(
             use_fast_accum=fast,
         )
 
-    def fused(a: Quantized, config: Config, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        options = {"scale_out": scale_out, "keep": keep, "fast": fast, "config": config}
-        return gemm_produce_fused(a.data, weight.data, a.scale, weight.scale, of, **options)
+    def fused(a: Quantized, config: Config, *, keep: bool) -> Normed:
+        options = {"keep": keep, "fast": fast, "config": config}
+        return gemm_normed_fused(a.data, weight.data, a.scale, weight.scale, of, **options)
 
     functions: dict[str, Callable[[], object]] = {
         "gemm": _rotate(inputs, gemm),
         "gemm + kernel": _rotate(inputs, lambda a: separate(gemm(a), of)),
     }
-    z = gemm(inputs[0])
-    _check(separate(z, of), z, inputs[0], weight, of, fast=fast)
+    kept: Normed | None = None
     failed = {}
-    for (name, config), keep in itertools.product(configs.items(), (True, False)):
+    # Those that keep Z come first: all configurations add in the same order.
+    for keep, (name, config) in itertools.product((True, False), configs.items()):
         label = f"{name} + Z" if keep else name
         try:
-            out, kept = fused(inputs[0], config, keep=keep)
-            z = z if kept is None else kept  # all configurations add in the same order
-            _check(out, z, inputs[0], weight, of, fast=fast)
+            made = fused(inputs[0], config, keep=keep)
+            kept = made if keep else kept
+            _check(made.data, kept, inputs[0], weight, of, fast=fast)
         except Exception as error:
             if not still_usable():
                 raise
@@ -171,27 +168,28 @@ def separate(z: torch.Tensor, of: Epilogue) -> torch.Tensor:
     """What a kernel after the GEMM does: reads Z in bfloat16, writes e4m3."""
     out = torch.empty(z.shape, dtype=torch.float8_e4m3fn, device=z.device)
     grid = (triton.cdiv(z.shape[0], 16), z.shape[1] // of.block)
-    _epilogue[grid](z, out, *z.shape, of.eps, 1 / SCALE_OUT, BLOCK=of.block, ROWS=16, num_warps=4)
+    _epilogue[grid](z, out, *z.shape, of.eps, 1 / of.scale, BLOCK=of.block, ROWS=16, num_warps=4)
     return out
 
 
 def _check(
-    out: torch.Tensor, z: torch.Tensor, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool
+    out: torch.Tensor, kept: Normed | None, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool
 ) -> None:
     """Raises ValueError for wrong numbers; bounds as in tests/kernels/gemm/test_triton_gemm.py."""
+    if kept is None or kept.z is None:
+        raise ValueError("no configuration kept Z to compare with")
+    z, steps = restored(kept.z, of), kept.z.steps.repeat_interleave(of.block, dim=1) * (0.5 + 2**-9)
     for some in (slice(0, 256), slice(-256, None)):
         part = Quantized(a.data[some], a.scale, a.cast)
         exact = (part.data.double() * a.scale) @ (w.data.double() * w.scale).t()
-        bound = accumulation_bound(part, w, fast=fast, dtype=torch.bfloat16)
+        bound = accumulation_bound(part, w, fast=fast, dtype=torch.float32) + steps[some]
         wrong = ~((z[some].double() - exact).abs() <= bound)
         if wrong.any():
             raise ValueError(f"{int(wrong.sum())} of {wrong.numel()} elements of Z are out of bounds")
-    given = torch.tensor([SCALE_OUT], device=z.device)
-    expected = produce(z, of, scale_out=given).float() * SCALE_OUT
-    bare = Epilogue(norm=of.norm, block=of.block, eps=of.eps)
-    normalized = produce(z, bare, scale_out=None).float().abs()
-    bound = (expected.abs() * 2.0**-3).clamp_min(2.0**-9 * SCALE_OUT) + 1.5 * 2.0**-7 * normalized
-    wrong = ~((out.float() * SCALE_OUT - expected).abs() <= bound)
+    expected = apply_epilogue(z, of)
+    inverse = kept.inverse_rms.repeat_interleave(of.block, dim=1)
+    half = (expected.abs() * 2.0**-3).clamp_min(2.0**-9 * of.scale)
+    wrong = ~((out.float() * of.scale - expected).abs() <= half + 4 * steps * inverse)
     if wrong.any():
         raise ValueError(f"{int(wrong.sum())} of {wrong.numel()} results are not the twin's")
 

@@ -50,7 +50,9 @@ def lower_backward(
     """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any."""
     trained = [site for site in sites if site.backward is not None]
     waiting = _scaled_by_readers(gemms, trained)
-    edges = _edges(emitter.graph, trained, low)
+    # What a GEMM's epilogue wrote is not read beside the bytes of its Z, which have its signs too.
+    compared = {x: own for x, own in low.items() if own.by_rows}
+    edges = _edges(emitter.graph, trained, compared)
     for site in trained:
         host = _host(site, edges) if site.wants_weight else None
         if host is not None:
@@ -208,7 +210,7 @@ def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[
 
 
 def _kinds(low: Low) -> dict[Node, Kind]:
-    return {low.data: Kind.FULL, low.scale: Kind.COLUMN}
+    return {low.data: Kind.FULL, low.scale: Kind.COLUMN if low.by_rows else Kind.SCALAR}
 
 
 def _scaled(writer: Writer, low: Low) -> int:

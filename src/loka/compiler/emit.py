@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-_SIZE = torch.ops.aten.sym_size.int
+SIZE = torch.ops.aten.sym_size.int
 
 # What marks a node as to be recomputed, and as forward or backward.
 _INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom")
@@ -52,7 +52,7 @@ class Emitter:
     def redirect(self, old: Node, new: Node, besides: Node | None = None) -> None:
         """Readers of `old` read `new` from now on; not `besides`, and not those that ask for its size."""
         old.replace_all_uses_with(
-            new, delete_user_cb=lambda user: user is not besides and user.target is not _SIZE
+            new, delete_user_cb=lambda user: user is not besides and user.target is not SIZE
         )
 
     def now(self, node: Node) -> Node:
@@ -74,7 +74,7 @@ class Emitter:
             for place, other in enumerate(val.shape):
                 if not isinstance(other, int) and _equal(other, size):
                     with self.graph.inserting_after(node):
-                        return self.call(_SIZE, node, place)
+                        return self.call(SIZE, node, place)
         raise AssertionError(f"no node has the size {size}")
 
     def item(self, node: Node, place: int) -> Node:

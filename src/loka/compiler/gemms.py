@@ -108,6 +108,10 @@ class Weight:
     scale: Node
 
 
+def kernel_of(site: JointSite, gemm: Gemm) -> str:
+    return candidate_named(site.candidates[list(Gemm).index(gemm)]).kernel.name
+
+
 class Gemms:
     """Emits the GEMMs of sites. `joined`: the ops of all sites whose operands edges make."""
 
@@ -126,7 +130,7 @@ class Gemms:
             n, dtype = site.inputs, value_of(site.grad_output).dtype
         elif gemm is Gemm.GRAD_WEIGHT:
             m, n, dtype = site.outputs, site.inputs, site.weight_dtype
-        kernel = candidate_named(site.candidates[list(Gemm).index(gemm)]).kernel.name
+        kernel = kernel_of(site, gemm)
         a_scale = self._one(site) if a_scale is None else a_scale
         return emitter.call(
             region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype

@@ -26,6 +26,7 @@ from loka.compiler.emit import Emitter, ordered
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
+from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
@@ -45,39 +46,50 @@ def join_sites(graph: Graph) -> dict[str, str]:
     gemms = Gemms(emitter, {op for site in sites for op in (site.node, site.backward) if op is not None})
     weights = _quantize_weights(emitter, sites)
     first: dict[Node, Low] = {}  # by the input as it was found
-    products: list[Node] = []
+    products: dict[Node, Product] = {}  # by the node of a site
     for site in sites:
         with emitter.like(site.node):
             if site.x not in first:
                 # An edge before may have given it.
-                first[site.x] = _quantize_input(emitter, replace(site, x=emitter.now(site.x)), sites)
+                now = replace(site, x=emitter.now(site.x))
+                first[site.x] = _quantize_input(emitter, now, sites, products)
             own, weight = first[site.x], weights[site.node]
-            later = gemms.scaled_by_readers(site.y, site.inputs)
+            later = own.by_rows and gemms.scaled_by_readers(site.y, site.inputs)
             scale = None if later else own.scale
-            product = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
-            products.append(product)
-            emitter.replace(site.y, gemms.scaled(product, own.scale) if later else product)
+            node = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
+            y = gemms.scaled(node, own.scale) if later else node
+            products[site.node] = Product(site=site, node=node, y=y, input=own, weight=weight)
+            emitter.replace(site.y, y)
     # An input may have been given by an edge, or be the very output of another site: another node now.
     low = {emitter.now(x): own for x, own in first.items()}
-    sites = [replace(s, x=emitter.now(s.x), y=y) for s, y in zip(sites, products, strict=True)]
+    last_product = products[sites[-1].node].node
+    sites = [replace(s, x=emitter.now(s.x), y=products[s.node].node) for s in sites]
     regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
-    mark_runs(emitter, sites, low, weights, scales, (products[-1], last), record_text(regions, apart))
+    mark_runs(emitter, sites, low, weights, scales, (last_product, last), record_text(regions, apart))
     ordered(graph)
     graph.eliminate_dead_code()
     return apart
 
 
-def _quantize_input(emitter: Emitter, site: JointSite, sites: list[JointSite]) -> Low:
-    """x [T, K] of a site, and of those that read it too, in FP8 under a scale of each row."""
+def _quantize_input(
+    emitter: Emitter, site: JointSite, sites: list[JointSite], products: dict[Node, Product]
+) -> Low:
+    """x [T, K] of a site, and of those that read it too, in FP8: out of the GEMM before it, or by an edge
+    under a scale of each row."""
     joined = {each.node for each in sites}  # each input of theirs has such an edge
     cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, joined, forward=True)
     if not cone.inside:
         return _cast(emitter, site.x)
     writer = Writer(cone, {})
     program = writer.program(gradient=writer.place(site.x), row=True)
+    normed = normed_input(emitter, site, joined, writer, program, products.values())
+    if normed is not None:
+        own, product = normed
+        products[product.site.node] = product
+        return own
     outputs = writer.run(emitter, program, site.rows)
-    return Low(data=outputs["row"], scale=outputs["r"])
+    return Low(data=outputs["row"], scale=outputs["r"], finite=outputs["r"])
 
 
 def _cast(emitter: Emitter, x: Node) -> Low:
@@ -99,7 +111,8 @@ def _cast(emitter: Emitter, x: Node) -> Low:
     inverse = emitter.call(aten.where.self, finite, inverse, nan)
     scaled = emitter.call(aten.mul.Tensor, values, inverse)
     data = emitter.call(prims.convert_element_type.default, scaled, torch.float8_e4m3fn)
-    return Low(data=data, scale=emitter.call(aten.where.self, finite, power, nan))
+    scale = emitter.call(aten.where.self, finite, power, nan)
+    return Low(data=data, scale=scale, finite=scale)
 
 
 def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:

@@ -8,6 +8,7 @@ from loka.compiler.edges.matrix import Low
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, Weight, region_gemm
 from loka.compiler.joint_sites import JointSite
+from loka.compiler.normed import normed_gemm
 from loka.compiler.notes import FLAGS, note_sites
 from loka.core.recipe import Gemm
 from loka.kernels.quantize.side import BAD_A, BAD_B
@@ -22,7 +23,7 @@ def mark_runs(
     last: tuple[Node, Node | None],
     record: str,
 ) -> None:
-    """Notes that the sites ran, and scales that are not finite: in forward, and in backward.
+    """Notes that the sites ran, and operands that are not finite: in forward, and in backward.
 
     `scales`: r by the node of a site with a backward; `last`: the last GEMM of forward, and of backward.
     """
@@ -30,7 +31,7 @@ def mark_runs(
         entry
         for site in sites
         for entry in (
-            (site.health, low[site.x].scale, _place(Gemm.OUTPUT, BAD_A)),
+            (site.health, low[site.x].finite, _place(Gemm.OUTPUT, BAD_A)),
             (site.health, weights[site.node].scale, _place(Gemm.OUTPUT, BAD_B)),
         )
     ]
@@ -48,7 +49,7 @@ def mark_runs(
         if site.wants_weight:
             backward += [
                 (site.health, r, _place(Gemm.GRAD_WEIGHT, BAD_A)),
-                (site.health, low[site.x].scale, _place(Gemm.GRAD_WEIGHT, BAD_B)),
+                (site.health, low[site.x].finite, _place(Gemm.GRAD_WEIGHT, BAD_B)),
             ]
     if last[1] is not None:
         _noted(emitter, last[1], backward, record)
@@ -88,6 +89,6 @@ def makers_of(x: Node, outputs: set[Node]) -> list[Node]:
         seen.add(node)
         if node in outputs:
             found.add(node)
-        elif node.target is not region_gemm:
+        elif node.target not in (region_gemm, normed_gemm):
             waiting += node.all_input_nodes
     return sorted(found, reverse=True)

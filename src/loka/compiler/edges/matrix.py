@@ -13,15 +13,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from loka.kernels.edge.program import Kind
 
-_READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool)
+_READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Low:
-    """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows."""
+    """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows, or [1]. `finite`: a float32
+    tensor that is not finite where the tensor is not."""
 
     data: Node
     scale: Node
+    finite: Node
+
+    @property
+    def by_rows(self) -> bool:
+        return self.scale.meta["val"].dim() == 2
 
 
 @dataclass(frozen=True, kw_only=True)

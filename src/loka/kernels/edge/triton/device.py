@@ -59,6 +59,12 @@ def e5m2_number(byte):
 
 
 @triton.jit
+def byte_number(byte):
+    """0 to 255, by no conversion, which runs at a quarter of the rate: the lowest bits of 2^23 + byte."""
+    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def maximum_of(a, b):
     """NaN where either is, as PyTorch has it."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -308,8 +314,8 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 
 
 DEVICE_FUNCTIONS = (
-    widened, e4m3_number, e5m2_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of, sigmoid_of,
-    tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
+    widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of,
+    sigmoid_of, tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
     transposed, store_tops, finish_sums, magnitude_bits, inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}

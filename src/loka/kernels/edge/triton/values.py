@@ -208,6 +208,8 @@ class Lines:
             return f"{raw} != 0"
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
             return f"{dtype.removeprefix('float8_').removesuffix('fn')}_number({raw})"
+        if dtype == "uint8":
+            return f"byte_number({raw})"
         return f"{raw}.to(tl.float32)" if kind is not Kind.FULL else f"widened({raw})"
 
     def _step(self, step: Step, k: str, parts: Sequence[str]) -> str:

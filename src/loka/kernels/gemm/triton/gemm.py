@@ -1,11 +1,11 @@
 """An FP8 GEMM on Hopper that normalizes, activates and casts its result before it writes it.
 
     Z [M, N] = A8 [M, K] @ W8 [N, K]^T * scale_a * scale_w     float32 accumulators
-    out = cast(activation(BlockNorm(Z)) / scale_out)           e4m3, or bfloat16 unscaled
+    out = e4m3(activation(BlockNorm(Z)) / scale)               the scale is known beforehand
 
 A tile of the result is whole blocks of the norm wide, so a row's statistic never leaves the
-tile, and Z itself is written only where backward will want it: in bfloat16, or in eight bits with
-steps of each row and block (rounded.py). Twin: kernels/gemm/fused_gemm.py.
+tile, and Z itself is written only where backward will want it, in eight bits with
+steps of each row and block (rounded.py). Twin: kernels/gemm/normed_gemm.py.
 
 The epilogue costs what the tensor cores wait for it: 128 x 256 accumulators take 256 cycles for
 one instruction an element, and their 512 products each 4096. So factors of a row (the norm, the
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.kernels.gemm.epilogue import Activation, Epilogue, Norm, Rounded
+from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, Rounded
 from loka.kernels.gemm.triton.rounded import step_of, to_byte
 from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.pack import inverse_of_power
@@ -114,58 +114,74 @@ def _store(
 
 
 @triton.jit
-def _factor(acc, scale, eps, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / sqrt(mean(z^2) + eps) of every row and block of z = acc * scale [BLOCK_M, blocks], and that times
-    scale, as wide as `acc` or 1.
-
-    The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
-    """
-    if WIDTH == BLOCK:
-        mean = tl.sum(acc * acc, axis=1, keep_dims=True) * (1.0 / BLOCK) * scale * scale
-        inverse = tl.rsqrt(mean + eps)
-        factor = inverse * scale
-    else:
-        blocks = tl.reshape(acc * acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
-        mean = tl.sum(blocks, axis=2, keep_dims=True) * (1.0 / BLOCK) * scale * scale
-        inverse = tl.rsqrt(mean + eps)
-        wide = tl.broadcast_to(inverse * scale, (BLOCK_M, WIDTH // BLOCK, BLOCK))
-        factor = tl.reshape(wide, (BLOCK_M, WIDTH))
-        inverse = tl.reshape(inverse, (BLOCK_M, WIDTH // BLOCK))
-    return inverse, factor
-
-
-@triton.jit
-def _steps(
+def _normalize(
     acc,
-    inverse,
     scale,
-    place,
+    eps,
+    inverse_ptr,
+    steps_ptr,
     row,
     column,
     rows,
     columns,
+    KEEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the steps of Z = acc * scale in a tile that begins at `row` and `column`; returns 1 / those of
-    acc, as wide as `acc` or 1. `inverse`: 1 / rms of rows and blocks, which knows what is not finite."""
-    if WIDTH == BLOCK:
-        largest = tl.max(tl.abs(acc), axis=1, keep_dims=True)
-    else:
-        blocks = tl.reshape(acc, (BLOCK_M, WIDTH // BLOCK, BLOCK))
-        largest = tl.max(tl.abs(blocks), axis=2)
-    step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
+    """Of z = acc * scale, `scale` a number or one a row, in a tile that begins at `row` and `column`: writes
+    1 / rms of every row and block, and the steps of z where they are kept. Returns what acc is multiplied by
+    to be normalized, and to be counted in steps: as wide as `acc`, or 1.
+
+    The sum is of unscaled squares, which neither overflow nor vanish: e4m3 products lie in 2^-18 .. 2^18.
+    """
+    mean = _sum_of_blocks(acc * acc, BLOCK_M, WIDTH, BLOCK) * (1.0 / BLOCK) * scale * scale
+    inverse = tl.rsqrt(mean + eps)
+    inverse = tl.where(inverse > 0.0, inverse, float("nan"))  # a mean that is infinite
     r = row + tl.arange(0, BLOCK_M)
     b = column // BLOCK + tl.arange(0, WIDTH // BLOCK)
     count = columns // BLOCK
-    offsets = r.to(tl.int64)[:, None] * count + b[None, :]
-    tl.store(place + offsets, step * scale, mask=(r < rows)[:, None] & (b < count)[None, :])
-    turned = inverse_of_power(step)
-    if WIDTH != BLOCK:
-        wide = tl.broadcast_to(tl.expand_dims(turned, 2), (BLOCK_M, WIDTH // BLOCK, BLOCK))
-        turned = tl.reshape(wide, (BLOCK_M, WIDTH))
-    return turned
+    places = r.to(tl.int64)[:, None] * count + b[None, :]
+    there = (r < rows)[:, None] & (b < count)[None, :]
+    tl.store(inverse_ptr + places, inverse, mask=there)
+    factor = _widened(inverse * scale, BLOCK_M, WIDTH, BLOCK)
+    parts = factor
+    if KEEP:
+        largest = _largest_of_blocks(tl.abs(acc), BLOCK_M, WIDTH, BLOCK)
+        step = step_of(tl.where(inverse > 0.0, largest, float("nan")))
+        tl.store(steps_ptr + places, step * scale, mask=there)
+        parts = _widened(inverse_of_power(step), BLOCK_M, WIDTH, BLOCK)
+    return factor, parts
+
+
+@triton.jit
+def _sum_of_blocks(values, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK_M, WIDTH / BLOCK] of a tile. One block is summed as it lies in registers."""
+    if WIDTH == BLOCK:
+        found = tl.sum(values, axis=1, keep_dims=True)
+    else:
+        found = tl.sum(tl.reshape(values, (BLOCK_M, WIDTH // BLOCK, BLOCK)), axis=2)
+    return found
+
+
+@triton.jit
+def _largest_of_blocks(values, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    if WIDTH == BLOCK:
+        found = tl.max(values, axis=1, keep_dims=True)
+    else:
+        found = tl.max(tl.reshape(values, (BLOCK_M, WIDTH // BLOCK, BLOCK)), axis=2)
+    return found
+
+
+@triton.jit
+def _widened(values, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """One of every block [BLOCK_M, WIDTH / BLOCK], as wide as a tile, or 1."""
+    if WIDTH == BLOCK:
+        wide = values
+    else:
+        wide = tl.broadcast_to(tl.expand_dims(values, 2), (BLOCK_M, WIDTH // BLOCK, BLOCK))
+        wide = tl.reshape(wide, (BLOCK_M, WIDTH))
+    return wide
 
 
 @triton.jit
@@ -200,39 +216,27 @@ def _activated(acc, factor, inverse, ACTIVATION: tl.constexpr, HARDWARE: tl.cons
 def _finish(
     acc,
     factor,
-    scale,
-    turned,
-    inverse,
+    parts,
     out,
     z,
     row,
     column,
     rows,
     columns,
-    NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FP8: tl.constexpr,
+    INVERSE: tl.constexpr,
     KEEP: tl.constexpr,
-    ROUNDED: tl.constexpr,
     HARDWARE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Writes a tile, or half of one: Z, or its bytes by 1 / steps `turned`, where kept, and the result."""
+    """Writes a tile, or half of one: the bytes of Z where kept, and the result."""
     if KEEP:
-        if ROUNDED:
-            kept = to_byte(acc, turned)
-        else:
-            kept = acc * scale
-            if HARDWARE:
-                kept = kept.to(tl.bfloat16)
-        _store(z, kept, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
-    value = _activated(acc, factor, inverse, ACTIVATION, HARDWARE)
-    if FP8 and not NORM:  # a norm makes NaN of infinity; the cast would make it the largest number
-        value = tl.where(tl.abs(value) < float("inf"), value, float("nan"))
+        _store(z, to_byte(acc, parts), row, column, rows, columns, BLOCK_M, WIDTH, TMA)
+    value = _activated(acc, factor, INVERSE, ACTIVATION, HARDWARE)
     if HARDWARE:  # sm_90's only cast to e4m3 saturates and keeps NaN (cvt.rn.satfinite)
-        value = value.to(tl.float8e4nv if FP8 else tl.bfloat16)
+        value = value.to(tl.float8e4nv)
     _store(out, value, row, column, rows, columns, BLOCK_M, WIDTH, TMA)
 
 
@@ -242,19 +246,19 @@ def _gemm(
     w,
     out,
     z,
+    inverse_ptr,
     steps_ptr,
     scale_a_ptr,
     scale_w_ptr,
-    scale_out_ptr,
     rows,
     columns,
     inner,
     eps,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    FP8: tl.constexpr,
+    INVERSE: tl.constexpr,
     KEEP: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
     FAST: tl.constexpr,
     HARDWARE: tl.constexpr,
     TMA: tl.constexpr,
@@ -267,14 +271,11 @@ def _gemm(
     SPECIALIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over, 0 for none.
-    ROUNDED: whether `z` keeps Z in eight bits."""
+    """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over. INVERSE: 1 / the result's
+    scale. KEEP: whether Z is kept. ROWS: whether `scale_a` has one for each row."""
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
-    scale = tl.load(scale_a_ptr) * tl.load(scale_w_ptr)
-    inverse = 1.0
-    if FP8:
-        inverse = 1.0 / tl.load(scale_out_ptr)
+    scale_w = tl.load(scale_w_ptr)
     if TMA and SPECIALIZE:  # its passes cut the tiles of a descriptor, and cannot those of an argument
         a = tl.make_tensor_descriptor(a, [rows, inner], [inner, 1], [BLOCK_M, BLOCK_K])
         w = tl.make_tensor_descriptor(w, [columns, inner], [inner, 1], [BLOCK_N, BLOCK_K])
@@ -301,42 +302,42 @@ def _gemm(
         tile_m, tile_n = _place(written, tiles_m, tiles_n, GROUP)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
-        factor = scale
-        turned = scale
-        if NORM == BLOCK_N or (NORM > 0 and PARTS == 1):
-            root, factor = _factor(acc, scale, eps, BLOCK_M, BLOCK_N, NORM)
-            if ROUNDED:
-                turned = _steps(
-                    acc, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N, NORM
-                )
+        if ROWS:
+            r = row + tl.arange(0, BLOCK_M)
+            scale = tl.load(scale_a_ptr + r, mask=r < rows, other=1.0)[:, None] * scale_w
+        else:
+            scale = tl.load(scale_a_ptr) * scale_w
+        if PARTS == 1 or NORM == BLOCK_N:
+            factor, parts = _normalize(
+                acc, scale, eps, inverse_ptr, steps_ptr, row, column, rows, columns,
+                KEEP, BLOCK_M, BLOCK_N, NORM,
+            )  # fmt: skip
         if PARTS == 1:
             _finish(
-                acc, factor, scale, turned, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N, TMA,
+                acc, factor, parts, out, z, row, column, rows, columns,
+                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N, TMA,
             )  # fmt: skip
         else:
             halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
             first, second = tl.split(halves)
-            if NORM > 0 and NORM < BLOCK_N:
-                root, factor = _factor(first, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
-                if ROUNDED:
-                    turned = _steps(
-                        first, root, scale, steps_ptr, row, column, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
-                    )
+            half = column + BLOCK_N // 2
+            if NORM < BLOCK_N:
+                factor, parts = _normalize(
+                    first, scale, eps, inverse_ptr, steps_ptr, row, column, rows, columns,
+                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                )  # fmt: skip
             _finish(
-                first, factor, scale, turned, inverse, out, z, row, column, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                first, factor, parts, out, z, row, column, rows, columns,
+                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
-            if NORM > 0 and NORM < BLOCK_N:
-                root, factor = _factor(second, scale, eps, BLOCK_M, BLOCK_N // 2, NORM)
-                if ROUNDED:
-                    half = column + BLOCK_N // 2
-                    turned = _steps(
-                        second, root, scale, steps_ptr, row, half, rows, columns, BLOCK_M, BLOCK_N // 2, NORM
-                    )
+            if NORM < BLOCK_N:
+                factor, parts = _normalize(
+                    second, scale, eps, inverse_ptr, steps_ptr, row, half, rows, columns,
+                    KEEP, BLOCK_M, BLOCK_N // 2, NORM,
+                )  # fmt: skip
             _finish(
-                second, factor, scale, turned, inverse, out, z, row, column + BLOCK_N // 2, rows, columns,
-                NORM, ACTIVATION, FP8, KEEP, ROUNDED, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
+                second, factor, parts, out, z, row, half, rows, columns,
+                ACTIVATION, INVERSE, KEEP, HARDWARE, BLOCK_M, BLOCK_N // 2, TMA,
             )  # fmt: skip
 
 
@@ -367,68 +368,57 @@ def choose(*, rows: int, columns: int, block: int, fast: bool, keep: bool) -> Co
     return CONFIGS["one pipeline" if keep else "whole"]
 
 
-def gemm_produce_fused(
+def gemm_normed_fused(
     a: torch.Tensor,
     w: torch.Tensor,
     scale_a: torch.Tensor,
     scale_w: torch.Tensor,
     epilogue: Epilogue,
     *,
-    scale_out: torch.Tensor | None,
     keep: bool,
-    into: Rounded | None = None,
     fast: bool = True,
     config: Config | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [M, N], Z [M, N] bfloat16 or None) of a [M, K] and w [N, K], e4m3 and row-major.
-
-    Arguments and what is legal: kernels/gemm/fused_gemm.py, which checks them. `config`: None chooses.
-    """
-    norm = epilogue.block if epilogue.norm is Norm.BLOCK else 0
+) -> Normed:
+    """Arguments and what is legal: kernels/gemm/normed_gemm.py, which checks them. `config`: None chooses."""
     rows, columns = a.shape[0], w.shape[0]
     if config is None:
-        config = choose(rows=rows, columns=columns, block=norm, fast=fast, keep=keep or into is not None)
-    result = torch.float8_e4m3fn if scale_out is not None else torch.bfloat16
-    held = (torch.float32, torch.float32) if _INTERPRETED else (result, torch.bfloat16)
-    out = torch.empty(rows, columns, dtype=held[0], device=a.device)
-    z = torch.empty(rows, columns, dtype=held[1], device=a.device) if keep else None
-    if into is not None:
-        assert norm, "eight bits are kept before a norm"
-        assert not keep, "eight bits are kept instead of Z"
-        z = into.values
+        config = choose(rows=rows, columns=columns, block=epilogue.block, fast=fast, keep=keep)
+    held = torch.float32 if _INTERPRETED else torch.float8_e4m3fn
+    out = torch.empty(rows, columns, dtype=held, device=a.device)
+    inverse = torch.empty(rows, columns // epilogue.block, dtype=torch.float32, device=a.device)
+    z = None
+    if keep:
+        z = Rounded(torch.empty(rows, columns, dtype=torch.uint8, device=a.device), torch.empty_like(inverse))
     if _INTERPRETED:
         a, w = a.float(), w.float()
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
         with launching_on(a):
-            steps = None if into is None else into.steps
-            _launch(a, w, out, z, steps, scale_a, scale_w, scale_out, norm, epilogue, fast, config)
+            _launch(a, w, out, inverse, z, scale_a, scale_w, epilogue, fast, config)
     if _INTERPRETED:
-        largest = torch.finfo(result).max
-        out = out.clamp(-largest, largest).to(result)
-    return out, z.bfloat16() if z is not None and keep else None
+        out = out.to(torch.float8_e4m3fn)
+    return Normed(out, inverse, z)
 
 
 def _launch(
     a: torch.Tensor,
     w: torch.Tensor,
     out: torch.Tensor,
-    z: torch.Tensor | None,
-    steps: torch.Tensor | None,
+    inverse: torch.Tensor,
+    z: Rounded | None,
     scale_a: torch.Tensor,
     scale_w: torch.Tensor,
-    scale_out: torch.Tensor | None,
-    norm: int,
     epilogue: Epilogue,
     fast: bool,
     config: Config,
 ) -> None:
+    norm = epilogue.block
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
-    if config.specialize and norm:
+    if config.specialize:
         block_n = norm  # triton 3.6 cannot cut a tile of several blocks between its warps
     programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
     tiles = triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], block_n)
-    operands: list[Any] = [a, w, out, z if z is not None else out]
+    operands: list[Any] = [a, w, out, z.values if z is not None else out]
     if config.tma and config.specialize:
         triton.set_allocator(_workspace)
     elif config.tma:
@@ -440,18 +430,18 @@ def _launch(
         ]
     _gemm[(min(programs, tiles),)](
         *operands,
-        scale_a if steps is None else steps,
+        inverse,
+        z.steps if z is not None else inverse,
         scale_a,
         scale_w,
-        scale_out if scale_out is not None else scale_a,
         *out.shape,
         a.shape[1],
         epilogue.eps,
         NORM=norm,
         ACTIVATION=_ACTIVATIONS[epilogue.activation].value,
-        FP8=scale_out is not None,
+        INVERSE=1.0 / epilogue.scale,
         KEEP=z is not None,
-        ROUNDED=steps is not None,
+        ROWS=scale_a.numel() > 1,
         FAST=fast,
         HARDWARE=not _INTERPRETED,
         TMA=config.tma,

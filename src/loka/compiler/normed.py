@@ -1,0 +1,190 @@
+"""Sites whose code behind them is their GEMM's own epilogue: one kernel writes the next site's FP8 input.
+
+    y = gemm(a8, W8);  x = activation(BlockNorm(y));  x8 = cast(x)       becomes
+
+    x8, 1 / rms, z8, steps = normed_gemm(a8, W8)
+
+x8 has one scale, known from the norm's bound, in the place of scales of rows: they differ for elements near
+e4m3's smallest numbers alone. Backward reads y as (z8 - 127.5) steps, a byte an element (epilogue.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from loka.compiler.edges.epilogues import matched
+from loka.compiler.edges.matrix import Low
+from loka.compiler.edges.nodes import args_of, in_backward, value_of
+from loka.compiler.edges.writer import Writer
+from loka.compiler.emit import SIZE, Emitter
+from loka.compiler.gemms import Weight, kernel_of
+from loka.compiler.joint_sites import JointSite
+from loka.core.problem import target_of
+from loka.core.recipe import Gemm
+from loka.kernels.edge.program import Program
+from loka.kernels.gemm.epilogue import ROUNDED_MIDDLE, Activation, Epilogue
+from loka.kernels.gemm.normed_gemm import gemm_normed, unsupported
+from loka.kernels.launches import note_launch
+from loka.nn.site_ops import registered
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _normed_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    site: str,
+    kernel: str,
+    block: int,
+    eps: float,
+    activation: str,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x8 [rows, N], 1 / rms [rows, N / block], and where `keep` z8 [rows, N] and steps [rows, N / block],
+    else empty. a_scale: float32 [1], or [rows] in any shape; b_scale: float32, all one number."""
+    note_launch("gemm")
+    epilogue = Epilogue(block=block, eps=eps, activation=Activation(activation))
+    made = gemm_normed(
+        a, b, a_scale.reshape(-1), b_scale.reshape(-1)[:1], epilogue, keep=keep, fast=kernel != "torch"
+    )
+    if made.z is None:
+        return made.data, made.inverse_rms, *_nothing(a)
+    return made.data, made.inverse_rms, *made.z
+
+
+def _normed_gemm_fake(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    site: str,
+    kernel: str,
+    block: int,
+    eps: float,
+    activation: str,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns = a.shape[0], b.shape[0]
+    data = a.new_empty(rows, columns)
+    inverse = a.new_empty(rows, columns // block, dtype=torch.float32)
+    if not keep:
+        return data, inverse, *_nothing(a)
+    return data, inverse, torch.empty_like(data, dtype=torch.uint8), torch.empty_like(inverse)
+
+
+def _nothing(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.float32)
+
+
+normed_gemm = registered("loka::normed_gemm", _normed_gemm, _normed_gemm_fake)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A site's output in a graph. `node` is the GEMM, or what stands for it; readers read `y`, which may be
+    that times row scales."""
+
+    site: JointSite
+    node: Node
+    y: Node
+    input: Low
+    weight: Weight
+
+
+def normed_input(
+    emitter: Emitter,
+    site: JointSite,
+    joined: set[Node],
+    writer: Writer,
+    program: Program,
+    products: Iterable[Product],
+) -> tuple[Low, Product] | None:
+    """x of `site` out of the epilogue of the GEMM before it, and that product, as backward reads it; None
+    where the program is no epilogue, or somebody else reads in forward what would no longer be there.
+    `joined`: the nodes of sites, which get x as it is quantized for this one."""
+    found = matched(program)
+    if found is None:
+        return None
+    product = next((p for p in products if p.node is writer.leaves[found.product]), None)
+    if product is None or (
+        found.row_scale is not None and writer.leaves[found.row_scale] is not product.input.scale
+    ):
+        return None
+    inside = writer.cone.inside | {product.node}
+    readers = {user for node in inside for user in node.users} - inside
+    if not all(_does_without(user, site.x, joined) for user in readers):
+        return None
+    if _misfit(product, found.epilogue) is not None:
+        return None
+    return _emitted(emitter, product, found.epilogue, writer, keep=site.backward is not None)
+
+
+def _does_without(user: Node, x: Node, joined: set[Node]) -> bool:
+    """Whether it is a site that reads x, or backward, or code for backward alone, or asks for a size.
+
+    One node reads the outputs of a graph, forward's among them; what writes a tensor outside has no reader.
+    """
+    if user in joined:
+        return args_of(user)[0] is x
+    if user.op == "output" or user.is_impure():
+        return False
+    if user.target is SIZE or in_backward(user):
+        return True
+    return all(_does_without(each, x, joined) for each in user.users)
+
+
+def _misfit(product: Product, epilogue: Epilogue) -> str | None:
+    value = value_of(product.node)
+    return unsupported(
+        epilogue, columns=product.site.outputs, inner=product.site.inputs, target=target_of(value.device)
+    )
+
+
+def _emitted(
+    emitter: Emitter, product: Product, epilogue: Epilogue, writer: Writer, *, keep: bool
+) -> tuple[Low, Product]:
+    site, given, weight = product.site, product.input, product.weight
+    with emitter.like(product.node):
+        op = emitter.call(
+            normed_gemm, given.data, given.scale, weight.row, weight.scale, site.name,
+            kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
+        )  # fmt: skip
+        data, inverse, values, steps = (emitter.item(op, place) for place in range(4))
+        scale = emitter.call(
+            aten.full.default, [1], epilogue.scale, dtype=torch.float32, device=value_of(data).device
+        )
+        for statistic in writer.cone.given:
+            emitter.replace(statistic, _like(emitter, inverse, statistic))
+        own = Low(data=data, scale=scale, finite=inverse)
+        if not keep:
+            return own, product
+        y = _restored(emitter, values, steps, like=product.y)
+    emitter.replace(product.y, y)
+    return own, replace(product, node=y, y=y)
+
+
+def _restored(emitter: Emitter, values: Node, steps: Node, *, like: Node) -> Node:
+    """y [T, N] in its dtype, from its bytes."""
+    rows, columns = (emitter.side(each) for each in value_of(like).shape)
+    blocks = value_of(steps).shape[1]
+    wide = emitter.call(prims.convert_element_type.default, values, torch.float32)
+    centred = emitter.call(aten.sub.Tensor, wide, ROUNDED_MIDDLE)
+    apart = emitter.call(aten.view.default, centred, [rows, blocks, value_of(like).shape[1] // blocks])
+    each = emitter.call(aten.view.default, steps, [rows, blocks, 1])
+    product = emitter.call(aten.mul.Tensor, apart, each)
+    whole = emitter.call(aten.view.default, product, [rows, columns])
+    return emitter.call(prims.convert_element_type.default, whole, value_of(like).dtype)
+
+
+def _like(emitter: Emitter, node: Node, like: Node) -> Node:
+    """In the shape and the dtype of another node of as many elements."""
+    value = emitter.call(aten.view.default, node, [emitter.side(each) for each in value_of(like).shape])
+    if value_of(value).dtype == value_of(like).dtype:
+        return value
+    return emitter.call(prims.convert_element_type.default, value, value_of(like).dtype)

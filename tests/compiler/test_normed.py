@@ -1,0 +1,252 @@
+"""Sites whose code behind them runs in their GEMM's epilogue: which ones, and that results stay right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from converted import error, gradients, plan_for, run
+from joint import JointBackend
+from torch import nn
+
+import loka
+from loka.compiler.edges.epilogues import matched
+from loka.compiler.normed import normed_gemm
+from loka.kernels.edge.op import edge
+from loka.kernels.edge.program import Kind, Program, Step
+from loka.kernels.gemm.epilogue import Activation
+from loka.nn import BlockNorm
+
+X = torch.randn(70, 64, generator=torch.Generator().manual_seed(1))
+ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    Activation.NONE: nn.Identity,
+    Activation.HARD_SWISH: nn.Hardswish,
+    Activation.RELU: nn.ReLU,
+    Activation.SWISH: nn.SiLU,
+    Activation.GELU: nn.GELU,
+}
+
+
+def tower(activation: Activation = Activation.HARD_SWISH, block: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    make = ACTIVATIONS[activation]
+    return nn.Sequential(
+        nn.Linear(64, 128, bias=False), BlockNorm(128, block), make(),
+        nn.Linear(128, 256, bias=False), BlockNorm(256, block), make(),
+        nn.Linear(256, 32),
+    )  # fmt: skip
+
+
+def compiled(model: nn.Module, x: torch.Tensor = X) -> tuple[nn.Module, nn.Module, JointBackend]:
+    """The model by sites, and joined."""
+    plan = plan_for(copy.deepcopy(model), x)
+    by_site, joined = (loka.convert(copy.deepcopy(model), plan) for _ in range(2))
+    return by_site, joined, JointBackend()
+
+
+def check(model: nn.Module, epilogues: int, x: torch.Tensor = X) -> JointBackend:
+    """That joined it is as good as by sites, with so many GEMMs that have an epilogue."""
+    by_site, joined, backend = compiled(model, x)
+    pairs = []
+    truth, theirs, ours = (run(m, x) for m in (model, by_site, torch.compile(joined, backend=backend)))
+    pairs = [(ours[0], theirs[0], truth[0]), (ours[1][0], theirs[1][0], truth[1][0])]
+    exact, one_by_one, together = (gradients(m) for m in (model, by_site, joined))
+    pairs += [(together[name], one_by_one[name], exact[name]) for name in exact]
+    assert not backend.apart
+    assert backend.count(normed_gemm) == epilogues
+    for found, eager, expected in pairs:
+        assert found is not None
+        assert eager is not None
+        assert expected is not None
+        assert error(found, expected) <= 1.3 * error(eager, expected) + 0.005
+    return backend
+
+
+@pytest.mark.parametrize("activation", list(Activation), ids=str)
+def test_towers_have_no_edge_in_forward_but_the_first(activation: Activation) -> None:
+    backend = check(tower(activation), 2)
+    forward = next(graph for graph in backend.graphs if any(n.target is normed_gemm for n in graph.nodes))
+    assert sum(node.target is edge for node in forward.nodes) == 1
+    kept = [node.meta["val"] for node in forward.find_nodes(op="output")[0].all_input_nodes]
+    # y is not among what is kept for backward: a byte an element is, and its input in FP8.
+    assert not [v for v in kept if v.dim() == 2 and v.shape[1] >= 128 and v.dtype.itemsize > 1]
+    assert len([v for v in kept if v.dtype == torch.uint8]) == 2
+
+
+def test_one_block_is_a_whole_row() -> None:
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), BlockNorm(128, 128), nn.SiLU(), nn.Linear(128, 32))
+    check(model, 1)
+
+
+class RmsNorm(nn.Module):
+    """Written by hand, as users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256, bias=False), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).unflatten(-1, (4, 64)).float()
+        y = y / torch.sqrt(y.square().mean(dim=-1, keepdim=True) + 1e-5)
+        return self.second(F.relu(y.flatten(-2)).to(x.dtype))
+
+
+class TwoReaders(RmsNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.third = BlockNorm(256, 64), nn.Linear(256, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.norm(self.first(x)))
+        return self.second(h) * self.third(h)
+
+
+def test_a_norm_written_in_other_words_stays_an_edge() -> None:
+    check(RmsNorm(), 0)
+
+
+def test_two_sites_may_read_it() -> None:
+    check(TwoReaders(), 1)
+
+
+class Kept(TwoReaders):
+    """`how` something else reads what lies between."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gamma = nn.Parameter(torch.rand(256))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        h = F.silu(self.norm(y) * self.gamma if self.how == "gamma" else self.norm(y))
+        out = self.second(h)
+        if self.how == "added":
+            out = out + h[:, :32]
+        if self.how == "its GEMM's output":
+            out = out + y[:, :32]
+        if self.how == "returned":
+            out = torch.cat([out, h], dim=1)
+        if self.how == "written outside":
+            self.seen.copy_(h.detach().float().mean())
+        return out
+
+
+@pytest.mark.parametrize("how", ["gamma", "added", "its GEMM's output", "returned", "written outside"])
+def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how: str) -> None:
+    check(Kept(how), 0)
+
+
+@pytest.mark.parametrize(
+    ("features", "block", "bias"), [(96, 32, False), (192, 96, False), (128, 64, True), (160, 64, False)]
+)
+def test_what_no_kernel_does_stays_an_edge(features: int, block: int, bias: bool) -> None:
+    """Blocks that are none of a tile's, a last one that is shorter, a bias before the norm."""
+    model = nn.Sequential(
+        nn.Linear(64, features, bias=bias), BlockNorm(features, block), nn.ReLU(), nn.Linear(features, 32)
+    )
+    check(model, 0)
+
+
+def test_inference_keeps_nothing() -> None:
+    model = tower()
+    by_site, joined, backend = compiled(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, theirs = model(X), by_site(X)
+        ours = torch.compile(joined, backend=backend)(X)
+    assert error(ours, expected) <= 1.3 * error(theirs, expected) + 0.005
+    ops = [node for graph in backend.graphs for node in graph.nodes if node.target is normed_gemm]
+    assert len(ops) == 2
+    assert not any(node.meta["val"][2].numel() for node in ops)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_and_is_flagged(bad: float) -> None:
+    _, joined, backend = compiled(tower())
+    x = X.clone()
+    x[7, 3] = bad
+    y, (grad,) = run(torch.compile(joined, backend=backend), x)
+    assert y.isnan().any(dim=1).nonzero().tolist() == [[7]]
+    assert grad is not None
+    assert grad.isnan().any(dim=1).nonzero().tolist() == [[7]]
+    health = loka.health_of(joined)
+    assert all(health[f"{layer}/output"]["bad_a"] for layer in "036")
+
+
+def test_weights_that_are_not_finite_are_seen_behind_them() -> None:
+    model = tower()
+    _, joined, backend = compiled(model)
+    with torch.no_grad():
+        joined[0].weight[70, 5] = torch.inf  # in the second block of two
+    y, _ = run(torch.compile(joined, backend=backend), X)
+    assert y.isnan().all()
+    assert loka.health_of(joined)["3/output"]["bad_a"]
+
+
+def test_dynamic_rows_and_none() -> None:
+    model = tower()
+    _, joined, backend = compiled(model)
+    step = torch.compile(joined, backend=backend, dynamic=True, fullgraph=True)
+    for rows in (48, 70, 33):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        assert error(run(step, x)[0], run(model, x)[0]) < 0.15
+    assert backend.count(normed_gemm) == 2
+    assert run(step, X[:0])[0].shape == (0, 32)
+
+
+def test_training_follows_site_by_site() -> None:
+    """Thirty steps from the same start: what backward keeps in eight bits does not add up."""
+    model = tower()
+    by_site, joined, backend = compiled(model)
+    target = torch.randn(70, 32, generator=torch.Generator().manual_seed(5))
+    losses = []
+    for each in (model, by_site, joined):
+        step = torch.compile(each, backend=backend) if each is joined else each
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        for _ in range(30):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(step(X).float(), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    start = F.mse_loss(torch.zeros_like(target), target).item()
+    assert losses[0] < 0.9 * start
+    assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 0.01 * start
+
+
+def _program(**changes: object) -> Program:
+    steps = (
+        Step("square", (0,)), Step("block_sum", (1,)), Step("mul", (2, 1 / 64)), Step("add", (3, 1e-6)),
+        Step("rsqrt", (4,)), Step("mul", (5, 0)), Step("relu", (6,)),
+    )  # fmt: skip
+    given = {"features": 128, "block": 64, "leaves": (Kind.FULL,), "steps": steps, "gradient": 7, "row": True}
+    return Program(**{**given, **changes})
+
+
+def test_a_formula_is_known_exactly_or_not_at_all() -> None:
+    found = matched(_program())
+    assert found is not None
+    assert (found.epilogue.block, found.epilogue.eps, found.inverse_rms) == (64, 1e-6, 5)
+    assert found.epilogue.activation is Activation.RELU
+    steps = list(_program().steps)
+    for place, other in (
+        (2, Step("mul", (2, 1 / 65))),  # another mean
+        (3, Step("add", (3, -1e-6))),
+        (4, Step("sqrt", (4,))),
+        (5, Step("div", (5, 0))),
+        (6, Step("tanh", (6,))),
+        (0, Step("mul", (0, 2.0))),
+    ):
+        changed = (*steps[:place], other, *steps[place + 1 :])
+        assert matched(_program(steps=changed)) is None, other
+    assert matched(_program(gradient=6)).epilogue.activation is Activation.NONE
+    assert matched(_program(column=True)) is None
+    assert matched(_program(sums=(7,))) is None
+    assert matched(_program(values=(6,), value_dtypes=("float32",))) is None
+    assert matched(_program(values=(5,), value_dtypes=("float32",))) is not None
+    assert matched(_program(gradient=None, row=False)) is None
