@@ -7,7 +7,6 @@ another order than autograd adds them, so from the second step on losses agree w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from joint import JointBackend
+from gather_jobs import NAMES, shard, trained
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
-from towers import LR, STEPS, alone, as_gathered, joinable, loss_of, plan_of, rows, tower, uneven, width
+from towers import LR, STEPS, alone, as_gathered, loss_of, plan_of, rows, tower, uneven
 
 import loka
-from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.distributed import fp8_all_gather
-from loka.kernels.quantize.fp8_weights import fp8_weights
-from loka.nn.fp8_weight import dequantized, transposed
 
 # A step of Adam moves a weight by LR in the direction of its gradient, whatever its size, so the last bit of
 # a sum decides little but near zero; eight roundings of float32 in a loss near 1, which three steps of 0.01
@@ -47,29 +41,6 @@ class Counting(DefaultAllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.sent.append(input_tensor.numel() * input_tensor.element_size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-def shard(model: nn.Module, units: str = "layer", **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if units == "layer":
-        for layer in list(model.modules()):
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, **options)
-    elif units == "group":  # one unit for all layers, beside the root's
-        fully_shard([m for m in model.modules() if isinstance(m, nn.Linear)], mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def trained(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[float]:
-    optimizer = torch.optim.Adam(model.parameters(), LR)
-    losses = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, *rows(step, rank, width(model)))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
@@ -192,15 +163,11 @@ class Job:
         return {"nan": bool(y.isnan().all()), "bad": loka.health_of(model)["2/output"]["bad_b"]}
 
 
-UNITS = ("root", "group")
 CASES = [("convert first", "layer"), ("shard first", "root")]
 
 
 def wide() -> nn.Module:
     return tower(128, 200, 160)
-
-
-NAMES = {"0.weight", "2.weight", "4.weight", "6.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -286,126 +253,3 @@ def test_what_cannot_be_is_refused_on_all_ranks(three: list[dict[str, Any]]) -> 
             in found["refused"]["ranks"]
         )
         assert found["no scale"] == {"nan": True, "bad": True}
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-@dataclass(frozen=True)
-class Exact:
-    """Two ranks, where the order of a sum does not matter."""
-
-    plan: loka.Plan
-    joined: loka.Plan
-
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
-        model = shard(loka.convert(uneven(), self.plan))
-        fp8_all_gather(model, self.plan)
-        found: dict[str, Any] = {"uneven": trained(model, rank), "checkpointed": self.checkpointed(rank)}
-        for units in UNITS:
-            found[units] = self.compiled(rank, units)
-        return found
-
-    def checkpointed(self, rank: int) -> dict[str, Any]:
-        """Units run again in backward, where scales stay those of the forward."""
-        model = shard(loka.convert(uneven(), self.plan))
-        fp8_all_gather(model, self.plan)
-        agreed = []
-        real = dist.all_reduce
-        dist.all_reduce = lambda *args, **options: (agreed.append(args[0].numel()), real(*args, **options))[1]
-        try:
-            losses = trained(Checkpointed(model), rank)
-        finally:
-            dist.all_reduce = real
-        return {"losses": losses, "agreed": agreed}
-
-    def compiled(self, rank: int, units: str) -> dict[str, Any]:
-        torch._dynamo.reset()
-        model = shard(loka.convert(joinable(), self.joined), units)
-        gathering = fp8_all_gather(model, self.joined)
-        backend = JointBackend()
-        losses = stepped(model, torch.compile(model, backend=backend), [rank])
-        return {
-            "losses": [loss for (loss,) in losses],
-            "apart": backend.apart,
-            "gemms": backend.count(region_gemm),
-            "quantized": backend.count(fp8_weights) + backend.count(dequantized),
-            "in forward": sum(
-                transposed in {n.target for n in g.nodes} for g in backend.graphs if is_forward(g)
-            ),
-            "transposed": backend.count(transposed),
-            "in fp8": gathering.in_fp8,
-            "regions": [sorted(region) for region in loka.regions(model).applied],
-        }
-
-
-def is_forward(graph: torch.fx.Graph) -> bool:
-    return not any("tangents" in str(node.target) for node in graph.nodes if node.op == "placeholder")
-
-
-def stepped(model: nn.Module, called: Callable[..., Any], ranks: list[int]) -> list[list[float]]:
-    """Losses [STEPS][ranks] under autocast; an update has the mean gradient of the ranks in this process."""
-    optimizer = torch.optim.Adam(model.parameters(), LR)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        found = []
-        for rank in ranks:
-            x, y = rows(step, rank, 64)
-            with torch.autocast("cpu", torch.bfloat16):
-                out = called(x)
-            loss = torch.nn.functional.mse_loss(out.float().sum(-1), y)
-            loss.backward()
-            found.append(loss.item())
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= len(ranks)
-        optimizer.step()
-        losses.append(found)
-    return losses
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(Exact(plan_of(uneven), plan_of(joinable)), 2, tmp_path_factory.mktemp("two"))
-
-
-def test_two_ranks_equal_one_process_at_every_step(two: list[dict[str, Any]]) -> None:
-    losses = alone(loka.convert(uneven(), plan_of(uneven)), NAMES, 2)
-    for rank, found in enumerate(two):
-        assert found["uneven"] == [each[rank] for each in losses]
-
-
-def test_one_all_reduce_for_all_weights_and_none_in_backward(two: list[dict[str, Any]]) -> None:
-    for found in two:
-        assert found["checkpointed"]["losses"] == found["uneven"]
-        assert found["checkpointed"]["agreed"] == [len(NAMES)] * STEPS
-
-
-def test_regions_read_the_gathered_bytes(two: list[dict[str, Any]]) -> None:
-    """A unit for the model: one region, nothing quantized in the graph, transposes made in backward; and the
-    losses of one process whose regions quantize their weights themselves, bit for bit."""
-    model = loka.convert(joinable(), plan_of(joinable))
-    losses = stepped(model, torch.compile(model, backend=JointBackend()), [0, 1])
-    torch._dynamo.reset()
-    for rank, found in enumerate(two):
-        root = found["root"]
-        assert root["in fp8"] == tuple(f"layers.{n}.weight" for n in range(3))
-        assert root["regions"] == [["layers.0", "layers.1", "layers.2"]]
-        assert (root["quantized"], root["transposed"], root["in forward"]) == (0, 2, 0)
-        assert not root["apart"]
-        assert root["losses"] == [each[rank] for each in losses]
-
-
-def test_a_unit_of_several_modules_cuts_regions(two: list[dict[str, Any]]) -> None:
-    """FSDP2 stands before each of them, and Dynamo compiles what is between: what the docs say of units."""
-    for found in two:
-        assert found["group"]["regions"] == [["layers.0"], ["layers.1"], ["layers.2"]]
-        assert found["group"]["quantized"] == 0
-        assert found["group"]["losses"] == pytest.approx(found["root"]["losses"], rel=0.1)

@@ -7,123 +7,26 @@ changes no value, replaying runs with the Python values of the recording and wri
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graphed_cases import (
+    Fake,
+    adam,
+    assert_same_training,
+    batches,
+    module,
+    plain,
+    sgd,
+    small,
+    step_of,
+)
 from torch import nn
 
-from loka.nn.block_norm import BlockNorm
-from loka.train import GraphedStep, RowwiseAdagrad, graphed
-
-module = importlib.import_module("loka.train.steps.graphed")
-
-CPU = torch.device("cpu")
-Batch = tuple[torch.Tensor, ...]
-
-
-def small(device: torch.device = CPU, dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 32, bias=False), BlockNorm(32, 16), nn.Hardswish(), nn.Dropout(dropout)]
-    return nn.Sequential(*layers, nn.Linear(32, 1)).to(device)
-
-
-def batches(*sizes: int, device: torch.device = CPU) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for size in sizes:
-        x = torch.randn(size, 6, generator=generator)
-        found.append((x.to(device), (x.sum(1) > 0).float().to(device)))
-    return found
-
-
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    def step(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        for parameter in model.parameters():
-            # On a GPU this would wait for it, which a capture forbids.
-            assert x.is_cuda or parameter.grad is None or parameter.grad.isfinite().all()
-        optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(x).squeeze(1), label)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
-class Fake:
-    """Stands in for `record`; `error` is raised at the end of the capture."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.error: Exception | None = None
-        self.captures = 0
-
-    def __call__(self, function: Callable[[], Any], device: torch.device, stream: object) -> Any:
-        self.captures += 1
-        self.function = function
-        values = [value for state in self.optimizer.state.values() for value in state.values()]
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        saved = [(t, t.detach().clone()) for t in (*self.model.parameters(), *tensors)]
-        self.groups = self._groups()
-        self.result = function()
-        self.gradients = {p: p.grad for p in self.model.parameters()}
-        with torch.no_grad():
-            for tensor, value in saved:
-                tensor.copy_(value)
-            for never_computed in (self.result, *self.gradients.values()):
-                never_computed.fill_(float("nan"))
-        if self.error is not None:
-            raise self.error
-        return copy.copy(self), self.result
-
-    def replay(self) -> None:
-        attributes, groups = {p: p.grad for p in self.gradients}, self._groups()
-        self._set(self.groups)
-        for parameter in self.gradients:
-            parameter.grad = None
-        self.result.copy_(self.function())
-        for parameter, recorded in self.gradients.items():
-            recorded.copy_(parameter.grad)
-            parameter.grad = attributes[parameter]
-        self._set(groups)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-
-    def _set(self, groups: list[dict[str, Any]]) -> None:
-        for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(values)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
-    def install(model: nn.Module, optimizer: torch.optim.Optimizer) -> Fake:
-        found = Fake(model, optimizer)
-        monkeypatch.setattr(module, "record", found)
-        monkeypatch.setattr(module, "_has_graphs", lambda device: True)
-        return found
-
-    return install
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> list[torch.Tensor]:
-    step = step_of(model, optimizer)
-    return [step(*batch).detach() for batch in data]
-
-
-def assert_same_training(model: nn.Module, twin: nn.Module) -> None:
-    """To the bit: the same operations on the same values."""
-    for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(weight, expected), name
-        assert torch.equal(weight.grad, expected.grad), f"gradient of {name}"
+from loka.train import RowwiseAdagrad, graphed
 
 
 def test_without_cuda_it_is_plain_training_with_a_reason() -> None:
@@ -284,221 +187,13 @@ def test_what_the_graph_reads_and_writes_has_moved(fake: Callable[..., Fake], ch
     assert step.graphed
 
 
-def test_a_failed_capture_leaves_no_trace(fake: Callable[..., Fake]) -> None:
-    """The step asserts that the gradients it finds were computed; those of a capture are not."""
-    model, twin = small(), small()
-    optimizer, other = sgd(model), sgd(twin)
-    recorder = fake(model, optimizer)
-    recorder.error = RuntimeError("operation not permitted when stream is capturing\nand more")
-    data = batches(*[8] * 6)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
-    for batch in data[:2]:
-        step(*batch)
-    reason = "the step cannot be captured: RuntimeError: operation not permitted when stream is capturing"
-    with pytest.warns(RuntimeWarning, match=reason):
-        step(*data[2])
-    for batch in data[3:]:
-        step(*batch)
-    plain(twin, other, data)
-    assert_same_training(model, twin)
-    assert (step.graphed, step.reason, recorder.captures) == (False, reason, 1)
-    assert step.eager_steps == {module.WARM_UP: 2, reason: 4}
-
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in Python, as a warm-up inside an optimizer would."""
-
-    def step(self, closure: None = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["steps"] = self.state[weight].get("steps", 0) + 1
-
-
-class Lazy(torch.optim.SGD):
-    """Has no state until its third step, when the capture runs."""
-
-    def __init__(self, parameters: Any, lr: float, momentum: float) -> None:
-        super().__init__(parameters, lr=lr)
-
-    def step(self, closure: None = None) -> None:
-        super().step()
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3:
-            self.state[self.param_groups[0]["params"][0]]["late"] = torch.zeros(1)
-
-
-class Decaying(torch.optim.SGD):
-    factor = 1.0
-
-    def step(self, closure: None = None) -> None:
-        super().step()
-        self.param_groups[0]["lr"] *= self.factor
-
-
-class Running(nn.Linear):
-    """Replaces its buffer in every step."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 1)
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return super().forward(x - self.mean)
-
-
-class Noisy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(torch.rand(()))
-
-
-@pytest.mark.parametrize(
-    ("make", "optim", "reason"),
-    [
-        (small, Counting, "Counting makes 'steps' of its state anew or counts it on the host"),
-        (small, Lazy, "Lazy makes 'late' of its state anew"),
-        (lambda: Running(), torch.optim.SGD, "replaces the buffer 'mean' of Running"),
-        (lambda: Noisy(6, 1), torch.optim.SGD, "draws random numbers on the host"),
-    ],
-)
-def test_work_on_the_host_is_found_and_taken_back(
-    fake: Callable[..., Fake], make: Callable[[], nn.Module], optim: type[torch.optim.SGD], reason: str
-) -> None:
-    data = batches(*[8] * 5)
-    trained = []
-    for is_graphed in (True, False):
-        torch.manual_seed(3)
-        model = make()
-        optimizer = optim(model.parameters(), lr=0.1, momentum=0.9)
-        fake(model, optimizer)
-        step: Callable[..., torch.Tensor] = step_of(model, optimizer)
-        if is_graphed:
-            step = graphed(step, *data[0], model=model, optimizers=optimizer, warmup=2)
-        torch.manual_seed(4)
-        for index, batch in enumerate(data):
-            if is_graphed and index == 2:
-                with pytest.warns(RuntimeWarning, match=reason):
-                    step(*batch)
-                assert reason in step.reason
-            else:
-                step(*batch)
-        trained.append((model, optimizer))
-    (model, optimizer), (twin, other) = trained
-    if optim is not Lazy:  # its count of calls, a plain attribute, is beyond what can be taken back
-        assert_same_training(model, twin)
-        for weight, expected in zip(optimizer.state.values(), other.state.values(), strict=True):
-            assert weight.get("steps") == expected.get("steps")
-    else:
-        assert all("late" not in state for state in optimizer.state.values()), "the capture's is gone"
-    for buffer, expected in zip(model.buffers(), twin.buffers(), strict=True):
-        assert torch.equal(buffer, expected)
-
-
-@pytest.mark.parametrize("since", [1, 2])
-def test_a_schedule_inside_the_step_is_found(fake: Callable[..., Fake], since: int) -> None:
-    """By the value that the next step finds, and in the capture if it starts no sooner."""
-    model, twin = small(), small()
-    optimizer, other = (Decaying(each.parameters(), lr=0.1) for each in (model, twin))
-    recorder = fake(model, optimizer)
-    data = batches(*[8] * 5)
-    step = graphed(step_of(model, optimizer), *data[0], model=model, optimizers=optimizer, warmup=2)
-    reason = ["changed from 0.1 to 0.05", "the step changes 'lr' of group 0 of Decaying"][since - 1]
-    with pytest.warns(RuntimeWarning, match=reason):  # noqa: PT031
-        for index, batch in enumerate(data):
-            optimizer.factor = other.factor = 0.5 if index >= since else 1.0
-            step(*batch)
-            plain(twin, other, [batch])
-            assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
-    assert_same_training(model, twin)
-    assert not step.graphed
-    assert recorder.captures == since - 1
-
-
-def test_what_rules_a_graph_out_is_named(fake: Callable[..., Fake]) -> None:
-    def reason(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str | None:
-        fake(model, optimizers[0])
-        return graphed(lambda x: x, torch.zeros(1), model=model, optimizers=optimizers).reason
-
-    model = small()
-    adam = torch.optim.Adam(model.parameters())
-    assert "group 0 of Adam has capturable=False" in reason(model, adam)
-    assert "build it as Adam(..., capturable=True)" in reason(model, sgd(model), adam)
-    adam.param_groups[0]["capturable"] = True
-    assert reason(model, adam) == "warm-up: 0 of 3 steps done"
-    table = nn.ModuleDict({"front": nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True))})
-    assert reason(table, sgd(table)).startswith("front.0 has sparse gradients")
-    table.requires_grad_(False)
-    assert reason(table, sgd(model)) == "warm-up: 0 of 3 steps done"
-    spread = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    assert "several devices: cpu and meta" in reason(spread, sgd(spread))
-    lr = torch.tensor(0.1, device="meta")
-    assert "'lr' of group 0 of SGD is a tensor on meta" in reason(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), _with_lr(sgd(model), lr)
-    )
-
-
-def _with_lr(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> torch.optim.Optimizer:
-    optimizer.param_groups[0]["lr"] = lr
-    return optimizer
-
-
-def test_sparse_gradients_of_any_module_are_found_after_a_step(fake: Callable[..., Fake]) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Parameter(torch.ones(4, 2))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return nn.functional.embedding(ids, self.rows, sparse=True)
-
-    model = Table()
-    optimizer = RowwiseAdagrad(model.parameters())
-    fake(model, optimizer)
-
-    def function(ids: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(ids).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    ids = torch.tensor([1, 2])
-    step = graphed(function, ids, model=model, optimizers=optimizer)
-    with pytest.warns(RuntimeWarning, match=r"the gradient of rows is torch.sparse_coo"):
-        step(ids)
-    assert "gradient of rows" in step.reason
-
-
-def test_what_cannot_be_asked_for() -> None:
-    model = small()
-    optimizer, (batch,) = sgd(model), batches(4)
-    make = step_of(model, optimizer)
-    with pytest.raises(ValueError, match="warmup=0"):
-        graphed(make, *batch, model=model, optimizers=optimizer, warmup=0)
-    with pytest.raises(ValueError, match="no example"):
-        graphed(make, model=model, optimizers=optimizer)
-    step = graphed(make, *batch, model=model, optimizers=optimizer)
-    assert isinstance(step, GraphedStep)
-    with pytest.raises(ValueError, match="takes 2 tensors"):
-        step(batch[0])
-    with pytest.raises(ValueError, match="requires a gradient"):
-        step(batch[0].clone().requires_grad_(), batch[1])
-    wrong = graphed(lambda x: 1.0, batch[0], model=model, optimizers=optimizer)
-    with pytest.raises(TypeError, match="not float"):
-        wrong(batch[0])
-
-
 # On a GPU. The graph launches the kernels of the eager step on the same values, so equality to the
 # bit is expected; 1e-5 leaves room for a library that picks another kernel by address or stream.
 # A missed or doubled update of these models is 1e-2 and more.
 GPU_CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
 CUDA = torch.device("cuda", 0)
-
-
-def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    # eps far above rounding: at the usual 1e-8, the sign of a gradient of noise is a whole update.
-    return torch.optim.Adam(model.parameters(), capturable=True, eps=1e-3, **{"lr": 0.01, **options})
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

@@ -1,0 +1,38 @@
+"""Training under FSDP2 with FP8 gathers, as every rank of a test does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from towers import LR, STEPS, loss_of, rows, width
+
+
+def shard(model: nn.Module, units: str = "layer", **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if units == "layer":
+        for layer in list(model.modules()):
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, **options)
+    elif units == "group":  # one unit for all layers, beside the root's
+        fully_shard([m for m in model.modules() if isinstance(m, nn.Linear)], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def trained(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, *rows(step, rank, width(model)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+NAMES = {"0.weight", "2.weight", "4.weight", "6.weight"}
