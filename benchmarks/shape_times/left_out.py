@@ -100,7 +100,7 @@ def _model(model: str, times: StoredTimes, races: GemmBench, models: Mapping[Has
 
 
 def _total(layers: Sequence, counts: Sequence[int]) -> Estimate:
-    weights = [layer.bf16 * count for layer, count in zip(layers, counts, strict=True)]
+    weights = [layer.bf16.value * count for layer, count in zip(layers, counts, strict=True)]
     ends = [
         sum(w / getattr(layer.speedup, end) for w, layer in zip(weights, layers, strict=True))
         for end in ("value", "low", "high")

@@ -126,9 +126,12 @@ def test_measured_shapes_are_as_measured(stored: StoredTimes) -> None:
         one = known[found.rows, found.in_features, found.out_features, found.weight_dtype]
         for gemm, site in found.gemms.items():
             assert site.bf16 == one.gemms[gemm].bf16
-            assert site.speedup == one.gemms[gemm].gains["all"]
-            assert site.origin == "measured"
-        assert found.origin == "measured"
+            if (
+                "all" in one.gemms[gemm].gains
+            ):  # thin matrices with float32 weights have only their bf16 times
+                assert site.speedup == one.gemms[gemm].gains["all"]
+                assert site.origin == "measured"
+        assert found.origin == ("measured" if one.gemms["output"].gains else "interpolated")
         if "all" in one.by_sites and found.out_features > 8:
             assert found.speedup == one.by_sites["all"]
 
@@ -211,7 +214,7 @@ def test_wukong_as_a_plan_has_it(stored: StoredTimes) -> None:
             bf16 += site.measurements[HP].microseconds.value
     chosen = float(str(decided.summary()).split(" us by plan")[0].split()[-1].replace(",", ""))
     told = layer_times(calls, stored, kernels="all")
-    mine = sum(one.bf16 for one in told)
-    left = sum(one.bf16 / one.speedup.value for one in told if one.speedup)
+    mine = sum(one.bf16.value for one in told)
+    left = sum(one.bf16.value / one.speedup.value for one in told if one.speedup)
     assert mine == pytest.approx(bf16, rel=0.002)
     assert left == pytest.approx(chosen, rel=0.01)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
@@ -76,10 +76,9 @@ class LayerTimes:
     why: str = sparse("")
 
     @property
-    def bf16(self) -> float:
-        """Microseconds of its GEMMs in bf16; 0 where one is unknown."""
-        times = [site.bf16 for site in self.gemms.values()]
-        return sum(time.value for time in times if time) if all(times) else 0.0
+    def bf16(self) -> Estimate:
+        """Microseconds of its GEMMs in bf16, as far as they are known."""
+        return _sum(site.bf16 for site in self.gemms.values() if site.bf16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +109,20 @@ class Scale:
         return tuple(layer for layer in self.layers if layer.speedup is not None)
 
     @property
-    def bf16(self) -> float:
-        """Microseconds of all GEMMs whose times are known, in bf16."""
-        return sum(layer.bf16 for layer in self.known)
+    def bf16(self) -> Estimate:
+        """Microseconds of all known layers in bf16; its ends are those of all GEMMs at once."""
+        return _sum(layer.bf16 for layer in self.known)
 
     @property
     def speedup(self) -> Estimate | None:
         """Of the GEMM time of all known layers, by sites. Its ends are those of all layers at once: errors of
         neighbours are alike, so they are not taken to cancel."""
-        total = self.bf16
+        total = self.bf16.value
         if not total:
             return None
         left = [
-            sum(layer.bf16 / pick(layer.speedup) for layer in self.known if layer.speedup)
-            for pick in (lambda found: found.value, lambda found: found.low, lambda found: found.high)
+            sum(layer.bf16.value / getattr(layer.speedup, end) for layer in self.known)
+            for end in ("value", "low", "high")
         ]
         return Estimate(*(total / time for time in left))
 
@@ -152,21 +151,26 @@ class Scale:
                 f"measured on {self.machine.device}. Measure there: `loka probe`, `loka measure`, "
                 "`loka plan`."
             )
-        parts = [f"Eight bits help {counts['yes']} of {total} sites"]
+        parts = [f"Eight bits help {counts['yes']} of {total} sites ({self._origins()})"]
         parts += [f"perhaps {counts['perhaps']} more"] if counts["perhaps"] else []
-        parts += [f"{counts['unknown']} are not known"] if counts["unknown"] else []
         gained = (
             f"{_factor(speedup)} with eight bits where they pay; bf16 stays elsewhere"
             if speedup.high > 1
             else "and bf16 stays everywhere"
         )
-        lines = [f"{', '.join(parts)}. GEMM time by sites: {self.bf16:.0f} us in bf16, {gained}."]
+        lines = [f"{', '.join(parts)}. GEMM time by sites: {_microseconds(self.bf16)} us in bf16, {gained}."]
         if self.unknown_share:
             lines.append(
                 f"{_percent(self.unknown_share)} of the sites' FLOPs are of unknown time and not in it."
             )
         lines.append(_WORDS[_grade(speedup)])
         return " ".join(lines)
+
+    def _origins(self) -> str:
+        """How many sites have times of each origin."""
+        found = [site.origin for layer in self.layers for site in layer.gemms.values()]
+        counts = {origin: found.count(origin) for origin in get_args(Origin)}
+        return ", ".join(f"{count} {origin}" for origin, count in counts.items() if count)
 
     def __str__(self) -> str:
         lines = [
@@ -201,6 +205,13 @@ class Scale:
 
 
 _HEADER = ("layer", "GEMM", "MxNxK", "FLOPs", "bf16 us", "FP8 us", "speed-up", "from", "helps", "by sites")
+
+
+def _sum(times: Iterable[Estimate]) -> Estimate:
+    ends = [(time.value, time.low, time.high) for time in times]
+    return Estimate(*(sum(each) for each in zip(*ends, strict=True))) if ends else Estimate(0.0, 0.0, 0.0)
+
+
 _KERNELS = {"all": "the fastest of all libraries at each shape", "torch": "torch's own"}
 _WORTH = 1.05  # what a plan asks of a speed-up by default
 
