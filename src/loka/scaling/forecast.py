@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.scale import Answer, LayerTimes, Origin, SiteTimes
+from loka.core.timing import TIE
 from loka.graph.flops import site_flops
 from loka.nn.linears import is_prediction
 from loka.scaling.stored import StoredLayer, StoredTimes, base_of
@@ -182,10 +183,10 @@ def _helps(
     layer: Estimate | None,
     together: tuple[Estimate, Origin] | None,
 ) -> Answer:
-    """By itself, or with the other two GEMMs of its layer."""
+    """By itself, or with the other two GEMMs of its layer; what at best is a tie to a planner is none."""
     if gain is None or layer is None:
         return "unknown"
     ways = [gain[0], *([together[0]] if together else [])]
     if layer.low > 1 and any(way.low > 1 for way in ways):
         return "yes"
-    return "perhaps" if layer.high > 1 and any(way.high > 1 for way in ways) else "no"
+    return "perhaps" if layer.high > 1 + TIE and any(way.high > 1 for way in ways) else "no"

@@ -289,4 +289,4 @@ def _factor(speedup: Estimate) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
