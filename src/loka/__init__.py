@@ -25,6 +25,7 @@ from loka.measurement import measure
 from loka.nn import check_finite, health_of
 from loka.planner import agree, convert, diff, plan, revert
 from loka.probe import Probe
+from loka.scaling.scale import scale
 
 __version__ = "0.1.0"
 
@@ -47,5 +48,6 @@ __all__ = [
     "plan",
     "regions",
     "revert",
+    "scale",
     "serve",
 ]

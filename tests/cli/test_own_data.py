@@ -52,7 +52,7 @@ def commands_with(option: str) -> set[str]:
 
 def test_what_reads_tables_takes_a_schema_and_what_judges_a_test_set() -> None:
     served = {f"serve {verb}" for verb in ("freeze", "check", "bench", "package")}
-    assert commands_with("--data") == {"demo", "probe", "train", "validate", "bench step"} | served
+    assert commands_with("--data") == {"demo", "probe", "train", "validate", "scale", "bench step"} | served
     assert commands_with("--schema") == commands_with("--data") | {"data convert"}
     assert commands_with("--test-data") == {"demo", "train", "validate"}
 

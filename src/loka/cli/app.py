@@ -16,6 +16,7 @@ from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
+from loka.cli.commands.scale import scale
 from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
@@ -253,6 +254,7 @@ def drift(
 app.command()(probe)
 app.command()(train)
 app.command()(validate)
+app.command()(scale)
 app.command("report")(write_report)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,14 +113,7 @@ def model_builder(name: str) -> Build:
         raise UnknownName(
             f"no model is called {name!r}", way_out=f"one of {names}, or package.module:factory"
         )
-    try:
-        factory = getattr(importlib.import_module(head), tail)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownName(
-            f"cannot find the model {name!r}",
-            why=[str(error)],
-            way_out=f"one of {names}, or package.module:factory",
-        ) from error
+    factory = find_function(name, way_out=f"one of {names}, or package.module:factory")
 
     def built(source: Source) -> nn.Module:
         try:
@@ -135,6 +129,26 @@ def model_builder(name: str) -> Build:
         return model
 
     return built
+
+
+def find_function(name: str, *, way_out: str) -> Callable[..., Any]:
+    """What "package.module:function" names; modules of the working directory are found too.
+
+    Raises UnknownName where there is none, or its module cannot be imported.
+    """
+    head, _, tail = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # the installed command knows the folder of its own script alone
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(head), tail)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownName(f"cannot find the model {name!r}", why=[str(error)], way_out=way_out) from error
+    return found
+
+
+def is_of_zoo(name: str) -> bool:
+    """Whether a model's name begins with one of the zoo's, whatever its size."""
+    return name.partition(":")[0] in {model for model, _ in presets()}
 
 
 def _of_zoo(name: str, size: str, source: Source) -> nn.Module:

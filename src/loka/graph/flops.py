@@ -132,7 +132,10 @@ def _address(tensor: Any) -> int | None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     try:
-        return tensor.untyped_storage().data_ptr() or None
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # meta and fake tensors: no memory, but views share an object
+            return -storage._cdata
+        return storage.data_ptr() or None
     except (RuntimeError, NotImplementedError):  # a subclass without storage
         return None
 

@@ -1,0 +1,145 @@
+"""`loka scale`: will eight bits help this model? Before any training, and without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+from loka.cli.inputs import find_function, is_of_zoo, model_builder, open_data
+from loka.cli.options import DataFile, SchemaFile
+from loka.cli.terminal import say
+from loka.core.exceptions import LokaError
+from loka.core.records.scale import Scale
+from loka.data.batch import Batch, Source
+from loka.scaling import scale as scale_model
+from loka.scaling.inputs import fake_mode
+from loka.scaling.scale import checked
+from loka.train.steps.forward import arguments
+
+_FEW_ROWS = 64  # of the batch that shows the columns; it is resized
+_WAY_OUT = (
+    "a function that returns (model, batch), called with batch_size if it takes that; or one that returns "
+    "the model, and another for the batch with --inputs package.module:function"
+)
+
+
+def scale(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:function that returns (model, batch), or a model; or of the zoo: NAME:SIZE."
+        ),
+    ],
+    batch_size: Annotated[int, typer.Option(help="Rows in a step.")] = 8192,
+    gpu: Annotated[str, typer.Option(help="Whose stored measurements to use.")] = "h200",
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="package.module:function that returns what it is called with."),
+    ] = None,
+    kernels: Annotated[
+        str, typer.Option(help="all: the fastest library at each shape; torch: its own alone.")
+    ] = "all",
+    data: DataFile = None,
+    schema: SchemaFile = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
+) -> None:
+    """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
+
+    Needs no GPU: times are stored measurements, interpolated where that was checked, and unknown elsewhere.
+    """
+    checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
+    build = (
+        _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
+    )
+    found = _without_numbers(build, gpu=gpu, batch_size=batch_size, kernels=kernels)
+    say(found)
+    if out is not None:
+        found.save(out)
+        say(f"written: {out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """`sized`: the batch was made with as many rows as were asked for."""
+
+    model: nn.Module
+    batch: Any
+    sized: bool
+
+
+def _without_numbers(build: Callable[[], _Built], *, gpu: str, batch_size: int, kernels: Any) -> Scale:
+    """Built without memory where the model's code allows that, else as it is."""
+
+    def run(built: _Built) -> Scale:
+        rows = None if built.sized else batch_size
+        found = scale_model(built.model, built.batch, gpu=gpu, batch_size=rows, kernels=kernels)
+        return replace(found, batch_size=batch_size)
+
+    try:
+        with fake_mode():
+            built = build()
+        return run(built)
+    except Exception:  # a model's own code raises what it likes where numbers are missing
+        return run(build())
+
+
+def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:
+    """A model called with the columns of click rows: the zoo's, or a factory as `loka train` takes it."""
+    source: Source = open_data(data, rows=_FEW_ROWS * 2, seed=0, schema=schema).train
+    few = next(iter(source.batches(_FEW_ROWS)))
+    factory = model_builder(model)
+    return lambda: _Built(model=factory(source), batch=arguments(few), sized=False)
+
+
+def _own(
+    name: str, inputs: str | None, batch_size: int, data: Path | None, schema: Path | None
+) -> Callable[[], _Built]:
+    if ":" not in name:
+        model_builder(name)  # raises, and lists the zoo's
+    function = find_function(name, way_out=_WAY_OUT)
+    if "dense_features" in _parameters(function) and inputs is None:
+        return _of_rows(name, data, schema)
+    batch_of = None if inputs is None else find_function(inputs, way_out=_WAY_OUT)
+
+    def built() -> _Built:
+        made = _called(function, name, batch_size)
+        sized = "batch_size" in _parameters(function)
+        if batch_of is not None and inputs is not None:
+            made = (made[0] if isinstance(made, tuple) else made, _called(batch_of, inputs, batch_size))
+            sized = "batch_size" in _parameters(batch_of)
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+            told = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else ""
+            raise LokaError(
+                f"{name} returned {f'({told})' if told else f'a {type(made).__name__}'}, not (model, batch)",
+                way_out=_WAY_OUT,
+            )
+        model, batch = made
+        return _Built(model=model, batch=arguments(batch) if isinstance(batch, Batch) else batch, sized=sized)
+
+    return built
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        return ()
+
+
+def _called(function: Callable[..., Any], name: str, batch_size: int) -> Any:
+    """Raises LokaError for whatever the function raises."""
+    given = {"batch_size": batch_size} if "batch_size" in _parameters(function) else {}
+    try:
+        return function(**given)
+    except Exception as error:
+        raise LokaError(
+            f"cannot build a model by {name}({', '.join(f'{k}={v}' for k, v in given.items())})",
+            why=[f"{type(error).__name__}: {error}"],
+            way_out=_WAY_OUT,
+        ) from error

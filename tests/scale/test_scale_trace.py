@@ -1,0 +1,126 @@
+"""Sites and FLOPs told before training are those that Probe finds in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from foreign.registry import FOREIGN
+from foreign.spec import call
+from torch import nn
+
+import loka
+from loka.core.exceptions import LokaError, NotConverted
+from loka.core.records.coverage import Coverage
+from loka.scaling.inputs import fake_mode
+from loka.scaling.trace import trace
+
+ROWS = 32
+
+
+def probed(name: str) -> Coverage:
+    foreign = FOREIGN[name]
+    model = foreign.build()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        foreign.loss(call(model, foreign.inputs(ROWS))).backward()
+    found = probe.stats().coverage
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["relu_tower", "experts_einsum", "lstm_tower", "lora_merged", "checkpoint_modules", "shared_attention"],
+)
+def test_sites_and_flops_are_those_of_probe(name: str) -> None:
+    """Tokens, stacked experts, what is no site and why, tied calls; no numbers were needed."""
+    foreign, expected = FOREIGN[name], probed(name)
+    found = trace(foreign.build(), foreign.inputs(ROWS), batch_size=None)
+    assert found.coverage.sites == expected.sites
+    assert sorted(map(str, found.coverage.uncovered)) == sorted(map(str, expected.uncovered))
+    assert found.coverage.total == expected.total
+    assert not found.notes
+
+
+def test_a_batch_of_few_rows_stands_for_a_large_one() -> None:
+    foreign = FOREIGN["encoder_batch_first"]
+    few = trace(foreign.build(), foreign.inputs(4), batch_size=ROWS)
+    whole = trace(foreign.build(), foreign.inputs(ROWS), batch_size=None)
+    assert few.calls == whole.calls
+    assert few.coverage == whole.coverage
+
+
+class LooksAtValues(nn.Module):
+    """Its forward asks for a number, which fake tensors have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if x.max().item() > 0 else 1.0
+        return self.layer(self.norm(x) * scale)
+
+
+def test_code_that_looks_at_values_runs_on_few_rows_and_is_carried_on() -> None:
+    model = LooksAtValues()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = trace(model, torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), batch_size=4096)
+    (only,) = found.calls
+    assert (only.rows, only.in_features, only.out_features) == (4096, 16, 32)
+    assert found.coverage.sites == {
+        "layer": dict.fromkeys(("output", "grad_input", "grad_weight"), 2.0 * 4096 * 16 * 32)
+    }
+    assert "carried on" in found.notes[0]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_model_is_left_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trace(model, torch.randn(4, 8), batch_size=512)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert model[0].weight.device.type == "cpu"
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_a_model_larger_than_memory() -> None:
+    """A trillion parameters: built and traced in no memory."""
+    with fake_mode():
+        model = nn.Sequential(*(nn.Linear(1 << 18, 1 << 18, bias=False) for _ in range(16)))
+        x = torch.empty(4, 1 << 18)
+    found = trace(model, x, batch_size=8192)
+    assert {call.rows for call in found.calls} == {8192}
+    assert len(found.calls) == 16
+
+
+def test_which_gemms_run() -> None:
+    """The first layer's input wants no gradient, a frozen weight none of its own."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 16))
+    model[1].weight.requires_grad_(False)
+    found = trace(model, torch.randn(4, 16), batch_size=None)
+    assert [tuple(map(str, call.gemms)) for call in found.calls] == [
+        ("output", "grad_weight"),
+        ("output", "grad_input"),
+        ("output", "grad_input", "grad_weight"),
+    ]
+
+
+def test_what_does_not_run_is_told() -> None:
+    with pytest.raises(LokaError, match=r"Sequential does not run.*mat1 and mat2|a tuple of arguments"):
+        trace(nn.Sequential(nn.Linear(16, 32)), torch.randn(4, 17), batch_size=None)
+    with pytest.raises(LokaError, match="no tensor with rows"):
+        trace(nn.Linear(16, 32), (3, "text"), batch_size=None)
+
+
+def test_a_converted_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(64, 16)).sum().backward()
+    report = loka.measure(probe.stats(), device="cpu", candidates=["emulated:tensorwise_e4m3"])
+    loka.convert(model, loka.plan(report, force={"*": "emulated:tensorwise_e4m3"}))
+    with pytest.raises(NotConverted, match="revert"):
+        loka.scale(model, torch.randn(64, 16))
