@@ -211,12 +211,12 @@ def train_all(bench: Bench, arms: Mapping[Key, ArmSpec], pairs: int, record: Rec
             took = time.perf_counter() - began
             place = f"{len(runs)} of {pairs * len(arms)}"
             print(f"{place}: {arm.name}, seed {seed}: {told}, {took:.0f} s", flush=True)
-            record.content["runs"] = [replace(each, curve=()).to_json() for each in runs]
+            record.content["runs"] = [encode(replace(each, curve=())) for each in runs]
             record.write()
         for question, control, key in questions(list(arms)):
             judged = judge(bench.out, control, key, runs)
             if judged:
-                record.content["judged"].setdefault(name_of(key), {})[question] = judged.to_json()
+                record.content["judged"].setdefault(name_of(key), {})[question] = encode(judged)
         record.write()
 
 
@@ -272,7 +272,7 @@ def compile_only(bench: Bench, name: str, part: str, given: argparse.Namespace) 
 
 def table(content: Mapping[str, Any]) -> str:
     """All combinations, and what each choice of mods found to change."""
-    rows, lines, runs = [], [], [Run.from_json(entry) for entry in content["runs"]]
+    rows, lines, runs = [], [], [decode(Run, entry) for entry in content["runs"]]
     for name, setting in content["settings"].items():
         found = ", ".join(f"{mod} {count}" for mod, count in setting["changed"].items())
         lines.append(f"{name}: changes {found or 'nothing'}; {setting.get('plan') or 'not planned'}")
@@ -313,7 +313,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
     """What would decide the undecided."""
     lines = []
     for name, judged in content["judged"].items():
-        found = {question: Judgement.from_json(entry).outlook for question, entry in judged.items()}
+        found = {question: decode(Judgement, entry).outlook for question, entry in judged.items()}
         lines += [f"{name}, {question}: {outlook}" for question, outlook in found.items() if outlook]
     return "\n".join(lines)
 
@@ -321,7 +321,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
 def _told(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "-"
-    ends, verdict = Judgement.from_json(entry).ne_percent, entry["verdict"]
+    ends, verdict = decode(Judgement, entry).ne_percent, entry["verdict"]
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 
@@ -370,7 +370,7 @@ def main() -> None:
         return
     head = {name: getattr(given, name) for name in ARGUMENTS}
     head["data"] = f"{'a file' if given.data else 'synthetic'}, {data.train.rows} + {data.test.rows} held out"
-    head["machine"] = fingerprint(given.device).to_json()
+    head["machine"] = encode(fingerprint(given.device))
     record = Record(given.out / "ablation.json", head)
     arms: dict[Key, ArmSpec] = {}
     for name, setting in settings_of(bench).items():

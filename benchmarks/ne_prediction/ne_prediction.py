@@ -37,6 +37,7 @@ from loka.core.error import mere, sqnr_db
 from loka.core.numerics.reference import dequantize, quantize, scaled_mm
 from loka.core.recipe import Casts, Recipe
 from loka.core.records.stats import LinearStats
+from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data import SyntheticClicks, open_table
@@ -80,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = Settings(train_rows=arguments.train_rows, eval_rows=arguments.eval_rows, rate=arguments.rate)
     head = {
-        "machine": fingerprint("cpu").to_json(),
+        "machine": encode(fingerprint("cpu")),
         "settings": asdict(settings),
         "data": "synthetic" if arguments.data is None else f"a file of {arguments.data.stat().st_size} bytes",
     }

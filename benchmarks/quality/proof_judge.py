@@ -87,7 +87,7 @@ def judged(folder: Path, arms: Sequence[str], seeds: Sequence[int], labels: np.n
         interval = verdict.ne_percent
         found[arm] = {
             "ne_percent": [interval.value, interval.low, interval.high],
-            "between": spread.between,
+            "between": spread.between_pairs,
             "rows_error": spread.rows_error,
             "pairs": pairs,
             "kl_percent_of_h": apart,

@@ -102,9 +102,9 @@ def row(arm: ArmVerdict, experiment: Experiment) -> str:
         outlook = arm.average.outlook
         cells = [
             f"{percent(arm.average.ne_percent)} %",
-            f"{spread.between:.3f}",
+            f"{spread.between_pairs:.3f}",
             f"{verdict}: {outlook}" if outlook else verdict,
-            ", ".join(f"{pair.ne_percent.value:+.3f}" for pair in arm.pairs.values()),
+            ", ".join(f"{pair.ne_percent.value:+.3f}" for pair in arm.differences.values()),
         ]
     columns = [found.model, f"{ne:.4f}", arm.name, sites, predicted, *cells, largest]
     return f"| {' | '.join(columns)} |"

@@ -79,7 +79,7 @@ def test_it_stops_early_where_much_is_clear() -> None:
 
 
 def test_a_judgement_goes_by_the_level_of_its_look() -> None:
-    spread = Spread(mean=0.0, pairs=5, rows=10**6, between=0.014, rows_error=0.0)
+    spread = Spread(mean=0.0, pairs=5, rows=10**6, between_pairs=0.014, rows_error=0.0)
 
     def judged(tail: float) -> str:
         return Judgement(name="all rows", spread=spread, clicks=10**5, limit=LIMIT, tail=tail).verdict

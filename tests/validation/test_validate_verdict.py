@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from loka.core.error import student_t_95
+from loka.core.storage.codec import decode, encode
 from loka.validation.quantile import student_t, two_sided_tail
 from loka.validation.variance import MIN_PAIRS, Spread, spreads
 from loka.validation.verdicts import ERROR, Judgement, joined
@@ -129,13 +130,13 @@ def test_spreads_are_the_means_of_the_pairs_own_differences():
         inside = groups == group
         ratios = [100 * ((b - a)[inside].mean() / a[inside].mean()) for a, b in losses]
         assert spread.mean == pytest.approx(np.mean(ratios), rel=1e-12)
-        assert spread.between == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
+        assert spread.between_pairs == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
         assert spread.rows == inside.sum()
 
 
 @pytest.mark.parametrize(("mean", "between"), [(0.004, 0.02), (-0.011, 0.05), (0.0, 0.2)])
 def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
-    spread = Spread(mean=mean, pairs=5, rows=10**6, between=between, rows_error=0.0005)
+    spread = Spread(mean=mean, pairs=5, rows=10**6, between_pairs=between, rows_error=0.0005)
     needed = judged(spread).pairs_needed
     margin = LIMIT - abs(mean)
 
@@ -151,40 +152,40 @@ def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
 
 
 def test_what_no_number_of_pairs_decides_is_said():
-    beyond = Spread(mean=0.021, pairs=4, rows=10**6, between=0.01, rows_error=0.0)
+    beyond = Spread(mean=0.021, pairs=4, rows=10**6, between_pairs=0.01, rows_error=0.0)
     told = judged(beyond).outlook
     assert "a pass is not attainable at this mean (were it 0: 1 more pair)" in told
     fail = beyond.pairs_to(0.001, ERROR)
     assert f"a fail: {fail - 4} more pairs" in told
-    few_rows = Spread(mean=0.0, pairs=4, rows=1000, between=0.0, rows_error=0.05)
+    few_rows = Spread(mean=0.0, pairs=4, rows=1000, between_pairs=0.0, rows_error=0.05)
     assert few_rows.pairs_to(LIMIT, ERROR) is None
     told = judged(few_rows).outlook
     assert "no number of pairs" in told
     rows = int(told.rpartition("about ")[2].split()[0])
-    grown = Spread(mean=0.0, pairs=4, rows=rows, between=0.0, rows_error=0.05 * math.sqrt(1000 / rows))
+    grown = Spread(mean=0.0, pairs=4, rows=rows, between_pairs=0.0, rows_error=0.05 * math.sqrt(1000 / rows))
     assert judged(grown).verdict == "pass"
 
 
 def test_too_little_to_judge_is_undecided_and_says_why():
-    clear = Spread(mean=0.0, pairs=4, rows=1000, between=1e-9, rows_error=1e-9)
+    clear = Spread(mean=0.0, pairs=4, rows=1000, between_pairs=1e-9, rows_error=1e-9)
     assert judged(clear).verdict == "pass"
-    three = Spread(mean=0.0, pairs=3, rows=1000, between=1e-9, rows_error=1e-9)
+    three = Spread(mean=0.0, pairs=3, rows=1000, between_pairs=1e-9, rows_error=1e-9)
     assert judged(three).verdict == "undecided"
     assert "1 more pair" in judged(three).outlook
     no_clicks = Judgement(name="s", spread=clear, clicks=3, limit=LIMIT, tail=ERROR)
     assert no_clicks.verdict == "undecided"
     assert "3 clicks" in no_clicks.outlook
-    one = Spread(mean=0.0, pairs=1, rows=1000, between=math.nan, rows_error=0.0)
+    one = Spread(mean=0.0, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.0)
     assert judged(one).verdict == "undecided"
     empty = spreads([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]
     assert Judgement(name="none", spread=empty, clicks=0, limit=1, tail=0.05).verdict == "undecided"
 
 
 def test_a_judgement_is_read_back_as_it_was():
-    spread = Spread(mean=0.003, pairs=1, rows=1000, between=math.nan, rows_error=0.01)
+    spread = Spread(mean=0.003, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.01)
     before = Judgement(name="dense:0 in (0, 1]", spread=spread, clicks=100, limit=LIMIT, tail=0.01)
-    after = Judgement.from_json(before.to_json())
-    assert after.to_json() == before.to_json()
+    after = decode(Judgement, encode(before))
+    assert encode(after) == encode(before)
     assert after.spread.rows_error == 0.01
 
 
@@ -204,7 +205,7 @@ def test_rows_that_come_together_count_as_one_draw():
             if clusters is None:
                 alone += held
             else:
-                assert (spread.rows, spread.clusters, spread.effective) == (rows, users, users)
+                assert (spread.rows, spread.clusters, spread.effective_clusters) == (rows, users, users)
                 together += held
     # 95 % over 300 simulations has a standard deviation of 1.3 %: three of them below.
     assert together / simulations >= 0.912
@@ -221,7 +222,7 @@ def test_a_cluster_of_half_the_rows_is_nearly_alone():
         moved = 1 + (0.05 + 2.0 * rng.normal(size=201)[user]) / 100
         losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
         (spread,) = spreads(losses, np.zeros(rows, np.int64), 1, clusters=user)
-        assert (spread.clusters, spread.effective) == (201, 3)
+        assert (spread.clusters, spread.effective_clusters) == (201, 3)
         held += spread.interval(ERROR).low <= 0.05 <= spread.interval(ERROR).high
     assert held / simulations > 0.85  # its own residual is small because it pulls the mean: not 95 %
 
@@ -233,5 +234,5 @@ def test_clusters_of_one_row_are_rows():
     for each, one in zip(spreads(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True):
         assert each.rows_error == pytest.approx(one.rows_error, rel=1e-9)
         assert each.clusters == one.rows
-        again = Judgement.from_json(judged(each).to_json())
+        again = decode(Judgement, encode(judged(each)))
         assert again.spread.clusters == each.clusters

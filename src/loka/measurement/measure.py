@@ -22,6 +22,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
+from loka.core.storage.codec import encode
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
@@ -87,7 +88,7 @@ def measure(
         model=stats.model,
         machine=fingerprint(device),
         stats_digest=stats.digest(),
-        settings={**settings.to_json(), "candidates": list(names), "sources": sources_digest(), **untimed},
+        settings={**encode(settings), "candidates": list(names), "sources": sources_digest(), **untimed},
         sites={},
         skipped=dict(stats.skipped),
         coverage=stats.coverage,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from loka.core.timing import MAX_ROUNDS, TIE
 
@@ -50,10 +49,6 @@ class Settings:
         for name in ("interval_db", "interval_share", "tie"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be finite and not negative")
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, equal to those of equal settings after a round trip."""
-        return asdict(self)
 
 
 # A third of the default's time: for prototypes, and where the clock sets what can be measured.

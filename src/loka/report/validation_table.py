@@ -57,7 +57,7 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
                 _plain(pair.calibration, 4),
                 *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
             )
-            for seed, pair in arm.pairs.items()
+            for seed, pair in arm.differences.items()
             if seed in given
         ]
         columns = ("pair", "ne, over rows", "KL/H of the two", "auc", "calibration")
@@ -70,21 +70,21 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
         ]
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
-        lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
+        lines.append(f"over seeds alone, on these rows: {percent(arm.average.over_seeds)}")
         if arm.average.spread.pairs > 1:
             lines.append(
-                f"{arm.average.spread.between:.3g} % between pairs, of which the choice of rows would make "
-                f"{spread_by_rows(arm):.3g} % by itself"
+                f"{arm.average.spread.between_pairs:.3g} % between pairs, of which the choice of rows would "
+                f"make {spread_by_rows(arm):.3g} % by itself"
             )
         for reading in arm.readings:
-            between, judged_by = reading.spread.between, arm.average.spread.between
+            between, judged_by = reading.spread.between_pairs, arm.average.spread.between_pairs
             lines.append(
                 f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
                 f"where the verdict has {judged_by:.3g} % (for reading)"
             )
         if arm.average.spread.clusters is not None:
             by, spread = validation.context.get("cluster", "cluster"), arm.average.spread
-            worth = f"{spread.clusters} of them, worth {spread.effective} of one size"
+            worth = f"{spread.clusters} of them, worth {spread.effective_clusters} of one size"
             lines.append(f"rows of one {by} count as one draw: {worth}")
         lines.append(_note(arm, validation))
     if arm.broke:

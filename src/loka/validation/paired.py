@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka.core.error import Estimate, estimate_mean, student_t_95
+from loka.core.storage.codec import record, sparse
 from loka.train.metrics import Floats, Placements, checked, divergences, log_losses, probabilities
 
 NE_LIMIT_PERCENT = 0.02
@@ -48,25 +49,27 @@ def verdict(ne_percent: Estimate, *, limit: float = NE_LIMIT_PERCENT) -> Verdict
     return "undecided"
 
 
+@record(ignore=frozenset({"verdict"}))
 @dataclass(frozen=True)
 class PairedDifference:
     """Model b minus model a: NE by the labels in percent of a's, AUC and calibration in their own units.
 
     `kl_percent` is KL/H of b's predictions from a's, in percent of a's NE too: what NE would rise by were a
-    calibrated, without labels. None in records of before.
+    calibrated, without labels. It and `rows` are None in comparisons of before.
     """
 
     ne_percent: Estimate
     auc: Estimate
     calibration: Estimate
-    rows: int
-    kl_percent: Estimate | None = None
+    rows: int | None = None
+    kl_percent: Estimate | None = sparse(None)
 
     @property
     def verdict(self) -> Verdict:
         return verdict(self.ne_percent)
 
 
+@record(derived=("verdict",))
 @dataclass(frozen=True)
 class AcrossPairs:
     """Means over `pairs` independent training pairs with Student-t intervals."""

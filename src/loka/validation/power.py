@@ -93,7 +93,7 @@ def forecast(
     known = math.isfinite(prior.rows_error)
     fewer = prior.rows / held_out
     error = prior.rows_error * math.sqrt(fewer) if known else 0.0
-    between = math.sqrt(max(prior.between**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
+    between = math.sqrt(max(prior.between_pairs**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
     rng = np.random.default_rng(0)
     noise, shift = rng.normal(size=(_DRAWS, _MOST)), rng.normal(size=_DRAWS)
 
@@ -127,7 +127,7 @@ def spread_by_rows(arm: ArmVerdict) -> float:
     """
     if arm.average is None or not arm.pairs:
         return 0.0
-    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.pairs.values()]
+    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.differences.values()]
     return math.sqrt(max(float(np.mean(squares)) - arm.average.spread.rows_error**2, 0.0))
 
 
@@ -164,8 +164,8 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
     """Of each pair of `arm`, in the order of seeds; empty before there is one."""
     if arm.average is None:
         return []
-    seeds, spread = list(arm.pairs), arm.average.spread
-    values = [arm.pairs[seed].ne_percent.value for seed in seeds]
+    seeds, spread = list(arm.differences), arm.average.spread
+    values = [arm.differences[seed].ne_percent.value for seed in seeds]
 
     def interval(of: list[float]) -> Estimate:
         several = len(of) > 1
@@ -173,10 +173,10 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
             mean=float(np.mean(of)) if of else math.nan,
             pairs=len(of),
             rows=spread.rows,
-            between=float(np.std(of, ddof=1)) if several else math.nan,
+            between_pairs=float(np.std(of, ddof=1)) if several else math.nan,
             rows_error=spread.rows_error,
             clusters=spread.clusters,
-            effective=spread.effective,
+            effective_clusters=spread.effective_clusters,
         )
         return found.interval(ERROR)
 

@@ -29,7 +29,7 @@ from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import annealed
 from loka.validation.arms import ArmSpec
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
-from loka.validation.record import ArmVerdict, Validation
+from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, world_of
 from loka.validation.segments import Divided, Division, clusters_of, divide
 from loka.validation.sequential import look_tail
@@ -133,7 +133,7 @@ def validate(
                     way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
                 )
             runs.append(finished)
-        known = {arm.name: arm.pairs for arm in done.arms} if done else {}
+        known = {arm.name: arm.differences for arm in done.arms} if done else {}
         judged = [
             replace(
                 _judge(bench, judged_by, arm.name, runs, known.get(arm.name, {})), key=digest_of(arm.identity)
@@ -205,18 +205,19 @@ def _judge(
     """`known` are the pairs compared before."""
     broken = [run for run in runs if run.arm == arm and run.broke]
     seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
-    pairs = dict(known)
+    differences = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
     losses, by_mean = [], []
     for seed in seeds:
         before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
-        if seed not in pairs:
-            pairs[seed] = paired_difference(before.logits, after.logits, labels)
+        if seed not in differences:
+            differences[seed] = paired_difference(before.logits, after.logits, labels)
         losses.append((_losses(before.logits, labels), _losses(after.logits, labels)))
         if before.mean_logits is not None and after.mean_logits is not None:
             by_mean.append((_losses(before.mean_logits, labels), _losses(after.mean_logits, labels)))
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
+    pairs = tuple(SeedPair(seed=seed, difference=found) for seed, found in differences.items())
     if not seeds:
         return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
     several = sum(len(part.names) for part in by.segments)

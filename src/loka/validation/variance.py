@@ -43,31 +43,31 @@ MOST_PAIRS = 10_000
 class Spread:
     """`mean` is that of the pairs' relative differences in percent of the control's loss.
 
-    `between` is the standard deviation between pairs; `rows_error` the standard error that the choice
+    `between_pairs` is the standard deviation between pairs; `rows_error` the standard error that the choice
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
-    `clusters` counts what was drawn independently, `effective` how many of one size would say as much:
-    (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
+    `clusters` counts what was drawn independently, `effective_clusters` how many of one size would say as
+    much: (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
     """
 
     mean: float
     pairs: int
     rows: int
-    between: float
+    between_pairs: float
     rows_error: float
     clusters: int | None = None
-    effective: int | None = None
+    effective_clusters: int | None = None
 
     @property
     def draws(self) -> int:
         """How many draws the rows' part is of: a cluster that holds most rows is nearly alone."""
-        return self.rows if self.effective is None else self.effective
+        return self.rows if self.effective_clusters is None else self.effective_clusters
 
     def half_width(self, tail: float, *, pairs: int | None = None) -> float:
         """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same spread."""
         count = pairs or self.pairs
-        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between + self.rows_error):
+        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between_pairs + self.rows_error):
             return math.inf
-        seeds = student_t(count - 1, tail) * self.between / math.sqrt(count) if count > 1 else math.inf
+        seeds = student_t(count - 1, tail) * self.between_pairs / math.sqrt(count) if count > 1 else math.inf
         return math.hypot(seeds, self.rows_half(tail))
 
     def rows_half(self, tail: float) -> float:
@@ -81,8 +81,12 @@ class Spread:
 
     def over_seeds(self, tail: float) -> Estimate:
         """Of other seeds judged on the very same rows: Student's t over pairs."""
-        finite = self.pairs > 1 and math.isfinite(self.between)
-        half = student_t(self.pairs - 1, tail) * self.between / math.sqrt(self.pairs) if finite else math.inf
+        finite = self.pairs > 1 and math.isfinite(self.between_pairs)
+        half = (
+            student_t(self.pairs - 1, tail) * self.between_pairs / math.sqrt(self.pairs)
+            if finite
+            else math.inf
+        )
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def pairs_to(self, margin: float, tail: float) -> int | None:
@@ -157,10 +161,10 @@ def spreads(
             mean=float(of_pairs[:, group].mean()),
             pairs=pairs,
             rows=int(sizes[group]),
-            between=float(between[group]),
+            between_pairs=float(between[group]),
             rows_error=float(rows_error[group]),
             clusters=None if clusters is None else int(draws[group]),
-            effective=None if clusters is None else int(effective[group]),
+            effective_clusters=None if clusters is None else int(effective[group]),
         )
         for group in range(count)
     ]

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from loka.core.error import Estimate
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import inline, record
 from loka.validation.paired import Verdict, verdict
 from loka.validation.variance import MIN_PAIRS, MOST_PAIRS, Spread
 
@@ -28,6 +27,7 @@ MIN_LABELS = 50
 """Of each class in a segment: fewer, and the mean loss of its rows is far from normal."""
 
 
+@record(derived=("ne_percent", "over_seeds", "verdict", "pairs_needed", "outlook"))
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
     """The verdict on all rows, or on a segment of them.
@@ -36,7 +36,7 @@ class Judgement:
     """
 
     name: str
-    spread: Spread
+    spread: Spread = inline()
     clicks: int
     limit: float
     tail: float
@@ -45,6 +45,11 @@ class Judgement:
     def ne_percent(self) -> Estimate:
         """The relative difference of NE with the interval that the verdict goes by."""
         return self.spread.interval(self.tail)
+
+    @property
+    def over_seeds(self) -> Estimate:
+        """The same of other seeds on these very rows, for reading: no verdict goes by it."""
+        return self.spread.over_seeds(self.tail)
 
     @property
     def too_small(self) -> str:
@@ -92,47 +97,6 @@ class Judgement:
         if rows is not None and rows > spread.rows:
             return f"about {rows} rows, which no number of pairs replaces"
         return f"more than {MOST_PAIRS} pairs"
-
-    def to_json(self) -> dict[str, Any]:
-        """What is needed to judge again, and the answers for readers of the file."""
-        spread = self.spread
-        return {
-            "name": self.name,
-            "rows": spread.rows,
-            "clicks": self.clicks,
-            "pairs": spread.pairs,
-            "mean": encode(spread.mean),
-            "between_pairs": encode(spread.between),
-            "rows_error": encode(spread.rows_error),
-            "clusters": spread.clusters,
-            "effective_clusters": spread.effective,
-            "limit": self.limit,
-            "tail": self.tail,
-            "ne_percent": encode(self.ne_percent),
-            "over_seeds": encode(spread.over_seeds(self.tail)),
-            "verdict": self.verdict,
-            "pairs_needed": self.pairs_needed,
-            "outlook": self.outlook,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Judgement:
-        spread = Spread(
-            mean=float(content["mean"]),
-            pairs=content["pairs"],
-            rows=content["rows"],
-            between=float(content["between_pairs"]),
-            rows_error=float(content["rows_error"]),
-            clusters=content.get("clusters"),
-            effective=content.get("effective_clusters"),
-        )
-        return cls(
-            name=content["name"],
-            spread=spread,
-            clicks=content["clicks"],
-            limit=content["limit"],
-            tail=content["tail"],
-        )
 
 
 def joined(average: Judgement, segments: tuple[Judgement, ...]) -> Verdict:

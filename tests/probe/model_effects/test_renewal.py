@@ -18,6 +18,7 @@ from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
+from loka.core.storage.codec import decode, encode
 from loka.measurement.predicted_ne import depth_ne, predicted_ne
 from loka.probe import renew_effects
 from loka.probe.model_effects.error_projection import effects_of
@@ -352,8 +353,8 @@ def test_what_tells_nothing_leaves_the_old_effects(trained: tuple[nn.Module, lok
 def test_records_keep_the_widening(trained: tuple[nn.Module, loka.Stats]) -> None:
     model, stats = trained
     wide = renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
-    assert Effect.from_json(wide.to_json()) == wide
-    assert "log_variance" not in effect(1.0).to_json(), "records without it are as they were"
+    assert decode(Effect, encode(wide)) == wide
+    assert "log_variance" not in encode(effect(1.0)), "records without it are as they were"
     merged = wide.merge(replace(wide, log_variance=0.0))
     assert merged.log_variance == pytest.approx(wide.log_variance / 2)
 

@@ -40,7 +40,7 @@ class Power:
         if self.prior_sd is not None:
             by = f"by the given spread of {self.prior_sd:g} %"
             prior = Spread(
-                mean=0.0, pairs=MIN_PAIRS, rows=held_out, between=self.prior_sd, rows_error=math.nan
+                mean=0.0, pairs=MIN_PAIRS, rows=held_out, between_pairs=self.prior_sd, rows_error=math.nan
             )
         elif known is not None:
             by, prior = f"by {len(known.pairs)} banked pairs of {known.name}", known.spread
@@ -71,7 +71,7 @@ class Power:
         for arm in bank.of(found.world):
             if len(arm.pairs) < MIN_PAIRS:
                 continue
-            about = f"{arm.name}, {len(arm.pairs)} pairs, {arm.spread.between:.3g} % between them"
+            about = f"{arm.name}, {len(arm.pairs)} pairs, {arm.spread.between_pairs:.3g} % between them"
             none, harm, limit = (
                 resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
                 for effect in (0.0, HARM, self.limit)

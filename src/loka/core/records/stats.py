@@ -178,7 +178,7 @@ def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             "operands": operands,
         }
         if layer.effects:  # else the digest is that of a folder from before there were effects
-            layers[path]["effects"] = {name: effect.to_json() for name, effect in layer.effects.items()}
+            layers[path]["effects"] = encode(layer.effects)
         if layer.no_effect:
             layers[path]["no_effect"] = layer.no_effect
     content = {
@@ -211,7 +211,7 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
             )
             for operand, entry in layer["operands"].items()
         }
-        effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
+        effects = decode(dict[str, Effect], layer.get("effects", {}), at=f"layers.{path}.effects")
         known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
         layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
     return Stats(

@@ -3,8 +3,10 @@
     encode(record) -> what json.dumps takes        decode(Record, content) -> Record
 
 A dataclass is an object with its fields in order; one that is a `@record(row=True)` is a list of them, with
-`sparse` defaults at its end left out. Mappings, tuples, enums, None, texts and numbers are what they are;
-infinities and nan, which JSON has not, are texts.
+`sparse` defaults at its end left out. The fields of an `inline` record stand among those of its owner; the
+properties that a record names as `derived` are written for readers of the file and passed over when it is
+read. Mappings, tuples, enums, None, texts and numbers are what they are; infinities and nan, which JSON has
+not, are texts.
 
 `decode` refuses what does not fit with a ValueError that names the place, as "decisions.fc/output.problem.m".
 Numbers stay as they were written: a record that is read and written again has the same bytes.
@@ -24,6 +26,7 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 _SPARSE = "left out of JSON where it has its default"
+_INLINE = "its fields stand among those of its owner"
 _FORM = "_form_of_record"
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
 
@@ -33,6 +36,7 @@ class _Form:
     row: bool = False
     ignore: frozenset[str] | None = frozenset()
     check: Callable[[Any], None] | None = None
+    derived: tuple[str, ...] = ()
 
 
 def record(
@@ -40,6 +44,7 @@ def record(
     row: bool = False,
     ignore: frozenset[str] | None = frozenset(),
     check: Callable[[Any], None] | None = None,
+    derived: tuple[str, ...] = (),
 ) -> Callable[[type[T]], type[T]]:
     """How a dataclass stands in JSON, where that is not an object of exactly its fields.
 
@@ -47,10 +52,11 @@ def record(
         row: as a list of its fields.
         ignore: names that earlier versions wrote, and that are passed over; None: all that are no fields.
         check: called with what was read; raises ValueError for values that cannot be.
+        derived: properties that follow from the fields, such as a verdict: written, and never read.
     """
 
     def mark(cls: type[T]) -> type[T]:
-        setattr(cls, _FORM, _Form(row, ignore, check))
+        setattr(cls, _FORM, _Form(row, ignore, check, derived))
         return cls
 
     return mark
@@ -59,6 +65,11 @@ def record(
 def sparse(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
     """A field that is left out of JSON where it has its default: such records are as before there was one."""
     return field(default=default, default_factory=default_factory, metadata={_SPARSE: True})
+
+
+def inline() -> Any:
+    """A field that is a record, whose own fields stand in JSON among those of its owner."""
+    return field(metadata={_INLINE: True})
 
 
 def encode(value: Any) -> Any:
@@ -74,17 +85,19 @@ def encode(value: Any) -> Any:
         return [encode(entry) for entry in value]
     if not is_dataclass(value):
         raise TypeError(f"{value!r} has no form in JSON")
-    found = {entry.name: getattr(value, entry.name) for entry in fields(value)}
-    if not _form(type(value)).row:
-        return {
-            entry.name: encode(found[entry.name])
-            for entry in fields(value)
-            if not (entry.metadata.get(_SPARSE) and found[entry.name] == _default(entry))
-        }
-    kept = list(fields(value))
-    while kept and kept[-1].metadata.get(_SPARSE) and found[kept[-1].name] == _default(kept[-1]):
-        kept.pop()
-    return [encode(found[entry.name]) for entry in kept]
+    form, kept = _form(type(value)), list(fields(value))
+    if form.row:
+        while kept and _left_out(value, kept[-1]):
+            kept.pop()
+        return [encode(getattr(value, entry.name)) for entry in kept]
+    found: dict[str, Any] = {}
+    for entry in kept:
+        inner = encode(getattr(value, entry.name))
+        if entry.metadata.get(_INLINE):
+            found |= inner
+        elif not _left_out(value, entry):
+            found[entry.name] = inner
+    return found | {name: encode(getattr(value, name)) for name in form.derived}
 
 
 def decode(kind: type[T], content: Any, *, at: str = "") -> T:
@@ -132,7 +145,10 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
         given = dict(zip(known, entries, strict=False))
     else:
         given = dict(_is(dict, content, at))
-        strange = given.keys() - known
+        for name in (name for name, entry in known.items() if entry.metadata.get(_INLINE)):
+            inner = {each.name for each in fields(hints[name])} & given.keys()
+            given[name] = {key: given.pop(key) for key in inner}
+        strange = given.keys() - known - set(form.derived)
         if form.ignore is not None and (strange - form.ignore):
             raise ValueError(
                 f"{at or 'it'} has {', '.join(sorted(map(str, strange)))}, of which nothing is known"
@@ -140,7 +156,8 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
     values = {}
     for name, entry in known.items():
         if name in given:
-            values[name] = _decode(hints[name], given[name], _below(at, name))
+            place = at if entry.metadata.get(_INLINE) else _below(at, name)
+            values[name] = _decode(hints[name], given[name], place)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_below(at, name)} is missing")
     found = kind(**values)
@@ -159,6 +176,10 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+def _left_out(value: Any, entry: Field[Any]) -> bool:
+    return bool(entry.metadata.get(_SPARSE)) and getattr(value, entry.name) == _default(entry)
+
+
 def _default(entry: Field[Any]) -> Any:
     return entry.default_factory() if entry.default_factory is not MISSING else entry.default
 
@@ -169,14 +190,7 @@ def _below(at: str, name: str) -> str:
 
 def _is(kind: type, content: Any, at: str) -> Any:
     if type(content) is not kind:
-        names = {
-            dict: "an object",
-            list: "a list",
-            str: "a text",
-            int: "a whole number",
-            bool: "true or false",
-        }
-        _refuse(at, names[kind], content)
+        _refuse(at, _NAMES[kind], content)
     return content
 
 

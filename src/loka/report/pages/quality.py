@@ -70,7 +70,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
     ]
     average = arm.average
     if average is not None:
-        bars = [Bar(f"pair, seed {seed}", pair.ne_percent) for seed, pair in arm.pairs.items()]
+        bars = [Bar(f"pair, seed {seed}", pair.ne_percent) for seed, pair in arm.differences.items()]
         bars.append(Bar("over seeds", average.spread.over_seeds(ERROR), "c"))
         bars += [Bar(reading.name, reading.ne_percent, "c") for reading in arm.readings]
         bars.append(Bar("verdict", average.ne_percent, "a", True))
@@ -81,7 +81,7 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         )
         segments = _forest_of(arm.segments, found.segment_limit) if arm.segments else None
         parts.append(tag("div", drawn, segments, class_="grid"))
-        apart = [pair.kl_percent for pair in arm.pairs.values() if pair.kl_percent is not None]
+        apart = [pair.kl_percent for pair in arm.differences.values() if pair.kl_percent is not None]
         if apart:
             told = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
             parts.append(

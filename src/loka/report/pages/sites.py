@@ -167,7 +167,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     for point, percent in zip(found.points, share, strict=True):
         if point.spent > 0:
             frame.interval(max(point.ne.low, left), point.ne.high, percent, "shade", width=5)
-        told = f"budget {point.budget:.1e}: {point.fp8} sites, {percent:.1f} % of hp, KL/H +{point.ne}"
+        told = f"budget {point.budget:.1e}: {len(point.fp8)} sites, {percent:.1f} % of hp, KL/H +{point.ne}"
         frame.dot(max(point.spent, left), percent, "a", told)
     knee = found.knee
     at = 100 * knee.time / found.base
@@ -198,9 +198,9 @@ def _points_table(found: Frontier) -> Html:
         (
             number(point.budget, "{:.1e}"),
             number(point.ne.value, "{:.1e}"),
-            number(point.fp8, "{:d}"),
+            number(len(point.fp8), "{:d}"),
             number(100 * point.time / found.base),
-            "knee" if point is found.knee else "",
+            "knee" if point.knee else "",
         )
         for point in found.points
     ]
