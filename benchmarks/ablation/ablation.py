@@ -64,8 +64,8 @@ from loka.train.steps.step_time import Arm, StepTime, has_graphs, time_steps
 from loka.validation.arms import NAIVE, ArmSpec, by_plan, by_recipe
 from loka.validation.paired import NE_LIMIT_PERCENT
 from loka.validation.runs import Bench, Run, held_out, run
-from loka.validation.variance import MIN_PAIRS, spreads
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import MIN_PAIRS, pair_variances
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 _KIND, _VERSION = "loka-bench-ablation", 1
 SETTINGS = {"none": (), **{type(mod).__name__: (mod,) for mod in MODS}, "all three": MODS}
@@ -183,7 +183,7 @@ def questions(keys: Sequence[Key]) -> Iterator[tuple[str, Key, Key]]:
             yield "against no mods", PLAIN, key
 
 
-def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> Judgement | None:
+def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> RowsVerdict | None:
     """Over the seeds that both have finished; None where there are none."""
     whole = {(run.arm, run.seed) for run in runs if not run.broke}
     seeds = [seed for name, seed in sorted(whole) if name == name_of(arm)]
@@ -194,9 +194,11 @@ def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> Judgement |
         losses.append((log_losses(a, clicked), log_losses(b, clicked)))
     if not losses:
         return None
-    spread = spreads(losses, np.zeros(len(clicked), np.int64), 1)[0]
+    variance = pair_variances(losses, np.zeros(len(clicked), np.int64), 1)[0]
     clicks = int(clicked.sum())
-    return Judgement(name=name_of(arm), spread=spread, clicks=clicks, limit=NE_LIMIT_PERCENT, tail=ERROR)
+    return RowsVerdict(
+        name=name_of(arm), variance=variance, clicks=clicks, limit=NE_LIMIT_PERCENT, tail=ERROR
+    )
 
 
 def train_all(bench: Bench, arms: Mapping[Key, ArmSpec], pairs: int, record: Record) -> None:
@@ -313,7 +315,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
     """What would decide the undecided."""
     lines = []
     for name, judged in content["judged"].items():
-        found = {question: decode(Judgement, entry).outlook for question, entry in judged.items()}
+        found = {question: decode(RowsVerdict, entry).outlook for question, entry in judged.items()}
         lines += [f"{name}, {question}: {outlook}" for question, outlook in found.items() if outlook]
     return "\n".join(lines)
 
@@ -321,7 +323,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
 def _told(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "-"
-    ends, verdict = decode(Judgement, entry).ne_percent, entry["verdict"]
+    ends, verdict = decode(RowsVerdict, entry).ne_percent, entry["verdict"]
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 

@@ -77,7 +77,7 @@ def table(bank: Bank) -> str:
                     arm.model,
                     arm.name,
                     str(len(arm.pairs)),
-                    f"{arm.spread.between_pairs:.4f}",
+                    f"{arm.variance.between_pairs:.4f}",
                     str(pairs),
                     f"{nothing.failed:.1%}",
                     f"{nothing.contains_zero:.1%}",

@@ -34,8 +34,8 @@ from loka.validation.paired import PairedDifference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.runs import CurvePoint, Run
 from loka.validation.validate import BY_MEAN
-from loka.validation.variance import Spread
-from loka.validation.verdicts import Judgement
+from loka.validation.variance import PairVariance
+from loka.validation.verdicts import RowsVerdict
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script>\"&<img src=x onerror=alert(2)>"
@@ -71,9 +71,9 @@ class Reader(HTMLParser):
 
 
 def hostile_validation() -> Validation:
-    spread = Spread(mean=0.004, pairs=4, rows=9000, between_pairs=0.003, rows_error=0.001)
-    judged = Judgement(name=HOSTILE, spread=spread, clicks=900, limit=0.02, tail=0.05)
-    poor = replace(judged, spread=replace(spread, pairs=1, between_pairs=math.nan), name="poor")
+    variance = PairVariance(mean=0.004, pairs=4, rows=9000, between_pairs=0.003, rows_error=0.001)
+    judged = RowsVerdict(name=HOSTILE, variance=variance, clicks=900, limit=0.02, tail=0.05)
+    poor = replace(judged, variance=replace(variance, pairs=1, between_pairs=math.nan), name="poor")
     pair = PairedDifference(Estimate(0.1, 0.0, 0.2), Estimate(0, 0, 0), Estimate(0, 0, 0), rows=9000)
     pairs = tuple(SeedPair(seed=seed, difference=pair) for seed in range(4))
     arm = ArmVerdict(

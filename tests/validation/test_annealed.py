@@ -106,7 +106,7 @@ def test_both_read_outs_are_judged_and_recorded(runs: dict[str, Validation], tmp
     found = runs["constant"]
     (reading,) = found.arms[0].readings
     assert reading.name == BY_MEAN
-    assert reading.spread.pairs == 2
+    assert reading.variance.pairs == 2
     assert reading.ne_percent.value == 0.0  # the arm changes nothing
     for run in found.runs:
         assert run.mean_quality.ne < run.quality.ne  # wandering weights are worse than their mean

@@ -278,9 +278,9 @@ def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
     ids = torch.cat([batch.sparse[:, 0] for batch in TEST.batches(64)])
     unknown = int((ids == 0).sum())
     assert unknown
-    spread = found.arms[0].average.spread
-    assert spread.clusters == len(ids.unique()) - 1 + unknown
-    assert 1 < spread.effective_clusters < spread.clusters
+    variance = found.arms[0].average.variance
+    assert variance.clusters == len(ids.unique()) - 1 + unknown
+    assert 1 < variance.effective_clusters < variance.clusters
     assert cluster_named("sparse:0", TEST) == 0
     for wrong in ("sparse:99", "dense:0", "user"):
         with pytest.raises(UnknownName, match="sparse:0 to sparse"):

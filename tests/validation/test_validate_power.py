@@ -17,11 +17,11 @@ from loka.train import TrainConfig
 from loka.validation import paired_difference
 from loka.validation.arms import ArmSpec, arm_named, by_recipe, nudged
 from loka.validation.pair_bank import Bank, BankedArm, BankedPair, deposit, prior_of, resample
-from loka.validation.power import POWER, contributions, forecast, rates, spread_by_rows
+from loka.validation.power import POWER, contributions, deviation_by_rows, forecast, rates
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.validate import validate
-from loka.validation.variance import MIN_PAIRS, Spread
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import MIN_PAIRS, PairVariance
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 CONFIG = TrainConfig(batch_size=64, seed=3, lr=1e-2, average="tail")
 TRAIN, TEST = RandomRows(640), RandomRows(600, seed=8)
@@ -29,8 +29,8 @@ SAME = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothin
 LIMIT = 0.02
 
 
-def prior(between: float, rows_error: float = 0.0, rows: int = 10**6) -> Spread:
-    return Spread(mean=0.0, pairs=8, rows=rows, between_pairs=between, rows_error=rows_error)
+def prior(between: float, rows_error: float = 0.0, rows: int = 10**6) -> PairVariance:
+    return PairVariance(mean=0.0, pairs=8, rows=rows, between_pairs=between, rows_error=rows_error)
 
 
 @pytest.mark.parametrize("between", [0.01, 0.025, 0.06])
@@ -86,11 +86,11 @@ def banked(values: list[float], name: str = "naive", rows_error: float = 0.0) ->
 
 
 def test_resampling_a_bank_gives_the_rates_of_its_world() -> None:
-    """Forty pairs of a known spread: nothing wrong passes, harm is found, as for fresh pairs."""
+    """Forty pairs of a known variance: nothing wrong passes, harm is found, as for fresh pairs."""
     rng = np.random.default_rng(2)
     arm = banked((0.3 + 0.01 * rng.normal(size=40)).tolist())  # its own mean is no matter
     fresh = rates(0.01 * rng.normal(size=(4000, 6)), rows_error=0.0, limit=LIMIT)
-    # The spread of 40 pairs is known to 11 %, and passing moves by about as much.
+    # The standard deviation of 40 pairs is known to 11 %, and passing moves by about as much.
     assert resample(arm, pairs=6, limit=LIMIT).passed == pytest.approx(fresh.passed, abs=0.12)
     assert resample(arm, pairs=6, limit=LIMIT, effect=0.05).failed > 0.95
     assert resample(arm, pairs=6, limit=LIMIT, effect=LIMIT).passed < 0.05
@@ -160,14 +160,14 @@ def test_more_rows_reduce_the_part_that_rows_make() -> None:
         differences.append(paired_difference(z, z + 0.1 * rng.normal(size=rows), labels))
     pairs = tuple(SeedPair(seed=seed, difference=found) for seed, found in enumerate(differences))
     between = float(np.std([found.ne_percent.value for found in differences], ddof=1))
-    spread = Spread(mean=0.0, pairs=800, rows=rows, between_pairs=between, rows_error=0.0)
-    judged = Judgement(name="all rows", spread=spread, clicks=300, limit=LIMIT, tail=ERROR)
-    by_rows = spread_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
+    variance = PairVariance(mean=0.0, pairs=800, rows=rows, between_pairs=between, rows_error=0.0)
+    judged = RowsVerdict(name="all rows", variance=variance, clicks=300, limit=LIMIT, tail=ERROR)
+    by_rows = deviation_by_rows(ArmVerdict(name="a", pairs=pairs, average=judged))
     # A standard deviation of 800 values is known to 2.5 %: three times that.
     assert by_rows == pytest.approx(between, rel=0.075)
-    same = forecast(spread, pairs=4, limit=LIMIT, held_out=rows, by_rows=by_rows)
+    same = forecast(variance, pairs=4, limit=LIMIT, held_out=rows, by_rows=by_rows)
     assert same.between == pytest.approx(max(between, by_rows))
-    more = forecast(spread, pairs=4, limit=LIMIT, held_out=4 * rows, by_rows=by_rows)
+    more = forecast(variance, pairs=4, limit=LIMIT, held_out=4 * rows, by_rows=by_rows)
     # Half of it, and of the 7.5 % too many in `between`, which would be training's, the whole.
     assert 0.46 < more.between / between < np.sqrt(0.25 + 1.075**2 - 1)
 

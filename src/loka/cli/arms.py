@@ -1,4 +1,4 @@
-"""One arm of a comparison: train, judge on held-out rows, and keep the result.
+"""One arm of a comparison: train, evaluate on held-out rows, and keep the result.
 
 A finished arm is read back from its files when a demo is started again; an unfinished one
 goes on from its newest checkpoint.

@@ -89,10 +89,10 @@ class Frontier:
             )
         title = f"NE against linear-layer time for {self.model}, measured on {self.machine}"
         if self.unit == "us":
-            told = f"hp takes {self.base:.0f} us, quantization included in all times."
+            note = f"hp takes {self.base:.0f} us, quantization included in all times."
         else:
-            told = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
-        return f"{title}\n{format_table(header, rows)}\n{told}"
+            note = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
+        return f"{title}\n{format_table(header, rows)}\n{note}"
 
     def save(self, path: Path | str) -> None:
         write_record(Path(path), kind="loka-frontier", version=1, content=encode(self))

@@ -1,4 +1,4 @@
-"""Is this model annealed? Whether its weights rest at the end of training, or still move with every batch.
+"""Is this model annealed? Its weights rest at the end of training, or they still move with every batch.
 
 z are the held-out logits of the weights after the last step, z' those of the mean of the weights over the end
 of the run (train/average.py), p = sigmoid(z), y the labels. The change of the loss from z to z' has exactly
@@ -75,7 +75,7 @@ class Annealed:
 
 
 def annealed(final_rate: float, held_out: Sequence[HeldOut] = ()) -> Annealed:
-    """What the last rate, and the held-out rows of one or more runs of one kind, say."""
+    """Whether runs of one kind are annealed, by their last rate and their held-out rows."""
     both = [(found, found.mean_logits) for found in held_out if found.mean_logits is not None]
     if not both:
         return Annealed(final_rate=final_rate)

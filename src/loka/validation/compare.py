@@ -18,7 +18,7 @@ _KIND, _VERSION = "loka-train", 1
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One training run, judged on held-out rows. `runs` counts FP8 GEMMs by site, as `nn.fp8_runs`."""
+    """One training run and its quality on held-out rows. `runs` counts its FP8 GEMMs (`nn.fp8_runs`)."""
 
     name: str
     quality: Quality
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def across(self) -> AcrossPairs | None:
-        """Over training seeds; None for a single pair, which has no spread."""
+        """Over training seeds; None for a single pair, which has no variance."""
         return across_pairs([pair.difference for pair in self.pairs]) if len(self.pairs) > 1 else None
 
     def save(self, path: Path | str) -> None:

@@ -1,7 +1,7 @@
-"""A bank of trained pairs: what they differed by, kept over validations, to know power and error rates by.
+"""A bank of trained pairs keeps their differences over validations, to know power and error rates by.
 
-A pair costs two trainings, and what it tells of the spread between pairs holds for the next validation of the
-same model on the same rows. `resample` draws validations from the pairs of one arm, with replacement:
+A pair costs two trainings, and the variance that it adds to holds for the next validation of the same model
+on the same rows. `resample` draws validations from the pairs of one arm, with replacement:
 
     A/A arms    the difference with a random sign: control and nudged control could change places
     others      effect + (difference - mean) sqrt(n / (n - 1)), for a true difference of `effect`
@@ -21,9 +21,9 @@ import numpy as np
 from loka.core.storage.codec import decode, encode, record
 from loka.core.storage.files import read_record, write_record
 from loka.validation.arms import NUDGED
-from loka.validation.power import Rates, rates, spread_by_rows
+from loka.validation.power import Rates, deviation_by_rows, rates
 from loka.validation.record import Validation
-from loka.validation.variance import MIN_PAIRS, Spread
+from loka.validation.variance import MIN_PAIRS, PairVariance
 
 _KIND, _VERSION = "loka-pair-bank", 1
 _DRAWS = 4000
@@ -47,8 +47,8 @@ class BankedArm:
     """Pairs of one arm against one control.
 
     `world` is a digest of model, rows and configuration, which pairs have to share to be drawn together;
-    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the spread
-    between pairs that is the choice of these rows.
+    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the standard
+    deviation between pairs that is the choice of these rows.
     """
 
     world: str
@@ -66,9 +66,9 @@ class BankedArm:
         return [pair.ne_percent for pair in self.pairs]
 
     @property
-    def spread(self) -> Spread:
+    def variance(self) -> PairVariance:
         values = self.values
-        return Spread(
+        return PairVariance(
             mean=float(np.mean(values)),
             pairs=len(values),
             rows=self.rows,
@@ -112,9 +112,9 @@ def deposit(bank: Bank, found: Validation) -> Bank:
             key=arm.key,
             name=arm.name,
             model=found.model,
-            rows=arm.average.spread.rows,
-            rows_error=arm.average.spread.rows_error,
-            by_rows=spread_by_rows(arm),
+            rows=arm.average.variance.rows,
+            rows_error=arm.average.variance.rows_error,
+            by_rows=deviation_by_rows(arm),
             pairs=new,
         )
         before = kept.get((added.world, added.key))
@@ -128,11 +128,11 @@ def deposit(bank: Bank, found: Validation) -> Bank:
 
 
 def prior_of(bank: Bank, world: str, arms: tuple[str, ...]) -> BankedArm | None:
-    """The arm to expect a spread from: of those called `arms` the widest, else the widest of that world."""
+    """The arm to expect the variance of: of those called `arms` the widest, else the widest of that world."""
     known = bank.of(world)
     named = [arm for arm in known if arm.name in arms and len(arm.pairs) >= MIN_PAIRS]
     real = named or [arm for arm in known if arm.name != NUDGED] or list(known)
-    return max(real, key=lambda arm: arm.spread.between_pairs, default=None)
+    return max(real, key=lambda arm: arm.variance.between_pairs, default=None)
 
 
 def resample(

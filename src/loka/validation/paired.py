@@ -10,7 +10,7 @@ The second line is the delta method for a ratio of means (Cochran, Sampling Tech
 section 6.4). Calibration is a ratio of means too, sum p / sum y, and its difference has the same form.
 The AUC is a mean over pairs of a click and another row. Of click i let v_i be the share of others that it
 outranks, and of other row j let w_j be the share of clicks that outrank it (DeLong et al., Biometrics 44,
-1988); both models judge the same rows, so the differences of v and w are all that is needed:
+1988); both models predict the same rows, so the differences of v and w are all that is needed:
 
     auc = mean(dv) = mean(dw),    se^2 = var(dv) / N1 + var(dw) / N0
 
@@ -117,7 +117,7 @@ def paired_difference(
 def across_pairs(differences: Sequence[PairedDifference]) -> AcrossPairs:
     """Mean difference over pairs trained with different seeds; at least two, better four or more."""
     if len(differences) < 2:
-        raise ValueError(f"{len(differences)} pair(s) have no spread to estimate; train at least two")
+        raise ValueError(f"{len(differences)} pair(s) have no variance to estimate; train at least two")
     return AcrossPairs(
         ne_percent=estimate_mean([pair.ne_percent.value for pair in differences]),
         auc=estimate_mean([pair.auc.value for pair in differences]),
@@ -130,8 +130,8 @@ def _ratio(difference: Floats, base: Floats) -> Estimate:
     """mean(difference) / mean(base) over rows [N]."""
     scale = float(base.mean())
     value = float(difference.mean()) / scale
-    spread = float((difference - value * base).std(ddof=1)) / scale
-    return _around(value, spread / len(base) ** 0.5, freedom=len(base) - 1)
+    deviation = float((difference - value * base).std(ddof=1)) / scale
+    return _around(value, deviation / len(base) ** 0.5, freedom=len(base) - 1)
 
 
 def _auc(a: Placements, b: Placements) -> Estimate:

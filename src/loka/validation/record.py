@@ -15,7 +15,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
 from loka.validation.runs import Run
-from loka.validation.verdicts import Judgement, joined
+from loka.validation.verdicts import RowsVerdict, joined
 
 _KIND, _VERSION = "loka-validation", 1
 
@@ -34,16 +34,16 @@ class ArmVerdict:
     """One arm against the control, pair by pair.
 
     `average` is None, and `broke` says why, where a run of it ended in NaN or no pair is done. `readings`
-    judge all rows in other ways, for reading: no verdict goes by them. `key` is a digest of what the arm
+    are of all rows in other ways: no verdict goes by them. `key` is a digest of what the arm
     does.
     """
 
     name: str
     pairs: tuple[SeedPair, ...]
-    average: Judgement | None
-    segments: tuple[Judgement, ...] = ()
+    average: RowsVerdict | None
+    segments: tuple[RowsVerdict, ...] = ()
     broke: str = ""
-    readings: tuple[Judgement, ...] = ()
+    readings: tuple[RowsVerdict, ...] = ()
     key: str = ""
 
     @property

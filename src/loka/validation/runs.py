@@ -1,4 +1,4 @@
-"""The runs of a validation, kept on disk: train one, judge it on held-out rows, never train it twice.
+"""The runs of a validation, kept on disk: train one, evaluate it on held-out rows, never train it twice.
 
     out/runs/<arm>-<seed>/run.json                record: who it is, its quality, its curve
     out/runs/<arm>-<seed>/held_out.safetensors    logits [N] float32 and labels [N], checksum in the record;
@@ -250,7 +250,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     finally:
         curve.write()
 
-    def judge() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def predict() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         return evaluate(
             model,
             bench.test,
@@ -260,11 +260,11 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
             track=bench.track,
         )
 
-    logits, labels = judge()
+    logits, labels = predict()
     mean_logits = None
     if trained.average is not None:
         with as_averaged(model, trained.average, rows=bench.train, config=config):
-            mean_logits, _ = judge()
+            mean_logits, _ = predict()
     finished = Run(
         arm=arm.name,
         seed=config.seed,

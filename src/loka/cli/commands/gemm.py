@@ -107,9 +107,9 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
     bench = _continue_from(path, bench)
 
     def with_contests(contests: Mapping[str, Contest]) -> GemmBench:
-        told = {place: _explained(contest, alone, place) for place, contest in contests.items()}
+        explained = {place: _explained(contest, alone, place) for place, contest in contests.items()}
         missing = [name for name in suite.layers if name not in contests]
-        return replace(bench, contests=told, complete=report.complete and not (report.timed and missing))
+        return replace(bench, contests=explained, complete=report.complete and not (report.timed and missing))
 
     late = deadline is not None and time.monotonic() >= deadline
     if report.timed and (report.complete or not late):  # a plan of half a report is not the plan

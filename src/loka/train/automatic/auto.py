@@ -42,7 +42,7 @@ from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
 from loka.probe.model_effects.movement import Horizon
-from loka.train.automatic.as_it_is import as_they_are, batches_needed, renew, told
+from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_lines, renew
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
@@ -257,7 +257,7 @@ class Auto(Callback):
             horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
         )
-        for line in told(renewed, time.perf_counter() - began):
+        for line in effect_lines(renewed, time.perf_counter() - began):
             self._tell(line)
         return renewed
 
@@ -335,10 +335,12 @@ class Auto(Callback):
         except PlanMismatch as error:
             return str(error)
         _, refusals = together(adopt)
-        told = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
-        if told and run.plan:
+        reasons = [
+            f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why
+        ]
+        if reasons and run.plan:
             run.adopt(None)
-        return "\n".join(told) or None
+        return "\n".join(reasons) or None
 
     def _save(self, stats: Stats) -> None:
         if self._folder is not None and first_rank():
