@@ -52,7 +52,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data.batch import Batch
 from loka.measurement import measure
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import COARSE, Settings
 from loka.nn import sites_of
 from loka.planner import plan as plan_report
@@ -132,7 +132,7 @@ def plan_for(bench: Bench, name: str, given: argparse.Namespace) -> tuple[Plan, 
         )
         plan_report(report, budget).save(folder / "plan.json")
     recipe = RECIPES[by_recipe(NAIVE, rows=given.batch_size).identity["recipes"]["output"]]
-    effects = [predicted_ne(layer, recipe) for layer in stats.layers.values()]
+    effects = [predicted_kl(layer, recipe) for layer in stats.layers.values()]
     naive = total_effect([effect for effect in effects if effect]) if all(effects) else None
     return Plan.load(folder / "plan.json"), naive
 
@@ -379,7 +379,7 @@ def main() -> None:
         if setting["same_as"] is None:
             plan, naive = plan_for(bench, name, given)
             setting["plan"] = plan.summary()
-            setting["predicted"] = {NAIVE: encode(naive), "plan": encode(plan.ne)}
+            setting["predicted"] = {NAIVE: encode(naive), "plan": encode(plan.kl)}
             for precision in (UNCHANGED, by_recipe(NAIVE, rows=given.batch_size), by_plan(plan)):
                 arms[name, precision.name] = arm_of((name, precision.name), precision)
         record.content["settings"][name] = setting

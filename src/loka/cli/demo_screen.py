@@ -112,7 +112,7 @@ def _saves(model: Shown) -> tuple[str, ...]:
 
 
 def _costs(model: Shown) -> tuple[str, ...]:
-    predicted = model.plan.ne
+    predicted = model.plan.kl
     prediction = f"predicted KL/H {predicted.value:.1e}" if predicted else "no effect predicted"
     across = model.comparison.across
     if across is None:

@@ -43,7 +43,7 @@ def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhe
     """
     fastest: dict[str, tuple[float, str]] = {}
     names = {name for site in report.sites.values() for name in site.measurements}
-    apart = replace(report, sharing={}, region_times={})  # each site by itself
+    apart = replace(report, quantize_once_savings={}, region_times={})  # each site by itself
     for name in sorted(names):
         if library_of(name) != library:
             continue

@@ -17,23 +17,23 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import encode, named
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.planner.ne_budget import WAY_OUT
 from loka.planner.plan import plan
 
-_UNLIMITED = 1e9  # no model loses so much NE
+_UNLIMITED = 1e9  # no model loses so much
 _DECADES = 4  # that the default range covers below the largest effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A budget and what became of it. `spent` is the upper end of `ne`, which the budget limits; `fp8` the
+    """A budget and what became of it. `spent` is the upper end of `kl`, which the budget limits; `fp8` the
     candidates of the sites that are not in hp; `knee` marks the frontier's knee."""
 
     budget: float
-    ne: Estimate
+    kl: Estimate = named("ne")
     spent: float
     time: float
     fp8: Mapping[str, str]
@@ -55,7 +55,7 @@ class Frontier:
 
     @property
     def knee(self) -> Point:
-        """The last point up to which NE buys more time than on average over the whole frontier."""
+        """The last point up to which KL/H buys more time than on average over the whole frontier."""
         return next(point for point in self.points if point.knee)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Frontier:
             rows.append(
                 (
                     f"{point.budget:.2e}",
-                    str(point.ne),
+                    str(point.kl),
                     f"{point.spent:.2e}",
                     len(point.fp8),
                     f"{point.time:.4g}",
@@ -87,7 +87,7 @@ class Frontier:
                     "knee" if point.knee else "",
                 )
             )
-        title = f"NE against linear-layer time for {self.model}, measured on {self.machine}"
+        title = f"KL/H against linear-layer time for {self.model}, measured on {self.machine}"
         if self.unit == "us":
             note = f"hp takes {self.base:.0f} us, quantization included in all times."
         else:
@@ -112,25 +112,25 @@ def frontier(
     """
     budget = budget or Budget()
     everything = plan(report, replace(budget, ne=_UNLIMITED))
-    if everything.ne is None:
+    if everything.kl is None:
         raise LokaError(
             f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )
     if limits is None:
-        limits = [0.0, *_range(report, upper_bound(everything.ne), count)]
+        limits = [0.0, *_range(report, upper_bound(everything.kl), count)]
     points: list[Point] = []
     for limit in sorted(limits):
         made = plan(report, replace(budget, ne=limit))
         fp8 = {site: found.candidate for site, found in made.decisions.items() if found.candidate != HP}
         if points and points[-1].fp8 == fp8:
             continue
-        effect = made.ne or Estimate(0.0, 0.0, 0.0)
+        effect = made.kl or Estimate(0.0, 0.0, 0.0)
         points.append(
             Point(
                 budget=limit,
-                ne=effect,
+                kl=effect,
                 spent=upper_bound(effect),
                 time=base_time(report) - saved_time(made),
                 fp8=fp8,

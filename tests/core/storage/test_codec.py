@@ -22,7 +22,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import Report
 from loka.core.signature import LinearShape, WeightUse
-from loka.core.storage.codec import decode, encode, inline, record, sparse
+from loka.core.storage.codec import decode, encode, inline, named, record, sparse
 from loka.core.storage.files import canonical, write_record
 
 STORED = Path(__file__).parents[3] / "benchmarks/wukong_step/report.json.gz"
@@ -150,6 +150,22 @@ def test_the_fields_of_an_inline_record_stand_among_those_of_its_owner() -> None
         decode(Box, {"name": "b"}, at="at")
     with pytest.raises(ValueError, match="it has depth, of which nothing is known"):
         decode(Box, {"name": "b", "width": 3.0, "depth": 1.0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    width: float = named("w")
+    late: int | None = sparse(None, name="l")
+
+
+def test_a_field_is_called_in_json_as_it_always_was() -> None:
+    assert encode(Renamed(width=2.0)) == {"w": 2.0}
+    assert encode(Renamed(width=2.0, late=1)) == {"w": 2.0, "l": 1}
+    assert decode(Renamed, {"w": 2.0, "l": 1}) == Renamed(width=2.0, late=1)
+    with pytest.raises(ValueError, match="w is missing"):
+        decode(Renamed, {})
+    with pytest.raises(ValueError, match="it has width, of which nothing is known"):
+        decode(Renamed, {"width": 2.0})
 
 
 def test_records_are_written_as_before_there_was_a_codec() -> None:

@@ -82,7 +82,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
     by_sites = replace(report, region_times={})  # what is raced below runs no region
     decided = plan_report(by_sites, config.budget)
     decided.save(config.out / PLAN)
-    alone = plan_report(replace(by_sites, sharing={}), config.budget)
+    alone = plan_report(replace(by_sites, quantize_once_savings={}), config.budget)
     site_arms, layer_arms = _arms(report, config.budget, alone=alone, together=decided)
     bench = GemmBench(
         machine=fingerprint(device),

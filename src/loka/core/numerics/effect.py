@@ -149,7 +149,7 @@ class Effect:
         below, above = math.hypot(by_samples, beyond), math.hypot(above, beyond)
         return Estimate(mean, mean / math.exp(min(below, _WIDEST)), mean * math.exp(min(above, _WIDEST)))
 
-    def ne(self) -> Estimate:
+    def kl(self) -> Estimate:
         """KL/H, absolute, with its 95 % interval; nan where predictions have no entropy."""
         loss, entropy = self.loss(), self.entropy
         if not entropy > 0:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _SPARSE = "left out of JSON where it has its default"
 _INLINE = "its fields stand among those of its owner"
+_NAME = "called so in JSON"
 _FORM = "_form_of_record"
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
 
@@ -62,9 +63,14 @@ def record(
     return mark
 
 
-def sparse(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+def sparse(default: Any = MISSING, *, default_factory: Any = MISSING, name: str | None = None) -> Any:
     """A field that is left out of JSON where it has its default: such records are as before there was one."""
-    return field(default=default, default_factory=default_factory, metadata={_SPARSE: True})
+    return field(default=default, default_factory=default_factory, metadata={_SPARSE: True, _NAME: name})
+
+
+def named(name: str, default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """A field that is called `name` in JSON: stored records keep the name that it had before."""
+    return field(default=default, default_factory=default_factory, metadata={_NAME: name})
 
 
 def inline() -> Any:
@@ -96,7 +102,7 @@ def encode(value: Any) -> Any:
         if entry.metadata.get(_INLINE):
             found |= inner
         elif not _left_out(value, entry):
-            found[entry.name] = inner
+            found[_name(entry)] = inner
     return found | {name: encode(getattr(value, name)) for name in form.derived}
 
 
@@ -137,7 +143,7 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
 
 def _dataclass(kind: Any, content: Any, at: str) -> Any:
     form, hints = _form(kind), _hints(kind)
-    known = {entry.name: entry for entry in fields(kind)}
+    known = {_name(entry): entry for entry in fields(kind)}
     if form.row:
         entries = _is(list, content, at)
         if len(entries) > len(known):
@@ -146,7 +152,7 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
     else:
         given = dict(_is(dict, content, at))
         for name in (name for name, entry in known.items() if entry.metadata.get(_INLINE)):
-            inner = {each.name for each in fields(hints[name])} & given.keys()
+            inner = {_name(each) for each in fields(hints[name])} & given.keys()
             given[name] = {key: given.pop(key) for key in inner}
         strange = given.keys() - known - set(form.derived)
         if form.ignore is not None and (strange - form.ignore):
@@ -157,7 +163,7 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
     for name, entry in known.items():
         if name in given:
             place = at if entry.metadata.get(_INLINE) else _below(at, name)
-            values[name] = _decode(hints[name], given[name], place)
+            values[entry.name] = _decode(hints[entry.name], given[name], place)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_below(at, name)} is missing")
     found = kind(**values)
@@ -174,6 +180,11 @@ def _form(kind: type) -> _Form:
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
+
+
+def _name(entry: Field[Any]) -> str:
+    """In JSON."""
+    return entry.metadata.get(_NAME) or entry.name
 
 
 def _left_out(value: Any, entry: Field[Any]) -> bool:

@@ -57,8 +57,8 @@ def plan_section(plan: Plan) -> Html:
         ("layers with FP8", f"{len(low)} of {len(rows)}", ""),
         *_time_tiles(plan),
     ]
-    if plan.ne is not None:
-        known.append(("predicted KL/H", f"{plan.ne.value:.2g}", ""))
+    if plan.kl is not None:
+        known.append(("predicted KL/H", f"{plan.kl.value:.2g}", ""))
     if plan.budget.ne is not None:
         known.append(("budget of KL/H", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
@@ -127,7 +127,7 @@ def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
 def _layer(row: LayerRow) -> tuple[object, ...]:
     fp8 = {gemm: d for gemm, d in row.decisions.items() if d.candidate != HP}
     errors = [d.sqnr_db.value for d in fp8.values() if d.sqnr_db]
-    effects = [d.ne.value for d in fp8.values() if d.ne]
+    effects = [d.kl.value for d in fp8.values() if d.kl]
     return (
         code(row.path),
         number(row.saved_us),

@@ -166,8 +166,8 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     )
     for point, percent in zip(found.points, share, strict=True):
         if point.spent > 0:
-            frame.interval(max(point.ne.low, left), point.ne.high, percent, "shade", width=5)
-        label = f"budget {point.budget:.1e}: {len(point.fp8)} sites, {percent:.1f} % of hp, KL/H +{point.ne}"
+            frame.interval(max(point.kl.low, left), point.kl.high, percent, "shade", width=5)
+        label = f"budget {point.budget:.1e}: {len(point.fp8)} sites, {percent:.1f} % of hp, KL/H +{point.kl}"
         frame.dot(max(point.spent, left), percent, "a", label)
     knee = found.knee
     at = 100 * knee.time / found.base
@@ -197,7 +197,7 @@ def _points_table(found: Frontier) -> Html:
     rows = [
         (
             number(point.budget, "{:.1e}"),
-            number(point.ne.value, "{:.1e}"),
+            number(point.kl.value, "{:.1e}"),
             number(len(point.fp8), "{:d}"),
             number(100 * point.time / found.base),
             "knee" if point.knee else "",
