@@ -129,7 +129,7 @@ def test_of_what_is_tied_in_time_the_cheaper_is_taken() -> None:
     assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": ROW}
 
 
-def test_sharing_is_part_of_what_a_layer_saves() -> None:
+def test_quantizing_once_is_part_of_what_a_layer_saves() -> None:
     """a: grad_weight loses alone (104 us) and wins 30 us of shared input beside an FP8 output."""
     gwt = {Gemm.GRAD_WEIGHT: {ROW: costing(104, None)}}
     layers = {
@@ -137,7 +137,7 @@ def test_sharing_is_part_of_what_a_layer_saves() -> None:
         "b": {Gemm.OUTPUT: {ROW: costing(75, effect(1e-5))}},
     }
     savings = {"a": {"input": {"e4m3_row+e4m3_row": Estimate(30, 30, 30)}}}
-    plan = loka.plan(model_report(layers, savings=savings), Budget(ne=1e-5))
+    plan = loka.plan(model_report(layers, quantize_once_savings=savings), Budget(ne=1e-5))
     assert {site: d.candidate for site, d in plan.decisions.items()} == {
         "a/output": ROW,
         "a/grad_weight": ROW,

@@ -138,6 +138,8 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         if not isinstance(content, str) or content not in known:
             _refuse(at, f"one of {', '.join(map(repr, known))}", content)
         return known[content]
+    if not is_dataclass(kind):  # such as a tensor, which its owner put in the place of its name
+        return content if isinstance(content, kind) else _refuse(at, f"a {kind.__name__}", content)
     return _dataclass(kind, content, at)
 
 
@@ -167,8 +169,11 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_below(at, name)} is missing")
     found = kind(**values)
-    if form.check is not None:
-        form.check(found)
+    try:
+        if form.check is not None:
+            form.check(found)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}" if at else str(error)) from None
     return found
 
 
