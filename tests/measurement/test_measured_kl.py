@@ -65,7 +65,7 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     low = [d.path for d in plan.decisions.values() if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP]
     assert low == ["0"], "the first layer has 64 times the multiplications of the second"
     assert plan.kl is not None
-    assert upper_bound(plan.ne) <= budget.ne
+    assert upper_bound(plan.kl) <= budget.ne
     assert "Predicted KL/H" in plan.summary()
 
 

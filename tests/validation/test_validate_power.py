@@ -240,7 +240,7 @@ def test_a_sequential_validation_stops_and_is_not_mixed_with_others(tmp_path: Pa
     again = run(tmp_path, pairs=8, sequential=True)
     assert len(again.seeds) == 4
     for others in ({"pairs": 9, "sequential": True}, {"pairs": 8}):
-        with pytest.raises(LokaError, match="judged by a look after every pair, 8 at most"):
+        with pytest.raises(LokaError, match="decided by a look after every pair, 8 at most"):
             run(tmp_path, **others)
     run(tmp_path / "b", pairs=4)
     run(tmp_path / "b", pairs=5)  # one look may grow, as the page warns

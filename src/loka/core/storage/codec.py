@@ -2,11 +2,11 @@
 
     encode(record) -> what json.dumps takes        decode(Record, content) -> Record
 
-A dataclass is an object with its fields in order; one that is a `@record(row=True)` is a list of them, with
-`sparse` defaults at its end left out. The fields of an `inline` record stand among those of its owner; the
-properties that a record names as `derived` are written for readers of the file and passed over when it is
-read. Mappings, tuples, enums, None, texts and numbers are what they are; infinities and nan, which JSON has
-not, are texts.
+A dataclass is an object with its fields in order; a `@record(row=True)` is a list of them, with `sparse`
+defaults at its end left out. The fields of an `inline` record stand among those of its owner, and a `named`
+field keeps the name that files know it by. Properties that a record lists as `derived` are written for
+readers of the file, and passed over when it is read. Mappings, tuples, enums, None, texts and numbers are
+what they are; infinities and nan, which JSON has not, are texts.
 
 `decode` refuses what does not fit with a ValueError that names the place, as "decisions.fc/output.problem.m".
 Numbers stay as they were written: a record that is read and written again has the same bytes.
