@@ -104,6 +104,27 @@ def test_a_stored_run_is_not_trained_again(tmp_path: Path) -> None:
         run(bench, replace(SHIFTED, identity={"shift": 0.5}), 3)
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("run", "quality"), None, "it has to hold a quality and predictions, or say where"),
+        (("held_out",), None, "it has to hold a quality and predictions, or say where"),
+        (("run", "curve", 0), [1], r"run\.curve\[0\]\.ne is missing"),
+        (("run", "fp8"), [], r"run\.fp8 has to be an object"),
+    ],
+)
+def test_a_damaged_run_is_refused_by_its_place(
+    path: tuple[str | int, ...], value: Any, why: str, tmp_path: Path
+) -> None:
+    shutil.copytree(STORED / "runs", tmp_path / "runs")
+    file = tmp_path / "runs/shifted-3/run.json"
+    record = json.loads(file.read_bytes())
+    put(record["content"], *path, value=value)
+    write_record(file, kind=record["kind"], version=1, content=record["content"])
+    with pytest.raises(FileRefused, match=why):
+        held_out(tmp_path, "shifted", 3)
+
+
 def test_the_looks_of_a_stored_validation_count(tmp_path: Path) -> None:
     """Its pairs were looked at one by one: one look at all of them would be another rule."""
     shutil.copy(STORED / "validation.json", tmp_path)

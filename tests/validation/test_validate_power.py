@@ -244,7 +244,7 @@ def test_a_sequential_validation_stops_and_is_not_mixed_with_others(tmp_path: Pa
             run(tmp_path, **others)
     run(tmp_path / "b", pairs=4)
     run(tmp_path / "b", pairs=5)  # one look may grow, as the page warns
-    with pytest.raises(LokaError, match="judged by one look"):
+    with pytest.raises(LokaError, match="decided by one look"):
         run(tmp_path / "b", pairs=8, sequential=True)
     with pytest.raises(ValueError, match=f"looks begin after {MIN_PAIRS}"):
         run(tmp_path / "c", pairs=3, sequential=True)

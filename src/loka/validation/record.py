@@ -22,7 +22,7 @@ _KIND, _VERSION = "loka-validation", 1
 
 @dataclass(frozen=True, kw_only=True)
 class SeedPair:
-    """What the two runs of a training seed differ by, with intervals over rows."""
+    """The difference between the two runs of a training seed, with intervals over rows."""
 
     seed: int
     difference: PairedDifference = inline()
@@ -33,9 +33,8 @@ class SeedPair:
 class ArmVerdict:
     """One arm against the control, pair by pair.
 
-    `average` is None, and `broke` says why, where a run of it ended in NaN or no pair is done. `readings`
-    are of all rows in other ways: no verdict goes by them. `key` is a digest of what the arm
-    does.
+    `average` is None where no pair is done; `broke` says where a run ended in NaN. `readings` compare all
+    rows in other ways: no verdict goes by them. `key` is a digest of what the arm does.
     """
 
     name: str

@@ -84,9 +84,16 @@ class Run:
     broke: str = ""
 
 
+def _check(found: _Finished) -> None:
+    missing = (found.run.quality is None, found.held_out is None)
+    if missing != ((True, True) if found.run.broke else (False, False)):
+        raise ValueError("it has to hold a quality and predictions, or say where the run ended in NaN")
+
+
+@record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class _Finished:
-    """`run.json`: a run, what it was a run of, and the checksum of its predictions (None where it broke)."""
+    """`run.json`: a run, its identity, and the checksum of its predictions (None where it broke)."""
 
     run: Run
     identity: Mapping[str, Any]
