@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
@@ -306,7 +306,8 @@ RECORDS: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
 def test_any_record_is_written_read_and_written_again_with_the_same_bytes(kind: type) -> None:
-    @settings(max_examples=25, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+    # Shrinking takes minutes; and how long an example takes to make says what else the machine does.
+    @settings(max_examples=25, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(RECORDS[kind]())
     def there_and_back(found: Any) -> None:
         text = json.dumps(encode(found), allow_nan=False)

@@ -183,6 +183,14 @@ def test_too_little_to_judge_is_undecided_and_says_why():
     assert RowsVerdict(name="none", variance=empty, clicks=0, limit=1, tail=0.05).verdict == "undecided"
 
 
+def test_a_margin_that_no_number_of_rows_reaches_is_undecided():
+    at_the_limit = PairVariance(mean=1e-300, pairs=4, rows=1000, between_pairs=0.0, rows_error=1.0)
+    found = judged(at_the_limit, limit=2e-300)
+    assert at_the_limit.rows_to(1e-300, ERROR) is None
+    assert found.verdict == "undecided"
+    assert "more than" in found.outlook
+
+
 def test_a_verdict_is_read_back_as_it_was():
     variance = PairVariance(mean=0.003, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.01)
     before = RowsVerdict(name="dense:0 in (0, 1]", variance=variance, clicks=100, limit=LIMIT, tail=0.01)

@@ -107,10 +107,14 @@ class PairVariance:
         return high
 
     def rows_to(self, margin: float, tail: float) -> int | None:
-        """Rows at which their part takes half of `margin` squared, which leaves pairs the other half."""
+        """Rows at which their part takes half of `margin` squared, which leaves pairs the other half.
+
+        None where no number is enough."""
         if not margin > 0 or not math.isfinite(self.rows_error):
             return None
-        return math.ceil(2 * self.rows * (self.rows_half(tail) / margin) ** 2)
+        ratio = self.rows_half(tail) / margin
+        needed = 2 * self.rows * ratio * ratio
+        return math.ceil(needed) if math.isfinite(needed) else None
 
 
 def pair_variances(
