@@ -52,7 +52,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data.batch import Batch
 from loka.measurement import measure
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import COARSE, Settings
 from loka.nn import sites_of
 from loka.planner import plan as plan_report
@@ -64,8 +64,8 @@ from loka.train.steps.step_time import Arm, StepTime, has_graphs, time_steps
 from loka.validation.arms import NAIVE, ArmSpec, by_plan, by_recipe
 from loka.validation.paired import NE_LIMIT_PERCENT
 from loka.validation.runs import Bench, Run, held_out, run
-from loka.validation.variance import MIN_PAIRS, spreads
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import MIN_PAIRS, pair_variances
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 _KIND, _VERSION = "loka-bench-ablation", 1
 SETTINGS = {"none": (), **{type(mod).__name__: (mod,) for mod in MODS}, "all three": MODS}
@@ -132,7 +132,7 @@ def plan_for(bench: Bench, name: str, given: argparse.Namespace) -> tuple[Plan, 
         )
         plan_report(report, budget).save(folder / "plan.json")
     recipe = RECIPES[by_recipe(NAIVE, rows=given.batch_size).identity["recipes"]["output"]]
-    effects = [predicted_ne(layer, recipe) for layer in stats.layers.values()]
+    effects = [predicted_kl(layer, recipe) for layer in stats.layers.values()]
     naive = total_effect([effect for effect in effects if effect]) if all(effects) else None
     return Plan.load(folder / "plan.json"), naive
 
@@ -183,7 +183,7 @@ def questions(keys: Sequence[Key]) -> Iterator[tuple[str, Key, Key]]:
             yield "against no mods", PLAIN, key
 
 
-def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> Judgement | None:
+def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> RowsVerdict | None:
     """Over the seeds that both have finished; None where there are none."""
     whole = {(run.arm, run.seed) for run in runs if not run.broke}
     seeds = [seed for name, seed in sorted(whole) if name == name_of(arm)]
@@ -194,9 +194,11 @@ def judge(out: Path, control: Key, arm: Key, runs: Sequence[Run]) -> Judgement |
         losses.append((log_losses(a, clicked), log_losses(b, clicked)))
     if not losses:
         return None
-    spread = spreads(losses, np.zeros(len(clicked), np.int64), 1)[0]
+    variance = pair_variances(losses, np.zeros(len(clicked), np.int64), 1)[0]
     clicks = int(clicked.sum())
-    return Judgement(name=name_of(arm), spread=spread, clicks=clicks, limit=NE_LIMIT_PERCENT, tail=ERROR)
+    return RowsVerdict(
+        name=name_of(arm), variance=variance, clicks=clicks, limit=NE_LIMIT_PERCENT, tail=ERROR
+    )
 
 
 def train_all(bench: Bench, arms: Mapping[Key, ArmSpec], pairs: int, record: Record) -> None:
@@ -211,12 +213,12 @@ def train_all(bench: Bench, arms: Mapping[Key, ArmSpec], pairs: int, record: Rec
             took = time.perf_counter() - began
             place = f"{len(runs)} of {pairs * len(arms)}"
             print(f"{place}: {arm.name}, seed {seed}: {told}, {took:.0f} s", flush=True)
-            record.content["runs"] = [replace(each, curve=()).to_json() for each in runs]
+            record.content["runs"] = [encode(replace(each, curve=())) for each in runs]
             record.write()
         for question, control, key in questions(list(arms)):
             judged = judge(bench.out, control, key, runs)
             if judged:
-                record.content["judged"].setdefault(name_of(key), {})[question] = judged.to_json()
+                record.content["judged"].setdefault(name_of(key), {})[question] = encode(judged)
         record.write()
 
 
@@ -272,7 +274,7 @@ def compile_only(bench: Bench, name: str, part: str, given: argparse.Namespace) 
 
 def table(content: Mapping[str, Any]) -> str:
     """All combinations, and what each choice of mods found to change."""
-    rows, lines, runs = [], [], [Run.from_json(entry) for entry in content["runs"]]
+    rows, lines, runs = [], [], [decode(Run, entry) for entry in content["runs"]]
     for name, setting in content["settings"].items():
         found = ", ".join(f"{mod} {count}" for mod, count in setting["changed"].items())
         lines.append(f"{name}: changes {found or 'nothing'}; {setting.get('plan') or 'not planned'}")
@@ -313,7 +315,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
     """What would decide the undecided."""
     lines = []
     for name, judged in content["judged"].items():
-        found = {question: Judgement.from_json(entry).outlook for question, entry in judged.items()}
+        found = {question: decode(RowsVerdict, entry).outlook for question, entry in judged.items()}
         lines += [f"{name}, {question}: {outlook}" for question, outlook in found.items() if outlook]
     return "\n".join(lines)
 
@@ -321,7 +323,7 @@ def outlooks(content: Mapping[str, Any]) -> str:
 def _told(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "-"
-    ends, verdict = Judgement.from_json(entry).ne_percent, entry["verdict"]
+    ends, verdict = decode(RowsVerdict, entry).ne_percent, entry["verdict"]
     return f"{ends.value:+.3f} [{ends.low:+.3f}, {ends.high:+.3f}] {verdict}"
 
 
@@ -370,14 +372,14 @@ def main() -> None:
         return
     head = {name: getattr(given, name) for name in ARGUMENTS}
     head["data"] = f"{'a file' if given.data else 'synthetic'}, {data.train.rows} + {data.test.rows} held out"
-    head["machine"] = fingerprint(given.device).to_json()
+    head["machine"] = encode(fingerprint(given.device))
     record = Record(given.out / "ablation.json", head)
     arms: dict[Key, ArmSpec] = {}
     for name, setting in settings_of(bench).items():
         if setting["same_as"] is None:
             plan, naive = plan_for(bench, name, given)
             setting["plan"] = plan.summary()
-            setting["predicted"] = {NAIVE: encode(naive), "plan": encode(plan.ne)}
+            setting["predicted"] = {NAIVE: encode(naive), "plan": encode(plan.kl)}
             for precision in (UNCHANGED, by_recipe(NAIVE, rows=given.batch_size), by_plan(plan)):
                 arms[name, precision.name] = arm_of((name, precision.name), precision)
         record.content["settings"][name] = setting

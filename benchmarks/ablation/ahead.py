@@ -23,7 +23,7 @@ from loka.core.records.stats import Stats
 from loka.measurement import measure
 from loka.measurement.settings import COARSE
 
-_ONCE = replace(COARSE, min_draws=2, max_draws=2, max_rounds=1, search_rounds=1, sharing_rounds=1)
+_ONCE = replace(COARSE, min_draws=2, max_draws=2, max_rounds=1, search_rounds=1, quantize_once_rounds=1)
 
 
 def rehearse_sites(

@@ -46,6 +46,7 @@ from loka.core.budget import Budget
 from loka.core.device import fingerprint
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_atomic
 from loka.core.table import format_table
 from loka.data import SyntheticClicks
@@ -342,7 +343,7 @@ def main() -> None:
     )
     found = run_arm("auto", fresh(), rows, held_out, config, record, auto)
     record.add(
-        timeline=auto.timeline.to_json(),
+        timeline=encode(auto.timeline.events),
         phase=auto.phase,
         **planned(auto.plan, folder / "report.json"),
     )

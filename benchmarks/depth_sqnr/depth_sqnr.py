@@ -26,6 +26,7 @@ from loka.core.error import sqnr_db
 from loka.core.numerics.depth import DepthHistogram, depth_error, depth_histogram, group_amax
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 
@@ -59,7 +60,7 @@ def main() -> None:
         )
     print(f"{time.perf_counter() - started:.0f} s")
     if arguments.out:
-        machine = fingerprint(arguments.device).to_json()
+        machine = encode(fingerprint(arguments.device))
         rows = [dict(zip(headers, row, strict=True)) for row in _rows(results)]
         content = {"machine": machine, "summary": summary, "by_family_and_cast": rows}
         write_record(arguments.out, kind="loka-bench-depth-sqnr", version=1, content=content)

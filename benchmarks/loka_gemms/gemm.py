@@ -24,6 +24,7 @@ import triton.language as tl
 from loka.core.device import fingerprint
 from loka.core.numerics.reference import Quantized, accumulation_bound, quantize
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.kernels.gemm.epilogue import Activation, Epilogue, Normed, apply_epilogue, restored
@@ -88,7 +89,7 @@ def main() -> None:
     results = []
     for case in SERVED if arguments.served else CASES:
         results += _case(*case, arguments.block, configs, device, fast=not arguments.exact)
-        content = {"machine": fingerprint(device).to_json(), "results": results, "fast": not arguments.exact}
+        content = {"machine": encode(fingerprint(device)), "results": results, "fast": not arguments.exact}
         write_record(path, kind="loka-bench-fused-gemm", version=1, content=content)
 
 

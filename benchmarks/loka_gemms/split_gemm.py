@@ -23,6 +23,7 @@ import torch
 from loka.core.device import fingerprint
 from loka.core.numerics.reference import Quantized, accumulation_bound, quantize
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.kernels.gemm.triton.split_gemm import EXACT, FAST, Config, choose, split_gemm
@@ -90,7 +91,7 @@ def main() -> None:
             if not still_usable():
                 raise
             print(f"{m:5} {n:5} {k:6}  failed: {first_line(error)}", flush=True)
-        content = {"machine": fingerprint(device).to_json(), "results": results}
+        content = {"machine": encode(fingerprint(device)), "results": results}
         write_record(path, kind="loka-bench-split-gemm", version=1, content=content)
     print(f"took {time.monotonic() - began:.1f} s", flush=True)
 

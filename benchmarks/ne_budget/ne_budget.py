@@ -167,7 +167,7 @@ def run(name: str, seed: int, arguments: argparse.Namespace, fits: Mapping[str, 
             saved=_saved(report, made),
             fp8=_in_fp8(report, made),
             actual=known[key],
-            predicted=made.ne,
+            predicted=made.kl,
         )
 
     free = Budget(min_sqnr_db=None, min_speedup=1.0)

@@ -196,7 +196,7 @@ def _intervals(stats: loka.Stats) -> dict[str, list[float] | None]:
     for path, layer in stats.layers.items():
         for recipe in CASES:
             effect = layer.effects.get(recipe)
-            estimate = effect.ne() if effect else None
+            estimate = effect.kl() if effect else None
             found[f"{path} {recipe}"] = [estimate.value, estimate.low, estimate.high] if estimate else None
     return found
 

@@ -37,7 +37,7 @@ from loka.core.recipe import RECIPES
 from loka.core.table import format_table
 from loka.graph.attach import attach, detach
 from loka.measurement import measure
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import COARSE
 from loka.probe import renew_effects
 
@@ -97,13 +97,13 @@ def run(name: str, seed: int) -> dict[str, Any]:
     points, plans = {}, {}
     for path, layer in stats.layers.items():
         for recipe in RECIPES_TRIED:
-            effect = predicted_ne(layer, RECIPES[recipe])
+            effect = predicted_kl(layer, RECIPES[recipe])
             if effect is not None:
                 told = [effect.value, effect.low, effect.high]
                 points[f"{path} {recipe}"] = {"predicted": told, **changes(z, logits({path: recipe}), label)}
     for ne in BUDGETS:
         made = loka.plan(report, loka.Budget(ne=ne))
-        told = [made.ne.value, made.ne.low, made.ne.high] if made.ne else [0.0, 0.0, 0.0]
+        told = [made.kl.value, made.kl.low, made.kl.high] if made.kl else [0.0, 0.0, 0.0]
         sites = made.output_recipes
         plans[f"{ne:g}"] = {"predicted": told, "sites": len(sites), **changes(z, logits(sites), label)}
     return {"model": name, "seed": seed, "points": points, "plans": plans}

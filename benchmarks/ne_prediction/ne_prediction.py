@@ -37,11 +37,12 @@ from loka.core.error import mere, sqnr_db
 from loka.core.numerics.reference import dequantize, quantize, scaled_mm
 from loka.core.recipe import Casts, Recipe
 from loka.core.records.stats import LinearStats
+from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data import SyntheticClicks, open_table
 from loka.data.batch import Batch, Source
-from loka.measurement.predicted_ne import depth_ne, joint_ne
+from loka.measurement.predicted_kl import depth_kl, joint_kl
 from loka.statistics.effect_casts import CASTS
 from loka.train import TrainConfig, train
 from loka.zoo import build
@@ -80,7 +81,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = Settings(train_rows=arguments.train_rows, eval_rows=arguments.eval_rows, rate=arguments.rate)
     head = {
-        "machine": fingerprint("cpu").to_json(),
+        "machine": encode(fingerprint("cpu")),
         "settings": asdict(settings),
         "data": "synthetic" if arguments.data is None else f"a file of {arguments.data.stat().st_size} bytes",
     }
@@ -138,7 +139,7 @@ def run(name: str, seed: int, data: Path | None, settings: Settings) -> dict[str
         local = _tensor_measures(model, path, first)
         for recipe, casts in CASTS.items():
             change = _change(base, logits_of(model, batches, {path: casts}), labels, entropy)
-            predicted = stats.layers[path].effects[recipe].ne()
+            predicted = stats.layers[path].effects[recipe].kl()
             points.append(
                 {
                     "site": path,
@@ -147,7 +148,7 @@ def run(name: str, seed: int, data: Path | None, settings: Settings) -> dict[str
                     "ggn": predicted.value,
                     "ggn_low": predicted.low,
                     "ggn_high": predicted.high,
-                    "depth": depth_ne(stats.layers[path], casts),
+                    "depth": depth_kl(stats.layers[path], casts),
                     **local[recipe],
                 }
             )
@@ -272,7 +273,7 @@ def _subsets(
                 "sites": names,
                 **_change(base, low, labels, entropy),
                 "ggn": sum(point["ggn"] for point in chosen),
-                "joint_ne": joint_ne(layers, dict.fromkeys(names, whole)),
+                "joint_ne": joint_kl(layers, dict.fromkeys(names, whole)),
                 "depth": sum(point["depth"] for point in chosen),
                 "single": sum(point["kl"] for point in chosen),
             }

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka
 from loka.core.device import fingerprint
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_atomic
 from loka.core.table import format_table
 from loka.probe.sampling_schedule import Auto
@@ -97,7 +98,7 @@ def main() -> None:
 
     training = prepare(arguments)
     found: dict[str, Any] = {
-        "machine": fingerprint(training.device).to_json(),
+        "machine": encode(fingerprint(training.device)),
         "threads": torch.get_num_threads(),
         "settings": {name: str(value) for name, value in vars(arguments).items() if name != "out"},
     }

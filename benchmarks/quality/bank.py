@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from loka.core.table import format_table
-from loka.validation.pair_bank import Bank, BankedArm, resample
+from loka.validation.pair_bank import Bank, BankedArm, BankedPair, resample
 
 LIMIT, HARM = 0.02, 0.05
 PAIRS = (4, 8, 12)
@@ -38,19 +38,19 @@ def bank_of(summary: dict[str, Any]) -> Bank:
                     rows=verdicts["rows"],
                     rows_error=one["rows_error"],
                     by_rows=0.0,
-                    pairs={int(seed): pair[0] for seed, pair in one["pairs"].items()},
+                    pairs=tuple(BankedPair(int(seed), pair[0]) for seed, pair in one["pairs"].items()),
                 )
             )
     deviations = [
         value
         for arm in arms
         if arm.name in FP8
-        for value in (np.array(list(arm.pairs.values())) - np.mean(list(arm.pairs.values())))
+        for value in (np.array(arm.values) - np.mean(arm.values))
         * (len(arm.pairs) / (len(arm.pairs) - 1)) ** 0.5
     ]
     if deviations:
         widest = max(arm.rows_error for arm in arms if arm.name in FP8)
-        pairs = dict(enumerate(map(float, deviations)))
+        pairs = tuple(BankedPair(place, float(value)) for place, value in enumerate(deviations))
         every = BankedArm(
             world="all",
             key="all",
@@ -77,7 +77,7 @@ def table(bank: Bank) -> str:
                     arm.model,
                     arm.name,
                     str(len(arm.pairs)),
-                    f"{arm.spread.between:.4f}",
+                    f"{arm.variance.between_pairs:.4f}",
                     str(pairs),
                     f"{nothing.failed:.1%}",
                     f"{nothing.contains_zero:.1%}",

@@ -19,7 +19,9 @@ def main() -> None:
     for path in map(Path, sys.argv[1:]):
         arms = {arm.name: arm for arm in Validation.load(path).arms}
         for name, found in differences.items():
-            found += [arms[name].pairs[seed].ne_percent.value for seed in sorted(arms[name].pairs)]
+            found += [
+                arms[name].differences[seed].ne_percent.value for seed in sorted(arms[name].differences)
+            ]
     differences["naive minus plan"] = [
         naive - plan for plan, naive in zip(differences["plan"], differences["naive"], strict=True)
     ]

@@ -45,7 +45,7 @@ from loka.core.recipe import RECIPES
 from loka.core.records.plan import Plan
 from loka.graph.attach import detach
 from loka.measurement import measure
-from loka.measurement.predicted_ne import joint_ne, predicted_ne
+from loka.measurement.predicted_kl import joint_kl, predicted_kl
 from loka.measurement.settings import COARSE
 from loka.nn.linears import signature
 from loka.train.automatic.as_it_is import learn
@@ -95,11 +95,11 @@ def probe(settings: Settings, name: str) -> str:
             put_in(model)
         changed = proof_runs.evaluate(model, held_out, config)
         detach(model) if put_in else revert(model)
-        effects = {path: predicted_ne(stats.layers[path], RECIPES[recipe]) for path, recipe in chosen.items()}
+        effects = {path: predicted_kl(stats.layers[path], RECIPES[recipe]) for path, recipe in chosen.items()}
         changes[arm] = {
             **changes_of(trained.logits, changed, labels),
             "predicted": summed([effect for effect in effects.values() if effect is not None]),
-            "predicted_joint": joint_ne(stats.layers, {p: RECIPES[r] for p, r in chosen.items()}),
+            "predicted_joint": joint_kl(stats.layers, {p: RECIPES[r] for p, r in chosen.items()}),
             "sites": len(chosen),
             "unknown": [path for path, effect in effects.items() if effect is None],
             "largest": sorted(

@@ -23,8 +23,8 @@ from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.annealed import annealed
 from loka.validation.paired import NE_LIMIT_PERCENT
 from loka.validation.runs import HeldOut
-from loka.validation.variance import spreads
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import pair_variances
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 
 def changes_of(before: np.ndarray, after: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def judged(folder: Path, arms: Sequence[str], seeds: Sequence[int], labels: np.n
             apart.append([100 * kl.mean(), 100 * kl.std() / math.sqrt(len(kl))])
         if not losses:
             continue
-        spread = spreads(losses, group, 1)[0]
-        verdict = Judgement(
-            name="all rows", spread=spread, clicks=int(labels.sum()), limit=NE_LIMIT_PERCENT, tail=ERROR
+        variance = pair_variances(losses, group, 1)[0]
+        verdict = RowsVerdict(
+            name="all rows", variance=variance, clicks=int(labels.sum()), limit=NE_LIMIT_PERCENT, tail=ERROR
         )
         interval = verdict.ne_percent
         found[arm] = {
             "ne_percent": [interval.value, interval.low, interval.high],
-            "between": spread.between,
-            "rows_error": spread.rows_error,
+            "between": variance.between_pairs,
+            "rows_error": variance.rows_error,
             "pairs": pairs,
             "kl_percent_of_h": apart,
             "verdict": verdict.verdict,

@@ -18,7 +18,7 @@ from loka.core.recipe import RECIPES
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
 from loka.graph.attach import attach, detach
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.train.config import TrainConfig
 
 
@@ -38,7 +38,7 @@ def single(settings: Settings, name: str) -> str:
     found: dict[str, Any] = {}
     for path, layer in stats.layers.items():
         for recipe in SINGLE:
-            effect = predicted_ne(layer, RECIPES[recipe])
+            effect = predicted_kl(layer, RECIPES[recipe])
             if effect is None or time.perf_counter() - began > SINGLE_SECONDS:
                 continue
             told: dict[str, Any] = {"predicted": [effect.value, effect.low, effect.high]}
@@ -76,10 +76,10 @@ def budgets(
             after = proof_runs.evaluate(model, held_out, config, bf16=False)
         finally:
             detach(model)
-        effects = [d.ne for d in made.decisions.values() if d.ne is not None and d.path in chosen]
+        effects = [d.kl for d in made.decisions.values() if d.kl is not None and d.path in chosen]
         found[f"{ne:g}"] = {
             **changes_of(before, after, labels),
-            "predicted": [made.ne.value, made.ne.low, made.ne.high] if made.ne else [0.0, 0.0, 0.0],
+            "predicted": [made.kl.value, made.kl.low, made.kl.high] if made.kl else [0.0, 0.0, 0.0],
             "sites": len(chosen),
             "effects": len(effects),
         }

@@ -98,13 +98,13 @@ def row(arm: ArmVerdict, experiment: Experiment) -> str:
     if arm.average is None:
         cells = ["-", "-", arm.broke or "no pair", "-"]
     else:
-        spread, verdict = arm.average.spread, arm.verdict
+        variance, verdict = arm.average.variance, arm.verdict
         outlook = arm.average.outlook
         cells = [
             f"{percent(arm.average.ne_percent)} %",
-            f"{spread.between:.3f}",
+            f"{variance.between_pairs:.3f}",
             f"{verdict}: {outlook}" if outlook else verdict,
-            ", ".join(f"{pair.ne_percent.value:+.3f}" for pair in arm.pairs.values()),
+            ", ".join(f"{pair.ne_percent.value:+.3f}" for pair in arm.differences.values()),
         ]
     columns = [found.model, f"{ne:.4f}", arm.name, sites, predicted, *cells, largest]
     return f"| {' | '.join(columns)} |"

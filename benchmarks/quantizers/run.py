@@ -18,6 +18,7 @@ import torch
 
 from loka.core.device import fingerprint
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.core.timing import time_interleaved
@@ -44,7 +45,7 @@ def main() -> None:
     for rows, columns, dtype in SHAPES:
         results += _shape(rows, columns, dtype, device)
         print(format_table(("shape", "what", "us", "GB/s", "of copy"), _rows(results)))
-    content = {"machine": fingerprint(device).to_json(), "results": results}
+    content = {"machine": encode(fingerprint(device)), "results": results}
     write_record(arguments.out, kind="loka-bench-quantizers", version=1, content=content)
 
 

@@ -28,6 +28,7 @@ import torch
 from rows import link_part, total_bytes, write_shards, write_tsv
 
 from loka.core.device import fingerprint
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.data import Shuffle, convert, hashed_vocabulary, open_shards
 from loka.data.workers import processors
@@ -191,7 +192,7 @@ def _machine() -> dict[str, object]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "pyarrow": pyarrow.__version__,
-        "gpu": fingerprint("cuda" if torch.cuda.is_available() else "cpu").to_json(),
+        "gpu": encode(fingerprint("cuda" if torch.cuda.is_available() else "cpu")),
         "free_disk_gb": round(shutil.disk_usage(tempfile.gettempdir()).free / 1e9),
     }
 

@@ -18,6 +18,7 @@ from race import Arms, Kernel, ratio
 
 import loka
 from loka.core.device import fingerprint
+from loka.core.storage.codec import encode
 from loka.core.timing import Race, first_line, median_interval
 
 _TOP = 25  # kernels of an arm that are kept
@@ -36,9 +37,9 @@ def measure_cell(
         "kind": "training" if cell.trained else "inference",
         "mode": how.mode,
         "tiny": how.tiny,
-        "machine": fingerprint(how.device).to_json(),
+        "machine": encode(fingerprint(how.device)),
         "loka": loka.__version__,
-        "budget": how.budget.to_json(),
+        "budget": encode(how.budget),
         "force": dict(how.force),
         "arms": found,
         "us": {},

@@ -26,6 +26,7 @@ from loka.core.error import sqnr_db
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Gemm, Granularity
 from loka.core.records.stats import Distribution
+from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.measurement.operands import sides
@@ -66,7 +67,7 @@ def main() -> None:
     print(format_table(("gemm", "sites x casts", "gaussian within 1 dB", "with tails"), summary))
     if arguments.out:
         sites = _others(arguments.out, arguments.models) + sites
-        machine = fingerprint("cpu").to_json()
+        machine = encode(fingerprint("cpu"))
         content = {"machine": machine, "arguments": {**vars(arguments), "out": ""}, "sites": sites}
         write_record(arguments.out, kind=KIND, version=1, content=content)
 

@@ -36,7 +36,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
 def test_one_pair_is_undecided_and_says_so_by_its_exit_status(judged):
     out, printed, status = judged
     assert status == 4
-    assert "3 more pairs before anything is judged" in printed
+    assert "3 more pairs before there is a verdict" in printed
     assert "verdict: naive UNDECIDED" in printed
     assert "pair 1 of 1: naive: undecided" in printed
     found = Validation.load(out / "v" / "validation.json")
@@ -48,7 +48,7 @@ def test_finished_runs_are_judged_again_without_training(judged):
     wide = ("--limit", 1000, "--segment", "none")
     result = call("validate", "--arm", "naive", *SMALL, *wide, "--out", out / "v")
     assert "seed 0: step" not in result.output  # no log line: nothing was trained
-    assert "No segments were judged" in result.output
+    assert "There are no segments" in result.output
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     assert "how many pairs will decide is not known before the first ones" in first
     assert "none has 4 pairs yet" in first
     second = call("validate", *arms, *common, "--pairs", 4, "--out", tmp_path / "v").output
-    assert "by 3 banked pairs of nudged: at a spread of " in second
+    assert "by 3 banked pairs of nudged: at a standard deviation of " in second
     assert "held-out rows are needed" in second
     assert "nudged, 4 pairs, " in second
     assert "interval contains 0 in " in second
@@ -92,7 +92,10 @@ def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     third = call("validate", *arms, *common, *moved).output
     assert "bank.json holds pairs of 1 other models, rows or settings" in third
     given = call("validate", *arms, *common, *moved, "--prior-sd", "0.025").output
-    assert "by the given spread of 0.025 %: at a spread of 0.025 % between pairs, " in given
+    assert (
+        "by the given standard deviation of 0.025 %: at a standard deviation of 0.025 % between pairs, "
+        in given
+    )
     assert "pass at 0.02 % in 80% of validations where nothing is wrong" in given
 
 

@@ -281,9 +281,11 @@ def test_timed_reports(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found[ROWWISE].speedup.value == pytest.approx(1.5, rel=0.01)
     assert found[ROWWISE].rounds == 9
     assert found[ROWWISE].errors
-    assert set(report.sharing) == {"0", "2", "4"}
-    assert set(report.sharing["4"]) == {"input", "weight", "grad_output"}
-    assert report.sharing["4"]["weight"]["e4m3_row+e4m3_tensor"].value == pytest.approx(100.0, rel=0.01)
+    assert set(report.quantize_once_savings) == {"0", "2", "4"}
+    assert set(report.quantize_once_savings["4"]) == {"input", "weight", "grad_output"}
+    assert report.quantize_once_savings["4"]["weight"]["e4m3_row+e4m3_tensor"].value == pytest.approx(
+        100.0, rel=0.01
+    )
     assert races_of_sites(timer) == 6, "three GEMMs of two shapes: the twins share their times"
     assert report.sites["0/output"].measurements[ROWWISE].speedup == (
         report.sites["2/output"].measurements[ROWWISE].speedup
@@ -333,9 +335,9 @@ def test_a_second_measurement_finds_its_times_in_the_cache(
     timer = install(monkeypatch, FakeTimer())
     first = timed(twins, cache=tmp_path)
     count = len(timer.races)
-    assert len(list(tmp_path.iterdir())) == 6 + 2 + 2, "sites, sharing and regions of two shapes"
+    assert len(list(tmp_path.iterdir())) == 6 + 2 + 2, "sites, savings and regions of two shapes"
     assert timed(twins, cache=tmp_path).sites == first.sites
-    assert timed(twins, cache=tmp_path).sharing == first.sharing
+    assert timed(twins, cache=tmp_path).quantize_once_savings == first.quantize_once_savings
     assert len(timer.races) == count
     timed(twins, cache=tmp_path, candidates=[ROWWISE])
     assert len(timer.races) > count, "other candidates are another race"
@@ -469,7 +471,7 @@ def test_interrupted_timing_goes_on(
         "0",
         "2",
     ]
-    assert "0" in part.sharing
+    assert "0" in part.quantize_once_savings
     timer.before = lambda names: None
     whole = timed(twins, out=out)
     assert whole.complete
@@ -499,7 +501,7 @@ def test_a_site_too_big_for_the_gpu_is_left_out_and_tried_again(
 
 @pytest.mark.gpu
 def test_times_on_a_gpu(stats: loka.Stats, tmp_path: Path) -> None:
-    quick = Settings(max_draws=4, max_rounds=15, search_rounds=9, sharing_rounds=9)
+    quick = Settings(max_draws=4, max_rounds=15, search_rounds=9, quantize_once_rounds=9)
     report = loka.measure(stats, device="cuda", settings=quick, cache=tmp_path)
     assert report.timed
     assert report.complete, report.notes
@@ -510,7 +512,7 @@ def test_times_on_a_gpu(stats: loka.Stats, tmp_path: Path) -> None:
         assert not any(name.startswith("emulated") for name in site.measurements)
         for measured in site.measurements.values():
             assert measured.unsupported or 9 <= measured.rounds <= 15
-    assert set(report.sharing) == set(stats.layers)
-    assert {"weight", "input", "grad_output"} == set(report.sharing["3"])
+    assert set(report.quantize_once_savings) == set(stats.layers)
+    assert {"weight", "input", "grad_output"} == set(report.quantize_once_savings["3"])
     again = loka.measure(stats, device="cuda", settings=quick, cache=tmp_path)
     assert again.sites == report.sites, "every time came from the cache"

@@ -29,7 +29,7 @@ from timers import FakeTimer, install
 
 CPU = torch.device("cpu")
 EMULATED = ("emulated:rowwise_e4m3_pow2",) * 3
-QUICK = Settings(max_draws=4, sharing_rounds=9)
+QUICK = Settings(max_draws=4, quantize_once_rounds=9)
 ROWWISE = "emulated:rowwise_e4m3"
 
 

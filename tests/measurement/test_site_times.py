@@ -18,7 +18,7 @@ from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.cache import TimesCache
 from loka.measurement.operands import Operands
 from loka.measurement.settings import Settings
-from loka.measurement.times.quantize_once_savings import SHARED, sharing_casts, time_sharing
+from loka.measurement.times.quantize_once_savings import SHARED_OPERANDS, shared_casts, time_quantize_once
 from loka.measurement.times.site_times import SiteTimes, rivals_of, time_site
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -178,18 +178,18 @@ def test_each_pair_of_casts_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> N
     true |= {"e4m3_tensor+": 12.0, "+e4m3_tensor": 12.0, "e4m3_tensor+e4m3_tensor": 13.0}
     timer = install(monkeypatch, FakeTimer(true))
     problems = {gemm: problem(gemm) for gemm in Gemm}
-    found = time_sharing(
+    found = time_quantize_once(
         operands(),
         problems,
         names_everywhere(ROWWISE, TENSORWISE, "torch:rowwise_e4m3"),
         device=CPU,
         settings=Settings(),
     )
-    assert set(found.saved) == set(SHARED) == {"input", "weight", "grad_output"}
+    assert set(found.saved) == set(SHARED_OPERANDS) == {"input", "weight", "grad_output"}
     pairs = {
         f"{row}+{column}" for row in ("e4m3_row", "e4m3_tensor") for column in ("e4m3_row", "e4m3_tensor")
     }
-    for tensor in SHARED:
+    for tensor in SHARED_OPERANDS:
         assert set(found.saved[tensor]) == pairs
         assert found.saved[tensor]["e4m3_row+e4m3_row"].value == pytest.approx(9.0, rel=0.01)
         assert found.saved[tensor]["e4m3_tensor+e4m3_tensor"].value == pytest.approx(11.0, rel=0.01)
@@ -201,14 +201,14 @@ def test_each_pair_of_casts_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gradients_in_e5m2_and_gemms_that_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeTimer())
     problems = {gemm: problem(gemm) for gemm in Gemm}
-    found = time_sharing(
+    found = time_quantize_once(
         operands(), problems, names_everywhere("emulated:tensorwise_e5m2"), device=CPU, settings=Settings()
     )
     assert set(found.saved) == {"grad_output"}, "its output GEMM is that of tensorwise_e4m3"
     assert set(found.saved["grad_output"]) == {"e5m2_tensor+e5m2_tensor"}
     first_layer = {gemm: ["hp", ROWWISE] for gemm in (Gemm.OUTPUT, Gemm.GRAD_WEIGHT)}
-    assert set(sharing_casts(problems, first_layer)) == {"input"}
-    assert sharing_casts(problems, {gemm: ["hp"] for gemm in Gemm}) == {}
+    assert set(shared_casts(problems, first_layer)) == {"input"}
+    assert shared_casts(problems, {gemm: ["hp"] for gemm in Gemm}) == {}
 
 
 def test_the_copies_have_the_sides_that_the_gemms_want() -> None:
@@ -218,11 +218,11 @@ def test_the_copies_have_the_sides_that_the_gemms_want() -> None:
     problems = {gemm: problem(gemm) for gemm in Gemm}
     cast = RECIPES["rowwise_e4m3"].casts(Gemm.OUTPUT)[0]
     with registered(wide):
-        found = sharing_casts(problems, names_everywhere(ROWWISE, "wide:rowwise_e4m3"))
+        found = shared_casts(problems, names_everywhere(ROWWISE, "wide:rowwise_e4m3"))
     assert found["input"] == ({cast: (64, 128)}, {cast: (32, 128)})  # x [40, 24], x^T [24, 40]
     assert found["weight"] == ({cast: (64, 128)}, {cast: (32, 128)})  # W [56, 24], W^T [24, 56]
     assert found["grad_output"] == ({cast: (64, 128)}, {cast: (64, 128)})  # dY [40, 56], dY^T [56, 40]
-    assert sharing_casts(problems, names_everywhere(ROWWISE))["input"] == ({cast: (40, 24)}, {cast: (24, 40)})
+    assert shared_casts(problems, names_everywhere(ROWWISE))["input"] == ({cast: (40, 24)}, {cast: (24, 40)})
 
 
 KEY = {"problem": {"m": 1}, "candidates": ["hp"]}

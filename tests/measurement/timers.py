@@ -16,7 +16,7 @@ from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.kernel import Kernel
 from loka.measurement.times import layer_times as timed
-from loka.measurement.times import quantize_once_savings as sharing
+from loka.measurement.times import quantize_once_savings
 from loka.measurement.times import site_times as times
 
 
@@ -80,7 +80,7 @@ def no_region(*args: object, **options: object) -> dict[str, Measurement]:
 def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
     """Makes `measure` take the CPU for a device that can be timed, with `timer`; regions are not timed."""
     monkeypatch.setattr(times, "time_interleaved", timer)
-    monkeypatch.setattr(sharing, "time_interleaved", timer)
+    monkeypatch.setattr(quantize_once_savings, "time_interleaved", timer)
     monkeypatch.setattr(timed, "time_region", no_region)
     measure = sys.modules["loka.measurement.measure"]
     monkeypatch.setattr(measure, "timeable", lambda device: True)

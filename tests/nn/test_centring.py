@@ -19,7 +19,7 @@ from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.drift import drift
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.predicted_ne import depth_ne
+from loka.measurement.predicted_kl import depth_kl
 from loka.measurement.settings import Settings
 
 CENTRED, PLAIN, FP8 = "emulated:int8_row_centred", "emulated:int8_row", "emulated:rowwise_e4m3"
@@ -119,12 +119,12 @@ def test_what_the_probe_predicts_is_what_it_does(case: tuple[nn.Module, loka.Sta
             low = model[1:](y).double()
             p = z.sigmoid()
             actual = (0.5 * p * (1 - p) * (low - z).square()).mean().item() / entropy
-            by_pass, by_depth = layer.effects[name].ne(), depth_ne(layer, recipe.output)
+            by_pass, by_depth = layer.effects[name].kl(), depth_kl(layer, recipe.output)
             assert by_pass.value == pytest.approx(actual, rel=0.35)
             # Histograms take errors of a weight for independent. Where means dominate, each sample sums up
             # the same ones: one draw, a factor of 2.5 here. Centred there is no such sum.
             assert by_depth == pytest.approx(actual, rel=0.35 if recipe.centred else 0.7)
-    assert layer.effects["int8_row_centred"].ne().value < 0.5 * layer.effects["int8_row"].ne().value
+    assert layer.effects["int8_row_centred"].kl().value < 0.5 * layer.effects["int8_row"].kl().value
 
 
 def test_planned_converted_and_back(

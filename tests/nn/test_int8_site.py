@@ -48,11 +48,11 @@ def test_the_budget_mixes_types_by_site(case: tuple[nn.Module, loka.Report, torc
     assert plan.decisions["2/grad_input"].rejected[INT8] == "int8_row does not define grad_input"
     assert "FP8 or INT8" in plan.summary()
     assert plan.output_recipes == {"0": "int8_row", "2": "int8_row"}
-    assert plan.ne is not None
+    assert plan.kl is not None
     back = loka.plan(report, loka.Budget(ne=1e-3), force={"*/output": FP8})  # the same report: nothing probed
     assert back.decisions["2/output"].candidate == FP8
-    assert back.ne is not None
-    assert back.ne.value > 2 * plan.ne.value
+    assert back.kl is not None
+    assert back.kl.value > 2 * plan.kl.value
 
 
 @pytest.mark.parametrize("int8", [INT8, "torch_int8:int8_row"])

@@ -29,7 +29,7 @@ def measured(
 def layer_report(
     sites: dict[Gemm, dict[str, Measurement]],
     *,
-    sharing: dict[str, dict[str, Estimate]] | None = None,
+    savings: dict[str, dict[str, Estimate]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Report:
     """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
@@ -49,7 +49,7 @@ def layer_report(
         stats_digest="0",
         settings={},
         sites=found,
-        sharing={"fc": sharing} if sharing else {},
+        quantize_once_savings={"fc": savings} if savings else {},
         notes=notes,
     )
 

@@ -33,8 +33,8 @@ def test_a_loser_by_itself_wins_beside_its_neighbours() -> None:
     alone = loka.plan(layer_report(sites))
     assert alone.decisions["fc/grad_weight"].candidate == "hp"
     assert "speed-up" in alone.decisions["fc/grad_weight"].reason
-    sharing = {"grad_output": {SHARED_ROW: exactly(22.0)}}
-    together = loka.plan(layer_report(sites, sharing=sharing))
+    savings = {"grad_output": {SHARED_ROW: exactly(22.0)}}
+    together = loka.plan(layer_report(sites, savings=savings))
     decision = together.decisions["fc/grad_weight"]
     assert decision.candidate == ROW
     assert "shares the quantization of grad_output with grad_input (22.0 us saved)" in decision.reason
@@ -46,8 +46,8 @@ def test_a_loser_by_itself_wins_beside_its_neighbours() -> None:
 def test_what_is_shared_decides_between_candidates() -> None:
     """Rows win each GEMM by 2 us; one tensor scale for both copies of grad_output saves 10."""
     site = {ROW: measured(28, 70, noise=0.001), TENSOR: measured(28, 72, noise=0.001)}
-    sharing = {"grad_output": {SHARED_ROW: exactly(1.0), "e4m3_tensor+e4m3_tensor": exactly(10.0)}}
-    plan = loka.plan(layer_report({GIN: site, GWT: site}, sharing=sharing))
+    savings = {"grad_output": {SHARED_ROW: exactly(1.0), "e4m3_tensor+e4m3_tensor": exactly(10.0)}}
+    plan = loka.plan(layer_report({GIN: site, GWT: site}, savings=savings))
     assert {d.candidate for d in plan.decisions.values()} == {TENSOR}
     assert plan.decisions["fc/grad_input"].rejected[ROW].startswith("slower")
 
@@ -63,7 +63,7 @@ def test_a_gemm_that_does_not_earn_its_place_is_left_in_hp() -> None:
 def test_forced_neighbours_count() -> None:
     """grad_input forced to FP8 although slow: grad_weight still profits from its pass."""
     sites = {GIN: {ROW: measured(28, 130)}, GWT: {ROW: measured(28, 104, noise=0.001)}}
-    report = layer_report(sites, sharing={"grad_output": {SHARED_ROW: exactly(30.0)}})
+    report = layer_report(sites, savings={"grad_output": {SHARED_ROW: exactly(30.0)}})
     plan = loka.plan(report, force={"fc/grad_input": ROW})
     assert plan.decisions["fc/grad_weight"].candidate == ROW
     assert loka.plan(report, force={"fc/grad_input": "hp"}).decisions["fc/grad_weight"].candidate == "hp"
@@ -130,11 +130,11 @@ def layers(draw: st.DrawFn) -> tuple[dict[Gemm, dict[str, Option]], dict[str, di
         ]
         options[gemm] = {option.name: option for option in (high, *low)}
     pairs = ["+".join(pair) for pair in itertools.product(["e4m3_row", "e4m3_tensor"], repeat=2)]
-    sharing = {
+    savings = {
         tensor: {pair: exactly(draw(st.floats(0, 9))) for pair in pairs}
         for tensor in ("input", "weight", "grad_output")
     }
-    return options, sharing
+    return options, savings
 
 
 @given(layers(), st.sampled_from([0.0, 1.0, 1.05]))
@@ -142,21 +142,21 @@ def test_no_allowed_choice_is_faster(
     layer: tuple[dict[Gemm, dict[str, Option]], dict[str, dict[str, Estimate]]], min_speedup: float
 ) -> None:
     """Against brute force over all options: within the tie band twice (casts first, then choices)."""
-    options, sharing = layer
-    found = choose(options, sharing, min_speedup=min_speedup)
+    options, savings = layer
+    found = choose(options, savings, min_speedup=min_speedup)
     best = min(
         choice.microseconds
         for names in itertools.product(*(each.values() for each in options.values()))
         if all(
             earns(choice, gemm, options[gemm]["hp"], min_speedup)
-            for choice in [combine(dict(zip(options, names, strict=True)), sharing)]
+            for choice in [combine(dict(zip(options, names, strict=True)), savings)]
             for gemm in options
         )
-        for choice in [combine(dict(zip(options, names, strict=True)), sharing)]
+        for choice in [combine(dict(zip(options, names, strict=True)), savings)]
     )
     spent = sum(option.time.value for option in found.options.values())
     assert found.microseconds <= best * 1.01 + 0.01 * spent + 1e-9
-    assert found == choose(options, sharing, min_speedup=min_speedup)
+    assert found == choose(options, savings, min_speedup=min_speedup)
 
 
 def test_never_slower_than_hp() -> None:

@@ -43,10 +43,10 @@ def test_a_doubtful_effect_costs_its_upper_end() -> None:
 def test_the_plan_carries_what_it_costs(tmp_path: Path) -> None:
     report = outputs(a={ROW: costing(60, effect(1e-5, 4e-6))}, b={ROW: costing(60, effect(2e-5, 1e-6))})
     plan = loka.plan(report, Budget(ne=1e-4))
-    assert plan.decisions["a/output"].ne == effect(1e-5, 4e-6)
+    assert plan.decisions["a/output"].kl == effect(1e-5, 4e-6)
     # Both sites were estimated on the same rows, so the ends add up, not the variances.
-    assert plan.ne == total_effect([effect(1e-5, 4e-6), effect(2e-5, 1e-6)])
-    assert plan.ne.high == pytest.approx(3.5e-5)
+    assert plan.kl == total_effect([effect(1e-5, 4e-6), effect(2e-5, 1e-6)])
+    assert plan.kl.high == pytest.approx(3.5e-5)
     assert "Predicted KL/H: 3e-05 [2.5e-05, 3.5e-05]; the budget is 0.0001." in plan.summary()
     assert "1.0e-05" in str(plan)
     plan.save(tmp_path / "plan.json")
@@ -85,9 +85,9 @@ def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one() -> Non
     assert chosen(plan) == {"known": ROW, "unknown": "hp"}
     assert "not known" in plan.decisions["unknown/output"].reason
     assert "plan with ne=None" in plan.decisions["unknown/output"].reason
-    assert plan.ne_unknown == ()
+    assert plan.kl_unknown == ()
     forced = loka.plan(report, Budget(ne=1e-4), force={"unknown": ROW})
-    assert forced.ne_unknown == ("unknown/output",)
+    assert forced.kl_unknown == ("unknown/output",)
     assert "and 1 without an estimate" in forced.summary()
 
 
@@ -111,7 +111,7 @@ def test_gradients_spend_nothing_and_keep_their_rules() -> None:
         "a/grad_input": ROW,
         "a/grad_weight": ROW,
     }
-    assert plan.ne is None
+    assert plan.kl is None
 
 
 def test_a_layer_can_be_bought_at_two_prices() -> None:
@@ -129,15 +129,15 @@ def test_of_what_is_tied_in_time_the_cheaper_is_taken() -> None:
     assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": ROW}
 
 
-def test_sharing_is_part_of_what_a_layer_saves() -> None:
+def test_quantizing_once_is_part_of_what_a_layer_saves() -> None:
     """a: grad_weight loses alone (104 us) and wins 30 us of shared input beside an FP8 output."""
     gwt = {Gemm.GRAD_WEIGHT: {ROW: costing(104, None)}}
     layers = {
         "a": {Gemm.OUTPUT: {ROW: costing(80, effect(1e-5))}, **gwt},
         "b": {Gemm.OUTPUT: {ROW: costing(75, effect(1e-5))}},
     }
-    sharing = {"a": {"input": {"e4m3_row+e4m3_row": Estimate(30, 30, 30)}}}
-    plan = loka.plan(model_report(layers, sharing=sharing), Budget(ne=1e-5))
+    savings = {"a": {"input": {"e4m3_row+e4m3_row": Estimate(30, 30, 30)}}}
+    plan = loka.plan(model_report(layers, quantize_once_savings=savings), Budget(ne=1e-5))
     assert {site: d.candidate for site, d in plan.decisions.items()} == {
         "a/output": ROW,
         "a/grad_weight": ROW,
@@ -201,15 +201,15 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estim
     assert chosen(loka.plan(report, Budget(ne=1e-4))) == {"wild": "hp", "tame": ROW}
     plan = loka.plan(report, Budget(ne=1e-4), force={"wild": ROW})
     assert chosen(plan) == {"wild": ROW, "tame": ROW}
-    assert plan.ne_unknown == ("wild/output",)
-    assert plan.ne == effect(1e-5)
+    assert plan.kl_unknown == ("wild/output",)
+    assert plan.kl == effect(1e-5)
     assert "and 1 without an estimate" in plan.summary()
 
 
 def test_a_sum_of_which_nothing_is_known_is_not_passed_over() -> None:
     report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
     forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
-    assert forced.ne is None
+    assert forced.kl is None
     told = "Predicted KL/H: unknown, 2 without an estimate; the budget is 0.0001."
     assert forced.summary().endswith(told)
     assert "NE" not in loka.plan(report, Budget(ne=1e-4)).summary(), "all in hp: nothing is spent"

@@ -256,9 +256,9 @@ def test_effects_add_up(merged: Stats, alone: Stats, ranks: list[dict[str, Any]]
             assert effect.count == sum(part.count for part in parts) > 1000
             assert effect.total == pytest.approx(sum(part.total for part in parts), rel=1e-12)
             assert (
-                effect.ne().low
-                <= alone.layers[path].effects[name].ne().value * 1.0001
-                <= effect.ne().high * 1.0001
+                effect.kl().low
+                <= alone.layers[path].effects[name].kl().value * 1.0001
+                <= effect.kl().high * 1.0001
             )
         tables = [name for name in layer.operands["input"].tensors if name.startswith("effect_depth_")]
         assert tables

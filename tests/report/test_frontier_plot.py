@@ -6,18 +6,17 @@ import pytest
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
-from loka.core.records.plan import Plan
 from loka.planner.frontier import Frontier, Point
 from loka.report.frontier_plot import plot_frontier
 
 
 def made() -> Frontier:
-    def point(budget: float, time: float) -> Point:
+    def point(budget: float, time: float, knee: bool = False) -> Point:
         effect = Estimate(budget / 2, budget / 4, budget)
-        plan = Plan.__new__(Plan)  # a picture needs none of it
-        return Point(budget=budget, ne=effect, spent=budget, time=time, fp8=1, plan=plan)
+        fp8 = {"a/output": "torch:rowwise_e4m3"}
+        return Point(budget=budget, kl=effect, spent=budget, time=time, fp8=fp8, knee=knee)
 
-    points = (point(0.0, 100.0), point(1e-6, 60.0), point(1e-4, 50.0))
+    points = (point(0.0, 100.0), point(1e-6, 60.0, knee=True), point(1e-4, 50.0))
     return Frontier(model="Net", machine="NVIDIA H200", base=100.0, unit="us", points=points)
 
 

@@ -31,11 +31,11 @@ from loka.train.automatic.timeline import Event
 from loka.validation.annealed import Annealed
 from loka.validation.compare import Comparison
 from loka.validation.paired import PairedDifference
-from loka.validation.record import ArmVerdict, Validation
+from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.runs import CurvePoint, Run
 from loka.validation.validate import BY_MEAN
-from loka.validation.variance import Spread
-from loka.validation.verdicts import Judgement
+from loka.validation.variance import PairVariance
+from loka.validation.verdicts import RowsVerdict
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "<script>alert('1')</script>\"&<img src=x onerror=alert(2)>"
@@ -71,11 +71,11 @@ class Reader(HTMLParser):
 
 
 def hostile_validation() -> Validation:
-    spread = Spread(mean=0.004, pairs=4, rows=9000, between=0.003, rows_error=0.001)
-    judged = Judgement(name=HOSTILE, spread=spread, clicks=900, limit=0.02, tail=0.05)
-    poor = replace(judged, spread=replace(spread, pairs=1, between=math.nan), name="poor")
+    variance = PairVariance(mean=0.004, pairs=4, rows=9000, between_pairs=0.003, rows_error=0.001)
+    judged = RowsVerdict(name=HOSTILE, variance=variance, clicks=900, limit=0.02, tail=0.05)
+    poor = replace(judged, variance=replace(variance, pairs=1, between_pairs=math.nan), name="poor")
     pair = PairedDifference(Estimate(0.1, 0.0, 0.2), Estimate(0, 0, 0), Estimate(0, 0, 0), rows=9000)
-    pairs = dict.fromkeys(range(4), pair)
+    pairs = tuple(SeedPair(seed=seed, difference=pair) for seed in range(4))
     arm = ArmVerdict(
         name=HOSTILE,
         pairs=pairs,
@@ -83,7 +83,7 @@ def hostile_validation() -> Validation:
         segments=(judged, poor),
         readings=(replace(judged, name=f"{BY_MEAN} {HOSTILE}"),),
     )
-    broken = ArmVerdict(name="broken", pairs={}, average=None, broke=HOSTILE)
+    broken = ArmVerdict(name="broken", pairs=(), average=None, broke=HOSTILE)
     curve = tuple(CurvePoint(1000 * step, 0.9, 0.9 + 0.1 / step) for step in range(1, 30))
     runs = [Run(arm=name, seed=seed, curve=curve) for seed in range(4) for name in ("bf16", HOSTILE)]
     return Validation(

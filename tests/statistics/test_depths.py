@@ -10,7 +10,7 @@ from torch import nn
 from loka.core.error import sqnr_db
 from loka.core.numerics.depth import depth_error
 from loka.core.numerics.reference import dequantize, quantize
-from loka.core.recipe import RECIPES, SHARED, Gemm, Granularity
+from loka.core.recipe import RECIPES, SHARED_OPERANDS, Gemm, Granularity
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.nn.linears import signature
 from loka.statistics import depths
@@ -50,7 +50,7 @@ def test_every_operand_of_every_gemm_is_answered(recipe) -> None:
         assert len(errors) == (0 if casts is None else 2 - casts[0].centred)  # x - m is not kept in one
         for operand, error in errors.items():
             ((transposed, side),) = [
-                (t, side) for t, (used_by, side) in enumerate(SHARED[operand]) if used_by is gemm
+                (t, side) for t, (used_by, side) in enumerate(SHARED_OPERANDS[operand]) if used_by is gemm
             ]
             hp = tensors[operand].t() if transposed else tensors[operand]
             # Exact but for float32 rounding: tests/core/numerics/test_depth.py.

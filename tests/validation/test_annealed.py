@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
 from loka.core.error import Estimate
+from loka.core.storage.codec import decode, encode
 from loka.train import TrainConfig
 from loka.train.metrics import quality
 from loka.validation.annealed import GAIN, RATE, Annealed, annealed
@@ -49,7 +50,7 @@ def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign()
     said = annealed(0.0, [rows_of(seed, 200_000, 0.2) for seed in range(4)])
     # 800,000 rows: the first-order term has a standard error of about 2 % of itself.
     assert said.first_order == pytest.approx(-2 * said.divergence, rel=0.1)
-    assert said.verdict is False
+    assert said.annealed is False
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,10 @@ def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign()
 )
 def test_the_answers(rate: float, gain: Estimate | None, verdict: bool | None) -> None:
     said = Annealed(final_rate=rate, runs=1, gain=gain, first_order=0.0, divergence=0.0)
-    assert said.verdict is verdict
+    assert said.annealed is verdict
     wanted = {True: "annealed:", False: "NOT annealed", None: "not known"}[verdict]
     assert wanted in str(said)
-    assert Annealed.from_json(said.to_json()) == said
+    assert decode(Annealed, encode(said)) == said
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Validation]:
 
 def test_a_constant_rate_is_told_from_a_decayed_one(runs: dict[str, Validation]) -> None:
     rest, moving = runs["cosine"].annealed, runs["constant"].annealed
-    assert rest.verdict is True
-    assert moving.verdict is False
+    assert rest.annealed is True
+    assert moving.annealed is False
     assert moving.final_rate == 1.0
     # Not by the rate alone: the weights' own movement shows it too.
     assert abs(moving.gain.value) > GAIN > 3 * abs(rest.gain.value)
@@ -105,25 +106,25 @@ def test_both_read_outs_are_judged_and_recorded(runs: dict[str, Validation], tmp
     found = runs["constant"]
     (reading,) = found.arms[0].readings
     assert reading.name == BY_MEAN
-    assert reading.spread.pairs == 2
+    assert reading.variance.pairs == 2
     assert reading.ne_percent.value == 0.0  # the arm changes nothing
     for run in found.runs:
         assert run.mean_quality.ne < run.quality.ne  # wandering weights are worse than their mean
     found.save(tmp_path / "v.json")
     again = Validation.load(tmp_path / "v.json")
-    assert again.to_json() == found.to_json()
+    assert encode(again) == encode(found)
     assert again.annealed == found.annealed
 
 
 def test_records_from_before_are_read(runs: dict[str, Validation]) -> None:
-    content = runs["cosine"].to_json()
+    content = encode(runs["cosine"])
     for name in ("annealed", "planned", "world"):
         del content[name]
     for arm in content["arms"]:
         del arm["readings"], arm["key"]
     for run in content["runs"]:
         del run["mean_quality"], run["final_rate"]
-    old = Validation.from_json(content)
+    old = decode(Validation, content)
     assert (old.annealed, old.planned, old.arms[0].readings) == (None, None, ())
     assert old.runs[0].final_rate == 1.0
     assert old.runs[0].mean_quality is None

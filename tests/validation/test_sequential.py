@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from loka.validation.quantile import student_t
 from loka.validation.sequential import look_tail, spending_bounds
-from loka.validation.variance import MIN_PAIRS, Spread
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import MIN_PAIRS, PairVariance
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 LIMIT = 0.02
 
@@ -79,10 +79,10 @@ def test_it_stops_early_where_much_is_clear() -> None:
 
 
 def test_a_judgement_goes_by_the_level_of_its_look() -> None:
-    spread = Spread(mean=0.0, pairs=5, rows=10**6, between=0.014, rows_error=0.0)
+    variance = PairVariance(mean=0.0, pairs=5, rows=10**6, between_pairs=0.014, rows_error=0.0)
 
     def judged(tail: float) -> str:
-        return Judgement(name="all rows", spread=spread, clicks=10**5, limit=LIMIT, tail=tail).verdict
+        return RowsVerdict(name="all rows", variance=variance, clicks=10**5, limit=LIMIT, tail=tail).verdict
 
     assert judged(ERROR) == "pass"
     assert judged(look_tail(5, 10, ERROR)) == "undecided"

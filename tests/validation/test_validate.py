@@ -12,6 +12,7 @@ import torch
 from small_run import RandomRows, SmallModel
 
 from loka.core.exceptions import LokaError, UnknownName
+from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.nn import sites_of
 from loka.train import TrainConfig
@@ -80,7 +81,7 @@ def test_an_arm_that_changes_nothing_passes_and_a_damaged_one_fails(judged):
 
 def test_pairs_are_those_of_the_predictions_on_disk(judged):
     out, found = judged
-    for seed, pair in found.arms[1].pairs.items():
+    for seed, pair in found.arms[1].differences.items():
         before, after = held_out(out, "bf16", seed), held_out(out, "worse", seed)
         assert pair == paired_difference(before.logits, after.logits, before.labels)
         expected = [batch.label for batch in TEST.batches(64)]
@@ -90,7 +91,7 @@ def test_pairs_are_those_of_the_predictions_on_disk(judged):
 def test_the_record_is_read_back_as_it_was(judged):
     out, found = judged
     again = Validation.load(out / "validation.json")
-    assert again.to_json() == found.to_json()
+    assert encode(again) == encode(found)
     assert again.verdict == "fail"
     band = again.band("worse")
     assert len(band) == 20  # every step is a point of a run this short
@@ -149,7 +150,7 @@ def test_a_damaged_run_is_done_again(tmp_path):
     tensors.write_bytes(tensors.read_bytes()[:-7])
     (folder_of(tmp_path, "bf16", 3) / "run.json").write_text("{")
     again = run(tmp_path, pairs=1)
-    assert again.to_json()["arms"] == before.to_json()["arms"]
+    assert encode(again.arms) == encode(before.arms)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ def test_runs_from_before_schedules_are_read_as_runs_at_a_constant_rate(tmp_path
     trained = []
     again = run(tmp_path, pairs=1, config=level, on_log=lambda name, line: trained.append(name))
     assert not trained
-    assert again.to_json() == before.to_json()
+    assert encode(again) == encode(before)
     with pytest.raises(LokaError, match=r"'schedule': 'constant'.* there, .*'schedule': 'cosine'.* now"):
         run(tmp_path, pairs=1)
 
@@ -201,7 +202,7 @@ def test_an_arm_that_ends_in_nan_fails_and_the_others_go_on(tmp_path):
     assert "nan or infinite" in broken.broke
     assert broken.average is None
     assert len(fine.pairs) == 2
-    assert Validation.load(tmp_path / "validation.json").to_json() == found.to_json()
+    assert encode(Validation.load(tmp_path / "validation.json")) == encode(found)
     with pytest.raises(LokaError, match="control"):
         validate(Exploding, TRAIN, TEST, [SAME], config=CONFIG, out=tmp_path / "b")
 
@@ -277,9 +278,9 @@ def test_a_cluster_is_a_sparse_feature_of_the_rows(judged, tmp_path):
     ids = torch.cat([batch.sparse[:, 0] for batch in TEST.batches(64)])
     unknown = int((ids == 0).sum())
     assert unknown
-    spread = found.arms[0].average.spread
-    assert spread.clusters == len(ids.unique()) - 1 + unknown
-    assert 1 < spread.effective < spread.clusters
+    variance = found.arms[0].average.variance
+    assert variance.clusters == len(ids.unique()) - 1 + unknown
+    assert 1 < variance.effective_clusters < variance.clusters
     assert cluster_named("sparse:0", TEST) == 0
     for wrong in ("sparse:99", "dense:0", "user"):
         with pytest.raises(UnknownName, match="sparse:0 to sparse"):

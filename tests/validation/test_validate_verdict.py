@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from loka.core.error import student_t_95
+from loka.core.storage.codec import decode, encode
 from loka.validation.quantile import student_t, two_sided_tail
-from loka.validation.variance import MIN_PAIRS, Spread, spreads
-from loka.validation.verdicts import ERROR, Judgement, joined
+from loka.validation.variance import MIN_PAIRS, PairVariance, pair_variances
+from loka.validation.verdicts import ERROR, RowsVerdict, joined
 
 LIMIT = 0.02
 
@@ -44,8 +45,8 @@ def pairs_of_losses(rng, pairs, rows, effect, *, seed_sd=0.004, row_sd=0.6, rest
         yield control, control * (1 + moved + shared + rest)
 
 
-def judged(spread, *, limit=LIMIT, tail=ERROR, name="all rows"):
-    return Judgement(name=name, spread=spread, clicks=spread.rows // 3, limit=limit, tail=tail)
+def judged(variance, *, limit=LIMIT, tail=ERROR, name="all rows"):
+    return RowsVerdict(name=name, variance=variance, clicks=variance.rows // 3, limit=limit, tail=tail)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +61,16 @@ def test_the_interval_covers_the_truth_whatever_the_noise_is_made_of(seed_sd, ro
     wider = []
     for _ in range(simulations):
         losses = pairs_of_losses(rng, 4, rows, 0.05, seed_sd=seed_sd, row_sd=row_sd, rest_sd=rest_sd)
-        (spread,) = spreads(losses, groups, 1)
-        covered += spread.interval(ERROR).low <= 0.05 <= spread.interval(ERROR).high
-        blind = spread.over_seeds(ERROR)
+        (variance,) = pair_variances(losses, groups, 1)
+        covered += variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
+        blind = variance.over_seeds(ERROR)
         over_seeds += blind.low <= 0.05 <= blind.high
-        wider.append(spread.half_width(ERROR) / (blind.high - blind.low) * 2)
+        wider.append(variance.half_width(ERROR) / (blind.high - blind.low) * 2)
     # 95 % over 400 simulations has a standard deviation of 1.1 %: three of them below.
     assert covered / simulations >= 0.917
     if row_sd == 2.0:  # what an interval over pairs alone makes of noise that all pairs share
         assert over_seeds / simulations < 0.5
-    if row_sd == 0.0:  # nothing is common to the pairs: what rows add is in the spread between pairs already
+    if row_sd == 0.0:  # nothing is common to the pairs: what rows add is in that of pairs already
         assert np.median(wider) < 1.05
 
 
@@ -80,8 +81,8 @@ def test_an_effect_at_the_limit_passes_at_most_one_time_in_twenty():
     simulations = 400
     for _ in range(simulations):
         noise = {"seed_sd": 0.006, "row_sd": 0.05, "rest_sd": 0.3}
-        (at,) = spreads(pairs_of_losses(rng, 5, 1500, LIMIT, **noise), groups, 1)
-        (none,) = spreads(pairs_of_losses(rng, 5, 1500, 0.0, **noise), groups, 1)
+        (at,) = pair_variances(pairs_of_losses(rng, 5, 1500, LIMIT, **noise), groups, 1)
+        (none,) = pair_variances(pairs_of_losses(rng, 5, 1500, 0.0, **noise), groups, 1)
         passes += judged(at).verdict == "pass"
         fails += judged(at).verdict == "fail"
         clean += judged(none).verdict == "pass"
@@ -98,10 +99,10 @@ def test_a_bad_segment_hides_in_a_good_average_and_is_found():
     losses = list(
         pairs_of_losses(rng, 6, rows, effect, seed_sd=0.001, row_sd=0.1, rest_sd=0.3, groups=groups)
     )
-    average = judged(spreads(losses, np.zeros(rows, np.int64), 1)[0])
+    average = judged(pair_variances(losses, np.zeros(rows, np.int64), 1)[0])
     segments = tuple(
-        judged(spread, tail=ERROR / 5, name=str(place))
-        for place, spread in enumerate(spreads(losses, groups, 5))
+        judged(variance, tail=ERROR / 5, name=str(place))
+        for place, variance in enumerate(pair_variances(losses, groups, 5))
     )
     assert average.verdict == "pass"
     assert [segment.verdict for segment in segments] == ["fail", "pass", "pass", "pass", "pass"]
@@ -116,27 +117,27 @@ def test_segments_hold_together_as_often_as_they_say():
     together = 0
     for _ in range(simulations):
         losses = pairs_of_losses(rng, 4, rows, 0.0, seed_sd=0.01, row_sd=0.5, rest_sd=0.5)
-        intervals = [spread.interval(ERROR / count) for spread in spreads(losses, groups, count)]
+        intervals = [variance.interval(ERROR / count) for variance in pair_variances(losses, groups, count)]
         together += all(i.low <= 0 <= i.high for i in intervals)
     assert together / simulations >= 0.91  # 95 % less three standard deviations of 1.4 %
 
 
-def test_spreads_are_the_means_of_the_pairs_own_differences():
+def test_pair_variances_are_the_means_of_the_pairs_own_differences():
     rng = np.random.default_rng(5)
     losses = list(pairs_of_losses(rng, 3, 999, 0.1))
     groups = rng.integers(0, 3, 999)
-    for group, spread in enumerate(spreads(losses, groups, 3)):
+    for group, variance in enumerate(pair_variances(losses, groups, 3)):
         inside = groups == group
         ratios = [100 * ((b - a)[inside].mean() / a[inside].mean()) for a, b in losses]
-        assert spread.mean == pytest.approx(np.mean(ratios), rel=1e-12)
-        assert spread.between == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
-        assert spread.rows == inside.sum()
+        assert variance.mean == pytest.approx(np.mean(ratios), rel=1e-12)
+        assert variance.between_pairs == pytest.approx(np.std(ratios, ddof=1), rel=1e-12)
+        assert variance.rows == inside.sum()
 
 
 @pytest.mark.parametrize(("mean", "between"), [(0.004, 0.02), (-0.011, 0.05), (0.0, 0.2)])
 def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
-    spread = Spread(mean=mean, pairs=5, rows=10**6, between=between, rows_error=0.0005)
-    needed = judged(spread).pairs_needed
+    variance = PairVariance(mean=mean, pairs=5, rows=10**6, between_pairs=between, rows_error=0.0005)
+    needed = judged(variance).pairs_needed
     margin = LIMIT - abs(mean)
 
     def half(pairs):
@@ -147,45 +148,55 @@ def test_pairs_needed_is_the_smallest_number_that_decides(mean, between):
     assert needed >= MIN_PAIRS
     assert half(needed) <= margin
     assert needed == MIN_PAIRS or half(needed - 1) > margin
-    assert f"a pass: {needed - 5} more pair" in judged(spread).outlook
+    assert f"a pass: {needed - 5} more pair" in judged(variance).outlook
 
 
 def test_what_no_number_of_pairs_decides_is_said():
-    beyond = Spread(mean=0.021, pairs=4, rows=10**6, between=0.01, rows_error=0.0)
+    beyond = PairVariance(mean=0.021, pairs=4, rows=10**6, between_pairs=0.01, rows_error=0.0)
     told = judged(beyond).outlook
     assert "a pass is not attainable at this mean (were it 0: 1 more pair)" in told
     fail = beyond.pairs_to(0.001, ERROR)
     assert f"a fail: {fail - 4} more pairs" in told
-    few_rows = Spread(mean=0.0, pairs=4, rows=1000, between=0.0, rows_error=0.05)
+    few_rows = PairVariance(mean=0.0, pairs=4, rows=1000, between_pairs=0.0, rows_error=0.05)
     assert few_rows.pairs_to(LIMIT, ERROR) is None
     told = judged(few_rows).outlook
     assert "no number of pairs" in told
     rows = int(told.rpartition("about ")[2].split()[0])
-    grown = Spread(mean=0.0, pairs=4, rows=rows, between=0.0, rows_error=0.05 * math.sqrt(1000 / rows))
+    grown = PairVariance(
+        mean=0.0, pairs=4, rows=rows, between_pairs=0.0, rows_error=0.05 * math.sqrt(1000 / rows)
+    )
     assert judged(grown).verdict == "pass"
 
 
 def test_too_little_to_judge_is_undecided_and_says_why():
-    clear = Spread(mean=0.0, pairs=4, rows=1000, between=1e-9, rows_error=1e-9)
+    clear = PairVariance(mean=0.0, pairs=4, rows=1000, between_pairs=1e-9, rows_error=1e-9)
     assert judged(clear).verdict == "pass"
-    three = Spread(mean=0.0, pairs=3, rows=1000, between=1e-9, rows_error=1e-9)
+    three = PairVariance(mean=0.0, pairs=3, rows=1000, between_pairs=1e-9, rows_error=1e-9)
     assert judged(three).verdict == "undecided"
     assert "1 more pair" in judged(three).outlook
-    no_clicks = Judgement(name="s", spread=clear, clicks=3, limit=LIMIT, tail=ERROR)
+    no_clicks = RowsVerdict(name="s", variance=clear, clicks=3, limit=LIMIT, tail=ERROR)
     assert no_clicks.verdict == "undecided"
     assert "3 clicks" in no_clicks.outlook
-    one = Spread(mean=0.0, pairs=1, rows=1000, between=math.nan, rows_error=0.0)
+    one = PairVariance(mean=0.0, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.0)
     assert judged(one).verdict == "undecided"
-    empty = spreads([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]
-    assert Judgement(name="none", spread=empty, clicks=0, limit=1, tail=0.05).verdict == "undecided"
+    empty = pair_variances([(np.ones(5), np.ones(5))] * 4, np.zeros(5, np.int64), 2)[1]
+    assert RowsVerdict(name="none", variance=empty, clicks=0, limit=1, tail=0.05).verdict == "undecided"
 
 
-def test_a_judgement_is_read_back_as_it_was():
-    spread = Spread(mean=0.003, pairs=1, rows=1000, between=math.nan, rows_error=0.01)
-    before = Judgement(name="dense:0 in (0, 1]", spread=spread, clicks=100, limit=LIMIT, tail=0.01)
-    after = Judgement.from_json(before.to_json())
-    assert after.to_json() == before.to_json()
-    assert after.spread.rows_error == 0.01
+def test_a_margin_that_no_number_of_rows_reaches_is_undecided():
+    at_the_limit = PairVariance(mean=1e-300, pairs=4, rows=1000, between_pairs=0.0, rows_error=1.0)
+    found = judged(at_the_limit, limit=2e-300)
+    assert at_the_limit.rows_to(1e-300, ERROR) is None
+    assert found.verdict == "undecided"
+    assert "more than" in found.outlook
+
+
+def test_a_verdict_is_read_back_as_it_was():
+    variance = PairVariance(mean=0.003, pairs=1, rows=1000, between_pairs=math.nan, rows_error=0.01)
+    before = RowsVerdict(name="dense:0 in (0, 1]", variance=variance, clicks=100, limit=LIMIT, tail=0.01)
+    after = decode(RowsVerdict, encode(before))
+    assert encode(after) == encode(before)
+    assert after.variance.rows_error == 0.01
 
 
 def test_rows_that_come_together_count_as_one_draw():
@@ -199,12 +210,12 @@ def test_rows_that_come_together_count_as_one_draw():
         moved = 1 + (0.05 + 2.0 * np.repeat(rng.normal(size=users), each)) / 100
         losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
         for clusters in (None, user):
-            (spread,) = spreads(losses, np.zeros(rows, np.int64), 1, clusters=clusters)
-            held = spread.interval(ERROR).low <= 0.05 <= spread.interval(ERROR).high
+            (variance,) = pair_variances(losses, np.zeros(rows, np.int64), 1, clusters=clusters)
+            held = variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
             if clusters is None:
                 alone += held
             else:
-                assert (spread.rows, spread.clusters, spread.effective) == (rows, users, users)
+                assert (variance.rows, variance.clusters, variance.effective_clusters) == (rows, users, users)
                 together += held
     # 95 % over 300 simulations has a standard deviation of 1.3 %: three of them below.
     assert together / simulations >= 0.912
@@ -220,18 +231,20 @@ def test_a_cluster_of_half_the_rows_is_nearly_alone():
         base = rng.gamma(2.0, 0.25, rows)
         moved = 1 + (0.05 + 2.0 * rng.normal(size=201)[user]) / 100
         losses = [(base, base * moved * (1 + 0.002 * rng.normal(size=rows))) for _ in range(4)]
-        (spread,) = spreads(losses, np.zeros(rows, np.int64), 1, clusters=user)
-        assert (spread.clusters, spread.effective) == (201, 3)
-        held += spread.interval(ERROR).low <= 0.05 <= spread.interval(ERROR).high
+        (variance,) = pair_variances(losses, np.zeros(rows, np.int64), 1, clusters=user)
+        assert (variance.clusters, variance.effective_clusters) == (201, 3)
+        held += variance.interval(ERROR).low <= 0.05 <= variance.interval(ERROR).high
     assert held / simulations > 0.85  # its own residual is small because it pulls the mean: not 95 %
 
 
 def test_clusters_of_one_row_are_rows():
     rng = np.random.default_rng(4)
     losses, groups = list(pairs_of_losses(rng, 3, 300, 0.1)), rng.integers(0, 3, 300)
-    plain = spreads(losses, groups, 3)
-    for each, one in zip(spreads(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True):
+    plain = pair_variances(losses, groups, 3)
+    for each, one in zip(
+        pair_variances(losses, groups, 3, clusters=rng.permutation(300)), plain, strict=True
+    ):
         assert each.rows_error == pytest.approx(one.rows_error, rel=1e-9)
         assert each.clusters == one.rows
-        again = Judgement.from_json(judged(each).to_json())
-        assert again.spread.clusters == each.clusters
+        again = decode(RowsVerdict, encode(judged(each)))
+        assert again.variance.clusters == each.clusters

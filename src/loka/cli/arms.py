@@ -1,4 +1,4 @@
-"""One arm of a comparison: train, judge on held-out rows, and keep the result.
+"""One arm of a comparison: train, evaluate on held-out rows, and keep the result.
 
 A finished arm is read back from its files when a demo is started again; an unfinished one
 goes on from its newest checkpoint.
@@ -7,7 +7,7 @@ goes on from its newest checkpoint.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from loka.cli.inputs import Data, train_config
 from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
 from loka.core.records.stats import Stats
+from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
@@ -45,6 +46,17 @@ class ArmRun:
     base_rate: float | None
     schedule: str
     track: ProgressBars
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Finished:
+    """`arm.json`: an arm without its quality, which follows from the predictions of checksum `held_out`."""
+
+    name: str
+    train_ne: float
+    rows_per_second: float
+    runs: Mapping[str, int]
+    held_out: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,30 +171,31 @@ def _write(folder: Path, result: ArmResult) -> None:
     write_tensors(
         tensors, {"logits": torch.from_numpy(result.logits), "labels": torch.from_numpy(result.labels)}
     )
-    content = {
-        "name": result.arm.name,
-        "train_ne": result.arm.train_ne,
-        "rows_per_second": result.arm.rows_per_second,
-        "runs": dict(result.arm.runs),
-        "held_out": sha256_of_file(tensors),
-    }
-    write_record(folder / "arm.json", kind=_KIND, version=_VERSION, content=content)
+    finished = _Finished(
+        name=result.arm.name,
+        train_ne=result.arm.train_ne,
+        rows_per_second=result.arm.rows_per_second,
+        runs=result.arm.runs,
+        held_out=sha256_of_file(tensors),
+    )
+    write_record(folder / "arm.json", kind=_KIND, version=_VERSION, content=encode(finished))
 
 
 def _read(folder: Path) -> ArmResult | None:
     """A finished arm, or None when it is to be run (again)."""
 
     def parse(content: dict[str, Any]) -> ArmResult:
+        found = decode(_Finished, content)
         held_out = read_tensors(
-            folder / "held_out.safetensors", sha256=content["held_out"], way_out="the arm is trained again"
+            folder / "held_out.safetensors", sha256=found.held_out, way_out="the arm is trained again"
         )
         logits, labels = held_out["logits"].numpy(), held_out["labels"].numpy()
         arm = Arm(
-            name=content["name"],
+            name=found.name,
             quality=quality(logits, labels),
-            train_ne=content["train_ne"],
-            rows_per_second=content["rows_per_second"],
-            runs=content["runs"],
+            train_ne=found.train_ne,
+            rows_per_second=found.rows_per_second,
+            runs=found.runs,
         )
         return ArmResult(arm=arm, logits=logits, labels=labels)
 

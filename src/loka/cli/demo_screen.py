@@ -88,10 +88,10 @@ def _found(model: Shown) -> tuple[str, ...]:
     decisions = model.plan.decisions.values()
     low = [decision for decision in decisions if decision.candidate != HP]
     kinds = sorted({decision.candidate for decision in low})
-    told = f"{len(low)} of {len(decisions)} GEMMs may run in FP8" if low else "no GEMM is worth FP8 here"
+    summary = f"{len(low)} of {len(decisions)} GEMMs may run in FP8" if low else "no GEMM is worth FP8 here"
     lines = model.plan.coverage_lines()
     share = lines[0].partition(" run in FP8")[0] if low and lines else ""
-    return model.name, told, share, ", ".join(kinds[:2]) + (", ..." if len(kinds) > 2 else "")
+    return model.name, summary, share, ", ".join(kinds[:2]) + (", ..." if len(kinds) > 2 else "")
 
 
 def _saves(model: Shown) -> tuple[str, ...]:
@@ -112,15 +112,19 @@ def _saves(model: Shown) -> tuple[str, ...]:
 
 
 def _costs(model: Shown) -> tuple[str, ...]:
-    predicted = model.plan.ne
-    told = f"predicted KL/H {predicted.value:.1e}" if predicted else "no effect predicted"
+    predicted = model.plan.kl
+    prediction = f"predicted KL/H {predicted.value:.1e}" if predicted else "no effect predicted"
     across = model.comparison.across
     if across is None:
-        return model.name, told, f"NE {_signed(model.comparison.pairs[0].difference.ne_percent)} in one pair"
+        return (
+            model.name,
+            prediction,
+            f"NE {_signed(model.comparison.pairs[0].difference.ne_percent)} in one pair",
+        )
     verdict = {"pass": f"within {LIMIT} %", "fail": f"not within {LIMIT} %"}.get(
         across.verdict, f"too few pairs for {LIMIT} %"
     )
-    return model.name, told, f"NE {_signed(across.ne_percent)} over {across.pairs} pairs: {verdict}"
+    return model.name, prediction, f"NE {_signed(across.ne_percent)} over {across.pairs} pairs: {verdict}"
 
 
 def _signed(percent: Estimate) -> str:

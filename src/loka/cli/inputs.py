@@ -183,7 +183,7 @@ def share_of_labels(base_rate: float | None) -> float | None:
 
 
 def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict[str, Any]:
-    """What a Probe is told of H's base rate: the given one, or that of the labels of `source`.
+    """H's base rate for a Probe: the given one, or that of the labels of `source`.
 
     Without one there is no KL/H: an effect by the mean prediction would promise what does not exist.
     """

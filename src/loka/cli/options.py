@@ -23,7 +23,7 @@ SchemaFile = Annotated[
 ]
 TestData = Annotated[
     Path | None,
-    typer.Option("--test-data", help="Rows to judge on; the last fifth of --data if left out."),
+    typer.Option("--test-data", help="Rows to evaluate on; the last fifth of --data if left out."),
 ]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")]
 Rows = Annotated[int, typer.Option(min=10, help="Size of the synthetic world, held-out rows included.")]
@@ -51,7 +51,7 @@ FinalRate = Annotated[
 AverageName = Annotated[
     str,
     typer.Option(
-        "--average", help="Judge a mean of the weights too: tail (of the last steps), ema, or none."
+        "--average", help="Evaluate a mean of the weights too: tail (of the last steps), ema, or none."
     ),
 ]
 AverageShare = Annotated[

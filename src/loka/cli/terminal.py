@@ -20,5 +20,5 @@ def printable(text: str) -> str:
 
 
 def say(value: object = "", *, error: bool = False) -> None:
-    """`print` of what a terminal may be told, to standard error on request."""
+    """`print` of text that is safe on a terminal, to standard error on request."""
     print(printable(str(value)), file=sys.stderr if error else sys.stdout, flush=True)

@@ -20,7 +20,7 @@ def show_log(line: TrainLog) -> None:
     )
 
 
-def tell_result(result: TrainResult, config: TrainConfig) -> None:
+def show_result(result: TrainResult, config: TrainConfig) -> None:
     for message in (*result.skipped_checkpoints, *result.unsaved):
         say(message)
     if result.resumed_from is not None:
@@ -29,14 +29,14 @@ def tell_result(result: TrainResult, config: TrainConfig) -> None:
         say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
     say(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
     say(f"window: {_line(result.reading.window)}")
-    for name, judged in result.reading.segments.items():
-        say(f"{name}: ne {judged.ne:.5f}  calibration {judged.calibration:.4f}  ({judged.rows} rows)")
+    for name, found in result.reading.segments.items():
+        say(f"{name}: ne {found.ne:.5f}  calibration {found.calibration:.4f}  ({found.rows} rows)")
 
 
-def judge(
+def show_quality(
     model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars, average: AveragedModel | None
 ) -> None:
-    def judged() -> Quality:
+    def found() -> Quality:
         logits, labels = evaluate(
             model,
             opened.test,
@@ -47,23 +47,23 @@ def judge(
         )
         return quality(logits, labels)
 
-    say(f"held out: {_line(judged())}")
+    say(f"held out: {_line(found())}")
     if average is not None:
         with as_averaged(model, average, rows=opened.train, config=config):
-            say(f"held out, by the mean of the weights ({config.average}): {_line(judged())}")
+            say(f"held out, by the mean of the weights ({config.average}): {_line(found())}")
     for site, runs in fp8_runs(model).items():
         say(f"ran {runs} x {site}")
     for line in opened.account():
         say(line)
 
 
-def _line(judged: Quality) -> str:
-    if judged.rows and judged.base_rate in (0, 1):
+def _line(found: Quality) -> str:
+    if found.rows and found.base_rate in (0, 1):
         return (
-            f"logloss {judged.logloss:.5f}  ({judged.rows} rows, whose labels are all "
-            f"{judged.base_rate:.0f}: NE, AUC and calibration are not defined)"
+            f"logloss {found.logloss:.5f}  ({found.rows} rows, whose labels are all "
+            f"{found.base_rate:.0f}: NE, AUC and calibration are not defined)"
         )
     return (
-        f"ne {judged.ne:.5f}  logloss {judged.logloss:.5f}  auc {judged.auc:.5f}  "
-        f"calibration {judged.calibration:.4f}  ({judged.rows} rows, base rate {judged.base_rate:.4f})"
+        f"ne {found.ne:.5f}  logloss {found.logloss:.5f}  auc {found.auc:.5f}  "
+        f"calibration {found.calibration:.4f}  ({found.rows} rows, base rate {found.base_rate:.4f})"
     )

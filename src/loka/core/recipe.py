@@ -30,7 +30,7 @@ class Gemm(StrEnum):
 
 
 # Each tensor feeds two GEMMs: one takes it as it lies, the other its transpose; as which operand.
-SHARED: dict[str, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
+SHARED_OPERANDS: dict[str, tuple[tuple[Gemm, int], tuple[Gemm, int]]] = {
     "input": ((Gemm.OUTPUT, 0), (Gemm.GRAD_WEIGHT, 1)),
     "weight": ((Gemm.OUTPUT, 1), (Gemm.GRAD_INPUT, 1)),
     "grad_output": ((Gemm.GRAD_INPUT, 0), (Gemm.GRAD_WEIGHT, 0)),

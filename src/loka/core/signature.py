@@ -37,8 +37,8 @@ class LinearShape:
     use: WeightUse | None = sparse(None)
 
     def __str__(self) -> str:
-        told = f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
-        return told if self.use is None else f"{told}, in {self.use.caller or 'the model'}"
+        text = f"{self.in_features} -> {self.out_features}{', bias' if self.bias else ''}"
+        return text if self.use is None else f"{text}, in {self.use.caller or 'the model'}"
 
 
 @dataclass(frozen=True, kw_only=True)

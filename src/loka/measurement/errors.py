@@ -4,8 +4,8 @@ All candidates see the same draws and are compared with the float32 product of t
 operands (core/numerics/gemm_error.py, and for gradients core/numerics/direction.py). Draws go on until the 95
 % interval of every `sqnr_db`, and of every `shrink` and `bias` of a gradient, is narrow enough.
 
-At `output` the error "ne" stands beside them: what the candidate's recipe is predicted to add to the
-model's KL/H. It is not drawn but learnt while probing (measurement/predicted_ne.py), where it could be.
+At `output` the error "ne" stands beside them: the predicted KL/H of the candidate's recipe at this layer. It
+is not drawn: it comes from the effects that the probe recorded (measurement/predicted_kl.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
 from loka.measurement.operands import centre_of_input, draw_operands, layer_samplers, sides
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 
 
@@ -103,7 +103,7 @@ def draw_errors(
     for (gemm, name), kept in drawn.items():
         errors[gemm][name] = kept.estimates()
     for name, measures in errors.get(Gemm.OUTPUT, {}).items():
-        effect = None if name == HP else predicted_ne(layer, candidate_named(name).recipe)
+        effect = None if name == HP else predicted_kl(layer, candidate_named(name).recipe)
         if effect is not None:
             measures["ne"] = effect
     return LayerErrors(errors=errors, failures=failures)

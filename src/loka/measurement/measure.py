@@ -22,6 +22,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
+from loka.core.storage.codec import encode
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
@@ -87,7 +88,7 @@ def measure(
         model=stats.model,
         machine=fingerprint(device),
         stats_digest=stats.digest(),
-        settings={**settings.to_json(), "candidates": list(names), "sources": sources_digest(), **untimed},
+        settings={**encode(settings), "candidates": list(names), "sources": sources_digest(), **untimed},
         sites={},
         skipped=dict(stats.skipped),
         coverage=stats.coverage,
@@ -174,7 +175,7 @@ class _Work:
             for name in sites:
                 if name in report.sites and (reason := report.sites[name].unfinished):
                     missing.setdefault(reason, []).append(name)
-            if self.wants_times and sites and path not in report.sharing:
+            if self.wants_times and sites and path not in report.quantize_once_savings:
                 missing.setdefault("shared quantization not timed", []).append(path)
             if self.wants_times and sites and path not in report.region_times:
                 missing.setdefault("not timed in a region", []).append(path)
@@ -279,14 +280,17 @@ def _time(work: _Work, path: str) -> None:
         for gemm in gemms_of(path, layer)[0]
         if site_name(path, gemm) in report.sites
     }
-    sharing = report.sharing.get(path)
-    if not sites or (sharing is not None and not any(site.unfinished for site in sites.values())):
+    savings = report.quantize_once_savings.get(path)
+    if not sites or (savings is not None and not any(site.unfinished for site in sites.values())):
         return
-    timed, sharing = time_layer(layer, sites, sharing, work.timer)
+    timed, savings = time_layer(layer, sites, savings, work.timer)
+    all_savings = report.quantize_once_savings
+    if savings is not None:
+        all_savings = {**all_savings, path: savings}
     work.report = replace(
         report,
         sites={**report.sites, **{site.name: site for site in timed.values()}},
-        sharing=report.sharing if sharing is None else {**report.sharing, path: sharing},
+        quantize_once_savings=all_savings,
     )
     work.save()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from loka.core.storage.codec import named
 from loka.core.timing import MAX_ROUNDS, TIE
 
 
@@ -20,7 +20,7 @@ class Settings:
         interval_share: the same for `shrink` and `bias` of gradients (core/numerics/direction.py).
         max_rounds: at which the race of a site ends with what it knows (core/timing.py).
         search_rounds: the same for the race between the algorithms of one kernel.
-        sharing_rounds: the same for what sharing a quantization saves.
+        quantize_once_rounds: the same for what one pass for both copies of a tensor saves.
         tie: candidates within this share of the fastest are equal to it.
         seed: of the draws.
         keep_tails: operands are drawn with the tails that were learnt (statistics/tails.py), which takes two
@@ -35,13 +35,13 @@ class Settings:
     interval_share: float = 0.0025
     max_rounds: int = MAX_ROUNDS
     search_rounds: int = 21
-    sharing_rounds: int = 15
+    quantize_once_rounds: int = named("sharing_rounds", 15)
     tie: float = TIE
     seed: int = 0
     keep_tails: bool = False
 
     def __post_init__(self) -> None:
-        least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "sharing_rounds": 1}
+        least = {"rows": 1, "min_draws": 2, "max_rounds": 1, "search_rounds": 1, "quantize_once_rounds": 1}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be at least {value}")
@@ -51,10 +51,6 @@ class Settings:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it has to be finite and not negative")
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, equal to those of equal settings after a round trip."""
-        return asdict(self)
-
 
 # A third of the default's time: for prototypes, and where the clock sets what can be measured.
-COARSE = Settings(max_rounds=9, search_rounds=9, sharing_rounds=9, max_draws=4)
+COARSE = Settings(max_rounds=9, search_rounds=9, quantize_once_rounds=9, max_draws=4)

@@ -43,7 +43,7 @@ def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhe
     """
     fastest: dict[str, tuple[float, str]] = {}
     names = {name for site in report.sites.values() for name in site.measurements}
-    apart = replace(report, sharing={}, region_times={})  # each site by itself
+    apart = replace(report, quantize_once_savings={}, region_times={})  # each site by itself
     for name in sorted(names):
         if library_of(name) != library:
             continue
@@ -57,7 +57,7 @@ def fastest_of_library(report: Report, library: str, budget: Budget, *, everywhe
 
 
 def _without_times(report: Report) -> Report:
-    """Judged by `plan` on errors alone."""
+    """What `plan` decides on errors alone."""
     return _with_measurements(
         report, lambda measured: {n: replace(m, microseconds=None, speedup=None) for n, m in measured.items()}
     )

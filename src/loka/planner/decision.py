@@ -19,7 +19,7 @@ def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping
         reason=reason,
         sqnr_db=errors.get("sqnr_db"),
         mere=errors.get("mere"),
-        ne=errors.get("ne"),
+        kl=errors.get("ne"),
         microseconds=measured.microseconds,
         hp_microseconds=hp.microseconds,
         speedup=measured.speedup,

@@ -8,36 +8,36 @@ halved in FP8 (planner/ne_budget.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from loka.core.budget import Budget, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import encode, named
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
 from loka.planner.ne_budget import WAY_OUT
 from loka.planner.plan import plan
 
-_UNLIMITED = 1e9  # no model loses so much NE
+_UNLIMITED = 1e9  # no model loses so much
 _DECADES = 4  # that the default range covers below the largest effect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A budget and what became of it. `spent` is the upper end of `ne`, which the budget limits."""
+    """A budget and what became of it. `spent` is the upper end of `kl`, which the budget limits; `fp8` the
+    candidates of the sites that are not in hp; `knee` marks the frontier's knee."""
 
     budget: float
-    ne: Estimate
+    kl: Estimate = named("ne")
     spent: float
     time: float
-    fp8: int
-    plan: Plan
+    fp8: Mapping[str, str]
+    knee: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,8 @@ class Frontier:
 
     @property
     def knee(self) -> Point:
-        """The last point up to which NE buys more time than on average over the whole frontier."""
-        first, last = self.points[0], self.points[-1]
-        rate = (first.time - last.time) / max(last.spent - first.spent, 1e-300)
-        return max(
-            self.points, key=lambda point: (first.time - point.time) - rate * (point.spent - first.spent)
-        )
+        """The last point up to which KL/H buys more time than on average over the whole frontier."""
+        return next(point for point in self.points if point.knee)
 
     def __str__(self) -> str:
         header = (
@@ -82,39 +78,24 @@ class Frontier:
             rows.append(
                 (
                     f"{point.budget:.2e}",
-                    str(point.ne),
+                    str(point.kl),
                     f"{point.spent:.2e}",
-                    point.fp8,
+                    len(point.fp8),
                     f"{point.time:.4g}",
                     f"{self.base / max(point.time, 1e-9):.3f}x",
                     rate,
-                    "knee" if point is self.knee else "",
+                    "knee" if point.knee else "",
                 )
             )
-        title = f"NE against linear-layer time for {self.model}, measured on {self.machine}"
+        title = f"KL/H against linear-layer time for {self.model}, measured on {self.machine}"
         if self.unit == "us":
-            told = f"hp takes {self.base:.0f} us, quantization included in all times."
+            note = f"hp takes {self.base:.0f} us, quantization included in all times."
         else:
-            told = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
-        return f"{title}\n{format_table(header, rows)}\n{told}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The points with their decisions, without the reasons."""
-        points = [
-            {
-                "budget": point.budget,
-                "ne": encode(point.ne),
-                "spent": point.spent,
-                "time": point.time,
-                "fp8": {s: d.candidate for s, d in point.plan.decisions.items() if d.candidate != HP},
-                "knee": point is self.knee,
-            }
-            for point in self.points
-        ]
-        return {**{k: getattr(self, k) for k in ("model", "machine", "base", "unit")}, "points": points}
+            note = "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
+        return f"{title}\n{format_table(header, rows)}\n{note}"
 
     def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind="loka-frontier", version=1, content=self.to_json())
+        write_record(Path(path), kind="loka-frontier", version=1, content=encode(self))
 
 
 def frontier(
@@ -131,37 +112,44 @@ def frontier(
     """
     budget = budget or Budget()
     everything = plan(report, replace(budget, ne=_UNLIMITED))
-    if everything.ne is None:
+    if everything.kl is None:
         raise LokaError(
             f"no FP8 candidate of {report.model.name} has an estimate of its KL/H within this budget",
             why=list(everything.notes[:4]),
             way_out=WAY_OUT,
         )
     if limits is None:
-        limits = [0.0, *_range(report, upper_bound(everything.ne), count)]
+        limits = [0.0, *_range(report, upper_bound(everything.kl), count)]
     points: list[Point] = []
     for limit in sorted(limits):
         made = plan(report, replace(budget, ne=limit))
-        if points and _choices(points[-1].plan) == _choices(made):
+        fp8 = {site: found.candidate for site, found in made.decisions.items() if found.candidate != HP}
+        if points and points[-1].fp8 == fp8:
             continue
-        effect = made.ne or Estimate(0.0, 0.0, 0.0)
+        effect = made.kl or Estimate(0.0, 0.0, 0.0)
         points.append(
             Point(
                 budget=limit,
-                ne=effect,
+                kl=effect,
                 spent=upper_bound(effect),
                 time=base_time(report) - saved_time(made),
-                fp8=sum(d.candidate != HP for d in made.decisions.values()),
-                plan=made,
+                fp8=fp8,
             )
         )
+    knee = _knee(points)
     return Frontier(
         model=report.model.name,
         machine=str(report.machine),
         base=base_time(report),
         unit="us" if report.timed else "multiplications",
-        points=tuple(points),
+        points=tuple(replace(point, knee=point is knee) for point in points),
     )
+
+
+def _knee(points: Sequence[Point]) -> Point:
+    first, last = points[0], points[-1]
+    rate = (first.time - last.time) / max(last.spent - first.spent, 1e-300)
+    return max(points, key=lambda point: (first.time - point.time) - rate * (point.spent - first.spent))
 
 
 def base_time(report: Report) -> float:
@@ -200,7 +188,3 @@ def _range(report: Report, largest: float, count: int) -> list[float]:
     low = max(smallest, largest / 10**_DECADES)
     ratio = (largest / low) ** (1 / max(count - 1, 1)) if low > 0 else 1.0
     return [low * ratio**index for index in range(count - 1)] + [largest * (1 + 1e-9)]
-
-
-def _choices(made: Plan) -> dict[str, str]:
-    return {site: decision.candidate for site, decision in made.decisions.items()}

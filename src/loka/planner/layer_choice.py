@@ -4,7 +4,7 @@
 
 A site's time holds the quantization of both its operands. Where two GEMMs of a layer run in
 FP8, the tensor between them is read once for both copies (nn/site_ops.py), which saves what
-`Report.sharing` says. So a grad_weight that loses by itself may win beside an FP8 grad_input.
+`Report.quantize_once_savings` says. So a grad_weight that loses by itself may win beside an FP8 grad_input.
 
 A choice is allowed if every FP8 GEMM in it earns its place: taking it back to hp, with the rest
 as it is, costs at least what `min_speedup` asks, at the safe end of all intervals. The fastest
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.error import Estimate
-from loka.core.recipe import SHARED, Gemm
+from loka.core.recipe import SHARED_OPERANDS, Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, REGION, Measurement, SiteReport
 from loka.core.timing import TIE
 from loka.kernels.gemm.registry import candidate_named
 
-Sharing = Mapping[str, Mapping[str, Estimate]]
+Savings = Mapping[str, Mapping[str, Estimate]]
 """Tensor -> casts "row+column" -> microseconds saved."""
 
 
@@ -50,7 +50,9 @@ class Choice:
 
     def saved_at(self, gemm: Gemm) -> float:
         """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
-        return sum(saving.value for tensor, saving in self.saved.items() if SHARED[tensor][1][0] is gemm)
+        return sum(
+            saving.value for tensor, saving in self.saved.items() if SHARED_OPERANDS[tensor][1][0] is gemm
+        )
 
     @property
     def microseconds(self) -> float:
@@ -67,7 +69,7 @@ class Layer:
     fixed: Mapping[Gemm, Decision]
     options: Mapping[Gemm, Mapping[str, Option]]
     rejected: Mapping[Gemm, Mapping[str, str]]
-    sharing: Sharing
+    savings: Savings
     region: Choice | None = None  # all GEMMs as a part of a region, where that was timed and is allowed
 
 
@@ -89,19 +91,19 @@ def option_of(site: SiteReport, name: str) -> Option | None:
 
 def choose(
     options: Mapping[Gemm, Mapping[str, Option]],
-    sharing: Sharing,
+    savings: Savings,
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
     region: Choice | None = None,
 ) -> Choice:
     """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
-    return best_of(allowed_choices(options, sharing, min_speedup=min_speedup, fixed=fixed, region=region))
+    return best_of(allowed_choices(options, savings, min_speedup=min_speedup, fixed=fixed, region=region))
 
 
 def allowed_choices(
     options: Mapping[Gemm, Mapping[str, Option]],
-    sharing: Sharing,
+    savings: Savings,
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
@@ -112,7 +114,7 @@ def allowed_choices(
     reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
     allowed = []
     for combination in itertools.product(*reduced.values()):
-        choice = combine(dict(zip(reduced, combination, strict=True)), sharing)
+        choice = combine(dict(zip(reduced, combination, strict=True)), savings)
         free = [gemm for gemm in choice.options if gemm not in fixed]
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
@@ -160,13 +162,13 @@ def tied(choice: Choice, best: Choice) -> bool:
     return choice.microseconds - best.microseconds <= TIE * sum(option.time.value for option in differing)
 
 
-def combine(options: Mapping[Gemm, Option], sharing: Sharing) -> Choice:
+def combine(options: Mapping[Gemm, Option], savings: Savings) -> Choice:
     saved = {}
-    for tensor, ((row_gemm, row_index), (column_gemm, column_index)) in SHARED.items():
+    for tensor, ((row_gemm, row_index), (column_gemm, column_index)) in SHARED_OPERANDS.items():
         row, column = options.get(row_gemm), options.get(column_gemm)
         if row and column and row.casts and column.casts:
             key = f"{row.casts[row_index]}+{column.casts[column_index]}"
-            saving = sharing.get(tensor, {}).get(key)
+            saving = savings.get(tensor, {}).get(key)
             if saving is not None:
                 saved[tensor] = saving
     return Choice(options=options, saved=saved)
@@ -177,7 +179,7 @@ def speedup_of(choice: Choice, gemm: Gemm, hp: Option) -> Estimate:
     time = choice.options[gemm].time
     savings = [
         choice.saved[tensor]
-        for tensor, ends in SHARED.items()
+        for tensor, ends in SHARED_OPERANDS.items()
         if tensor in choice.saved and gemm in (ends[0][0], ends[1][0])
     ]
     adds = Estimate(
@@ -196,7 +198,7 @@ def earns(choice: Choice, gemm: Gemm, hp: Option, min_speedup: float) -> bool:
 
 
 def _fastest_by_casts(options: Mapping[str, Option]) -> list[Option]:
-    """hp, then of each pair of casts, on which alone sharing depends: the fastest, what is tied
+    """hp, then of each pair of casts, on which alone savings depend: the fastest, what is tied
     with it, and the one whose time is most surely short, which may earn its place where they do not."""
     by_casts: dict[tuple[str, str] | None, list[Option]] = {}
     for option in options.values():

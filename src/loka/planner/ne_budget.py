@@ -71,7 +71,7 @@ def _layer_ways(path: str, layer: Layer, budget: Budget) -> list[Way]:
         ]
     allowed = allowed_choices(
         layer.options,
-        layer.sharing,
+        layer.savings,
         min_speedup=budget.min_speedup,
         fixed=set(layer.fixed),
         region=layer.region,

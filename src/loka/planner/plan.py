@@ -21,7 +21,7 @@ from typing import Literal
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget, upper_bound
 from loka.core.exceptions import NoKernelFits, UnknownName
-from loka.core.recipe import RECIPES, SHARED, Gemm
+from loka.core.recipe import RECIPES, SHARED_OPERANDS, Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
@@ -32,7 +32,7 @@ from loka.planner.layer_choice import (
     Choice,
     Layer,
     Option,
-    Sharing,
+    Savings,
     choose,
     combine,
     option_of,
@@ -158,14 +158,14 @@ def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: 
         fixed=fixed,
         options={gemm: each for gemm, each in options.items() if each},
         rejected=rejected,
-        sharing=report.sharing.get(sites[0].path, {}),
+        savings=report.quantize_once_savings.get(sites[0].path, {}),
         region=None if isinstance(region, str) else region,
     )
 
 
 def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> list[Decision]:
     """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`."""
-    fixed, sharing = dict(layer.fixed), layer.sharing
+    fixed, savings = dict(layer.fixed), layer.savings
     options = {gemm: dict(each) for gemm, each in layer.options.items()}
     rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
     for site in layer.sites:
@@ -188,7 +188,7 @@ def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> lis
         cost_of(site, region.options[site.problem.gemm].name) > granted for site in layer.sites
     ):
         region = None
-    choice = choose(options, sharing, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
+    choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
     if region is not None and choice.region is None:
         for reasons in rejected.values():
             reasons[REGION] = (
@@ -199,7 +199,7 @@ def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> lis
     return [
         replace(fixed[gemm], saved_us=choice.saved_at(gemm))
         if (gemm := site.problem.gemm) in fixed
-        else _chosen(site, choice, options[gemm], sharing, budget, rejected[gemm])
+        else _chosen(site, choice, options[gemm], savings, budget, rejected[gemm])
         for site in layer.sites
     ]
 
@@ -268,7 +268,7 @@ def _chosen(
     site: SiteReport,
     choice: Choice,
     options: Mapping[str, Option],
-    sharing: Sharing,
+    savings: Savings,
     budget: Budget,
     rejected: dict[str, str],
 ) -> Decision:
@@ -279,7 +279,7 @@ def _chosen(
     for other, option in options.items():
         if other in (name, HP):
             continue
-        instead = combine({**choice.options, gemm: option}, sharing)
+        instead = combine({**choice.options, gemm: option}, savings)
         speedup = speedup_of(instead, gemm, options[HP])
         others[other] = instead.microseconds
         if not speedup.low >= budget.min_speedup:
@@ -302,7 +302,7 @@ def _chosen(
 def _shares(choice: Choice, gemm: Gemm) -> str:
     parts = [
         f"{tensor} with {other} ({choice.saved[tensor].value:.1f} us saved)"
-        for tensor, ((first, _), (second, _)) in SHARED.items()
+        for tensor, ((first, _), (second, _)) in SHARED_OPERANDS.items()
         if tensor in choice.saved and gemm in (first, second)
         for other in ((second,) if gemm is first else (first,))
     ]

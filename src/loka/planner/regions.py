@@ -61,10 +61,8 @@ def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[s
     assert choice.region is not None
     name = choice.options[site.problem.gemm].name
     times = report.region_times[site.path]
-    told = [times[each].microseconds for each in (REGION, HP)]
-    reason = (
-        f"in a compiled region, where the layer and the code around it take {told[0]} us, {told[1]} us in hp"
-    )
+    region, hp = (times[each].microseconds for each in (REGION, HP))
+    reason = f"in a compiled region, where the layer and the code around it take {region} us, {hp} us in hp"
     lost = {
         other: rejected.get(other, "slower than in a region")
         for other in site.measurements

@@ -1,4 +1,4 @@
-"""What a running probe has learnt of a layer, and how that goes into a record and comes back."""
+"""The statistics of a layer that a running probe keeps, and their way into a record and back."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from loka.statistics.tails import (
 
 
 @dataclass
-class Learnt:
-    """What was learnt of one layer so far; the streams of its three operands.
+class RunningLayerStats:
+    """The statistics of one layer so far: the streams of its three operands.
 
     `depths` are the operands' depth histograms (statistics/depths.py), by operand; `tails` and `cross` what
     draws keep beside the moments (statistics/tails.py), and `samples` where these have several rows
@@ -60,21 +60,23 @@ class Learnt:
     samples: Samples | None = None
 
 
-def add_tails(learnt: Learnt, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None) -> None:
+def add_tails(
+    layer: RunningLayerStats, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None
+) -> None:
     """Of sampled `rows` [m, K]; `known` are the input's values in the same rows of a gradient."""
     found = tails_of(rows)
-    before = learnt.tails.get(operand)
-    learnt.tails[operand] = found if before is None else merge_tails(before, found)
+    before = layer.tails.get(operand)
+    layer.tails[operand] = found if before is None else merge_tails(before, found)
     if known is not None:
         cross = cross_of(known, rows)
-        learnt.cross = cross if learnt.cross is None else merge_cross(learnt.cross, cross)
+        layer.cross = cross if layer.cross is None else merge_cross(layer.cross, cross)
 
 
-def add_samples(learnt: Learnt, picked: Picked | None, grads: torch.Tensor) -> None:
+def add_samples(layer: RunningLayerStats, picked: Picked | None, grads: torch.Tensor) -> None:
     """Of the samples that were `picked` in a call, by its gradient [rows, N]."""
     if picked is not None:
         found = samples_of(picked.values, grads[picked.rows], all_rows=picked.all_rows)
-        learnt.samples = found if learnt.samples is None else merge_samples(learnt.samples, found)
+        layer.samples = found if layer.samples is None else merge_samples(layer.samples, found)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Site:
     """A layer with what probe/model_effects/sensitivity.py learnt of it; `no_effect` also says why effects
     are old."""
 
-    learnt: Learnt
+    stats: RunningLayerStats
     effects: dict[str, Effect]
     tables: Tables
     no_effect: str
@@ -91,7 +93,7 @@ class Site:
 def with_sites(stats: Stats, sites: Mapping[str, Site]) -> Stats:
     """`stats` with the records of `sites` as its layers, on the CPU; those are no longer skipped."""
     layers = {
-        path: with_effects(to_record(site.learnt), site.effects, site.tables, site.no_effect)
+        path: with_effects(to_record(site.stats), site.effects, site.tables, site.no_effect)
         for path, site in sites.items()
     }
     skipped = {path: reason for path, reason in stats.skipped.items() if path not in layers}
@@ -103,10 +105,10 @@ def bytes_of(sites: Iterable[Site]) -> dict[str, int]:
     total = dict.fromkeys((*OPERANDS, "effects"), 0)
     for site in sites:
         for operand in OPERANDS:
-            learnt = site.learnt
-            kept = (getattr(learnt, operand), learnt.depths.get(operand), learnt.tails.get(operand))
+            layer = site.stats
+            kept = (getattr(layer, operand), layer.depths.get(operand), layer.tails.get(operand))
             total[operand] += sum(map(_bytes, kept))
-        total["grad_output"] += _bytes(site.learnt.cross) + _bytes(site.learnt.samples)
+        total["grad_output"] += _bytes(site.stats.cross) + _bytes(site.stats.samples)
         total["effects"] += _bytes(site.tables)
     return total
 
@@ -129,10 +131,10 @@ def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None
             "these statistics are of another model", why=differences, way_out="probe this model afresh"
         )
     for path, layer in stats.layers.items():
-        for operand, learnt in layer.operands.items():
-            kept_in_full = "scatter" in learnt.tensors
-            if learnt.kind == gaussian.KIND and kept_in_full != (
-                learnt.tensors["mean"].shape[0] <= full_covariance
+        for operand, found in layer.operands.items():
+            kept_in_full = "scatter" in found.tensors
+            if found.kind == gaussian.KIND and kept_in_full != (
+                found.tensors["mean"].shape[0] <= full_covariance
             ):
                 raise LokaError(
                     f"{path}, {operand}: these statistics were kept with another full_covariance "
@@ -141,36 +143,36 @@ def refuse(stats: Stats, model: ModelSignature, *, full_covariance: int) -> None
                 )
 
 
-def to_record(learnt: Learnt) -> LinearStats:
+def to_record(layer: RunningLayerStats) -> LinearStats:
     """On the CPU, without effects."""
     operands = {}
-    if learnt.input is not None:
-        operands["input"] = _with_tails(learnt, "input", gaussian.to_distribution(learnt.input))
-    if learnt.weight is not None:
-        operands["weight"] = matrix_normal.to_distribution(learnt.weight)
-    if learnt.grad_output is not None:
-        found = gaussian.to_distribution(learnt.grad_output)
-        found = _with_tails(learnt, "grad_output", found, learnt.cross)
-        operands["grad_output"] = with_samples(found, learnt.samples)
+    if layer.input is not None:
+        operands["input"] = _with_tails(layer, "input", gaussian.to_distribution(layer.input))
+    if layer.weight is not None:
+        operands["weight"] = matrix_normal.to_distribution(layer.weight)
+    if layer.grad_output is not None:
+        found = gaussian.to_distribution(layer.grad_output)
+        found = _with_tails(layer, "grad_output", found, layer.cross)
+        operands["grad_output"] = with_samples(found, layer.samples)
     return LinearStats(
-        rows=learnt.rows,
-        calls=learnt.calls,
-        order=learnt.order,
-        dtype=learnt.dtype,
-        weight_dtype=learnt.weight_dtype,
-        needs_input_grad=learnt.needs_input_grad,
-        needs_weight_grad=learnt.needs_weight_grad,
+        rows=layer.rows,
+        calls=layer.calls,
+        order=layer.order,
+        dtype=layer.dtype,
+        weight_dtype=layer.weight_dtype,
+        needs_input_grad=layer.needs_input_grad,
+        needs_weight_grad=layer.needs_weight_grad,
         operands={
-            name: with_depths(distribution, learnt.depths.get(name, {})).to("cpu")
+            name: with_depths(distribution, layer.depths.get(name, {})).to("cpu")
             for name, distribution in operands.items()
         },
     )
 
 
 def _with_tails(
-    learnt: Learnt, operand: str, distribution: Distribution, cross: Cross | None = None
+    layer: RunningLayerStats, operand: str, distribution: Distribution, cross: Cross | None = None
 ) -> Distribution:
-    tails = learnt.tails.get(operand)
+    tails = layer.tails.get(operand)
     return distribution if tails is None else with_tails(distribution, tails, cross)
 
 
@@ -186,10 +188,10 @@ def with_effects(
     return replace(layer, operands=operands, effects=effects, no_effect=no_effect)
 
 
-def from_record(layer: LinearStats, device: torch.device) -> Learnt:
+def from_record(layer: LinearStats, device: torch.device) -> RunningLayerStats:
     """To go on from; effects are restored by their owner."""
     operands = {name: found.to(device) for name, found in layer.operands.items()}
-    return Learnt(
+    return RunningLayerStats(
         order=layer.order,
         rows=layer.rows,
         calls=layer.calls,

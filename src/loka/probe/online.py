@@ -29,7 +29,7 @@ from loka.nn.unwrap import unwrap
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
-    Learnt,
+    RunningLayerStats,
     Site,
     add_samples,
     add_tails,
@@ -127,7 +127,7 @@ class Probe:
         self._trace: SiteTrace | None = None
         self._coverage: Coverage | None = None  # of the first sampled step that went through
         self._steps = self._sampled = self._batch = 0
-        self._learnt: dict[str, Learnt] = {}
+        self._layers: dict[str, RunningLayerStats] = {}
         self._root_hooks: list[Any] = []
         self._step_hooks: list[Any] = []
         self._eager = False
@@ -206,8 +206,8 @@ class Probe:
         return self._sampling.overhead
 
     def _sites(self) -> dict[str, Site]:
-        in_order = sorted(self._learnt.items(), key=lambda item: item[1].order)
-        return {path: Site(learnt, *self._sensitivity.of(path)) for path, learnt in in_order}
+        in_order = sorted(self._layers.items(), key=lambda item: item[1].order)
+        return {path: Site(layer, *self._sensitivity.of(path)) for path, layer in in_order}
 
     def _copy(self) -> tuple[Callable[[], Stats], Copied]:
         sites, copied = to_host(self._sites())
@@ -308,37 +308,37 @@ class Probe:
         if given.is_nested:
             given = torch.cat(given.unbind())
         with unseen(), torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-            learnt = self._learnt.setdefault(path, Learnt(order=len(self._learnt)))
+            layer = self._layers.setdefault(path, RunningLayerStats(order=len(self._layers)))
             rows = given.reshape(-1, weight.shape[1])
-            learnt.rows = max(learnt.rows, rows.shape[0])
-            learnt.calls += 1
-            learnt.dtype = dtype_name(output.dtype)
-            learnt.weight_dtype = dtype_name(weight.dtype)
-            learnt.needs_input_grad |= given.requires_grad
-            learnt.needs_weight_grad |= weight.requires_grad
+            layer.rows = max(layer.rows, rows.shape[0])
+            layer.calls += 1
+            layer.dtype = dtype_name(output.dtype)
+            layer.weight_dtype = dtype_name(weight.dtype)
+            layer.needs_input_grad |= given.requires_grad
+            layer.needs_weight_grad |= weight.requires_grad
             picked = self._picks(rows)
             part = rows if picked is None else rows[picked]
-            learnt.input = self._add(learnt.input, part)
-            add_tails(learnt, "input", part)
+            layer.input = self._add(layer.input, part)
+            add_tails(layer, "input", part)
             keep = max(weight.shape) <= self._full_covariance and output.requires_grad
             known = part.to(torch.float32, copy=True) if keep else None
             some = pick(given, self._batch, weight.numel(), self._rows, self._generator) if keep else None
-            self._add_depths(learnt, {"input": rows, "weight": weight})
-            if learnt.weight is None:
-                learnt.weight = matrix_normal.first_snapshot(weight, full_covariance=self._full_covariance)
+            self._add_depths(layer, {"input": rows, "weight": weight})
+            if layer.weight is None:
+                layer.weight = matrix_normal.first_snapshot(weight, full_covariance=self._full_covariance)
             else:
-                learnt.weight = matrix_normal.update(learnt.weight, weight)
+                layer.weight = matrix_normal.update(layer.weight, weight)
         with unseen():
             call = self._sensitivity.see(path, weight, site.x, output, site.rows)
             if output.requires_grad and not output.is_nested:
                 to_rows = site.rows  # the site holds x, which need not live until backward
                 output.register_hook(
-                    lambda g: self._observe_grad(learnt, call, picked, known, some, to_rows(g))
+                    lambda g: self._observe_grad(layer, call, picked, known, some, to_rows(g))
                 )
 
     def _observe_grad(
         self,
-        learnt: Learnt,
+        layer: RunningLayerStats,
         call: Call | None,
         picked: torch.Tensor | None,
         known: torch.Tensor | None,
@@ -353,10 +353,10 @@ class Probe:
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
             rows = grad.reshape(-1, grad.shape[-1])
             part = rows if picked is None else rows[picked]
-            learnt.grad_output = self._add(learnt.grad_output, part)
-            add_tails(learnt, "grad_output", part, known)
-            add_samples(learnt, some, rows)
-            self._add_depths(learnt, {"grad_output": rows})
+            layer.grad_output = self._add(layer.grad_output, part)
+            add_tails(layer, "grad_output", part, known)
+            add_samples(layer, some, rows)
+            self._add_depths(layer, {"grad_output": rows})
 
     def _picks(self, rows: torch.Tensor) -> torch.Tensor | None:
         return row_picks(rows.shape[0], self._rows, self._generator, rows.device)
@@ -365,9 +365,9 @@ class Probe:
         batch = gaussian.gaussian_of(rows, full_covariance=self._full_covariance, rank=self._rank)
         return batch if so_far is None else gaussian.merge(so_far, batch, rank=self._rank)
 
-    def _add_depths(self, learnt: Learnt, operands: dict[str, torch.Tensor]) -> None:
+    def _add_depths(self, layer: RunningLayerStats, operands: dict[str, torch.Tensor]) -> None:
         for operand, tables in depths_of_rows(operands, self._depth_rows, self._depth_generator).items():
-            learnt.depths[operand] = merge(learnt.depths.get(operand, {}), tables)
+            layer.depths[operand] = merge(layer.depths.get(operand, {}), tables)
 
     def _restore(self, stats: Stats) -> None:
         like = signature(self._model, like=stats.model)
@@ -378,5 +378,5 @@ class Probe:
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         for path, layer in stats.layers.items():
             if path in self._linears or path in traced:
-                self._learnt[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
+                self._layers[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
                 self._sensitivity.restore(path, layer)

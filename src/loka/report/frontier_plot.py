@@ -26,7 +26,7 @@ def plot_frontier(frontier: Frontier, path: Path | str) -> None:
         share = [100 * point.time / frontier.base for point in frontier.points]
         axis.step(spent, share, where="post", color=_LINE, linewidth=1.2, zorder=2)
         for point, percent in zip(frontier.points, share, strict=True):
-            axis.plot([point.ne.low, point.ne.high], [percent] * 2, color=_LINE, alpha=0.35, zorder=1)
+            axis.plot([point.kl.low, point.kl.high], [percent] * 2, color=_LINE, alpha=0.35, zorder=1)
         axis.scatter(spent, share, s=16, color=_LINE, zorder=3)
         knee = frontier.knee
         at = (knee.spent, 100 * knee.time / frontier.base)

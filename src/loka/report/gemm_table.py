@@ -155,11 +155,11 @@ def _claims(found: Mapping[str, Standing]) -> list[str]:
     lines = [f"Never slower than bf16 beyond noise: {_yes(losses == 0)} ({losses} losses)."]
     libraries = {arm: s for arm, s in found.items() if arm not in (HP, CHOICE)}
     beaten = {arm: s.verdicts[LOSS] for arm, s in libraries.items() if s.verdicts[LOSS]}
-    told = ", ".join(f"{count} to {label(arm)}" for arm, count in beaten.items()) or "0 losses"
+    beaten_by = ", ".join(f"{count} to {label(arm)}" for arm, count in beaten.items()) or "0 losses"
     best = best_library(found)
     if best is None or best.versus is None:
         return lines
-    lines.append(f"At least as fast as every library everywhere: {_yes(not beaten)} ({told}).")
+    lines.append(f"At least as fast as every library everywhere: {_yes(not beaten)} ({beaten_by}).")
     over = best.versus
     state = "yes" if over.low > 1 else "no" if over.high < 1 else "tied"
     best_alone = f"the best single library's ({label(best.arm)})"

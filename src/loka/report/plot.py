@@ -145,8 +145,8 @@ def _panel(
         )
         drawn.append(contest)
     mean = standings(bench, drawn)[CHOICE].speedup
-    told = f", geometric mean {mean.value:.2f}x" if mean else ""
-    axis.set_title(f"{gemm.value if gemm else _LAYER}: {len(drawn)} shapes{told}", fontsize=9)
+    average = f", geometric mean {mean.value:.2f}x" if mean else ""
+    axis.set_title(f"{gemm.value if gemm else _LAYER}: {len(drawn)} shapes{average}", fontsize=9)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
@@ -213,8 +213,8 @@ def _ticks(axis: Any, bench: GemmBench, arms: set[str | None]) -> None:
 
 def _title(bench: GemmBench) -> str:
     versions = {"torch": bench.machine.torch, **bench.machine.libraries}
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{bench.machine.device}: what LoKA chose at each shape, against bf16 in the same rounds "
-        f"(quantization included)\n{told}"
+        f"(quantization included)\n{libraries}"
     )

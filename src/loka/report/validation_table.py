@@ -6,7 +6,7 @@ import math
 
 from loka.core.error import Estimate
 from loka.core.table import format_table
-from loka.validation.power import contributions, spread_by_rows
+from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
 from loka.validation.verdicts import ERROR
 
@@ -57,34 +57,34 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
                 _plain(pair.calibration, 4),
                 *(_or_dash(part) for part in (given[seed].after, given[seed].without)),
             )
-            for seed, pair in arm.pairs.items()
+            for seed, pair in arm.differences.items()
             if seed in given
         ]
         columns = ("pair", "ne, over rows", "KL/H of the two", "auc", "calibration")
         intervals = ("ne, with it and those before", "without it")
         lines.append(format_table((*columns, *intervals), pairs))
     if arm.average is not None:
-        judged = (arm.average, *arm.segments)
         rows = [
-            (j.name, j.spread.rows, j.clicks, percent(j.ne_percent), j.verdict, j.outlook) for j in judged
+            (v.name, v.variance.rows, v.clicks, percent(v.ne_percent), v.verdict, v.outlook)
+            for v in (arm.average, *arm.segments)
         ]
         header = ("", "rows", "clicks", "ne, over seeds and rows", "verdict", "what would decide it")
         lines.append(format_table(header, rows))
-        lines.append(f"over seeds alone, on these rows: {percent(arm.average.spread.over_seeds(ERROR))}")
-        if arm.average.spread.pairs > 1:
+        lines.append(f"over seeds alone, on these rows: {percent(arm.average.over_seeds)}")
+        if arm.average.variance.pairs > 1:
             lines.append(
-                f"{arm.average.spread.between:.3g} % between pairs, of which the choice of rows would make "
-                f"{spread_by_rows(arm):.3g} % by itself"
+                f"{arm.average.variance.between_pairs:.3g} % between pairs, of which the choice of rows "
+                f"would make {deviation_by_rows(arm):.3g} % by itself"
             )
         for reading in arm.readings:
-            between, judged_by = reading.spread.between, arm.average.spread.between
+            between = reading.variance.between_pairs
             lines.append(
                 f"{reading.name}: {percent(reading.ne_percent)}, {between:.3g} % between pairs "
-                f"where the verdict has {judged_by:.3g} % (for reading)"
+                f"where the verdict has {arm.average.variance.between_pairs:.3g} % (for reading)"
             )
-        if arm.average.spread.clusters is not None:
-            by, spread = validation.context.get("cluster", "cluster"), arm.average.spread
-            worth = f"{spread.clusters} of them, worth {spread.effective} of one size"
+        if arm.average.variance.clusters is not None:
+            by, variance = validation.context.get("cluster", "cluster"), arm.average.variance
+            worth = f"{variance.clusters} of them, worth {variance.effective_clusters} of one size"
             lines.append(f"rows of one {by} count as one draw: {worth}")
         lines.append(_note(arm, validation))
     if arm.broke:
@@ -94,7 +94,7 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
 
 def _note(arm: ArmVerdict, validation: Validation) -> str:
     if not arm.segments:
-        return "No segments were judged: the average may hide one."
+        return "There are no segments: the average may hide one."
     level = 100 * (1 - ERROR / len(arm.segments))
     return (
         f"{len(arm.segments)} segments, each within {validation.segment_limit:g} % of its own NE, with "
@@ -121,6 +121,6 @@ def verdict_line(arm: ArmVerdict) -> str:
         return f"{arm.name}: {arm.verdict}" + (f", {arm.broke}" if arm.broke else "")
     failed = [segment.name for segment in arm.segments if segment.verdict == "fail"]
     passed = sum(segment.verdict == "pass" for segment in arm.segments)
-    told = f"{arm.name}: {arm.verdict}, {percent(arm.average.ne_percent)}"
-    told += f"; {passed} of {len(arm.segments)} segments pass" if arm.segments else ""
-    return told + (f", fail: {', '.join(failed)}" if failed else "")
+    line = f"{arm.name}: {arm.verdict}, {percent(arm.average.ne_percent)}"
+    line += f"; {passed} of {len(arm.segments)} segments pass" if arm.segments else ""
+    return line + (f", fail: {', '.join(failed)}" if failed else "")

@@ -20,7 +20,7 @@ import torch
 
 from loka.core.numerics.depth import DepthError, DepthHistogram, depth_error
 from loka.core.numerics.depth_tables import Operand, depth_tables
-from loka.core.recipe import RECIPES, SHARED, Cast, Gemm, Granularity, Recipe
+from loka.core.recipe import RECIPES, SHARED_OPERANDS, Cast, Gemm, Granularity, Recipe
 from loka.core.records.stats import Distribution, LinearStats
 from loka.statistics.depth_scales import Sides, sample_scales, sides_of
 from loka.statistics.row_picks import row_picks
@@ -65,7 +65,7 @@ def layouts(operand: str, recipes: Iterable[Recipe] | None = None) -> tuple[Layo
 def _layouts(operand: str, recipes: tuple[Recipe, ...]) -> tuple[Layout, ...]:
     found: dict[Layout, None] = {}
     for recipe in recipes:
-        for transposed, (gemm, side) in zip((False, True), SHARED[operand], strict=True):
+        for transposed, (gemm, side) in zip((False, True), SHARED_OPERANDS[operand], strict=True):
             casts = recipe.casts(gemm)
             if casts is not None and not casts[side].centred:
                 found[layout_of(casts[side], transposed=transposed)] = None
@@ -176,7 +176,7 @@ def operand_errors(
     """
     errors: dict[str, DepthError] = {}
     casts = recipe.casts(gemm)
-    for operand, uses in SHARED.items():
+    for operand, uses in SHARED_OPERANDS.items():
         if casts is None or operand not in layer.operands:
             continue
         for transposed, (used_by, side) in zip((False, True), uses, strict=True):

@@ -1,4 +1,4 @@
-"""Is this model annealed? Whether its weights rest at the end of training, or still move with every batch.
+"""Is this model annealed? Its weights rest at the end of training, or they still move with every batch.
 
 z are the held-out logits of the weights after the last step, z' those of the mean of the weights over the end
 of the run (train/average.py), p = sigmoid(z), y the labels. The change of the loss from z to z' has exactly
@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from loka.core.annealing import ANNEALED_RATE
 from loka.core.error import Estimate
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import record
 from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.runs import HeldOut
 
@@ -36,6 +35,7 @@ GAIN = 0.1
 """Percent of the loss, five times the line of 0.02 %."""
 
 
+@record(derived=("annealed",))
 @dataclass(frozen=True, kw_only=True)
 class Annealed:
     """`final_rate` is a share of the peak. In percent of the loss, over `runs` runs, None where no mean of
@@ -49,7 +49,7 @@ class Annealed:
     divergence: float | None = None
 
     @property
-    def verdict(self) -> bool | None:
+    def annealed(self) -> bool | None:
         """None where it is not known."""
         if self.final_rate > RATE:
             return False
@@ -61,7 +61,7 @@ class Annealed:
 
     def __str__(self) -> str:
         said = {True: "annealed", False: "NOT annealed", None: "not known whether it is annealed"}
-        text = f"{said[self.verdict]}: the last rate is {self.final_rate:.2g} of the peak"
+        text = f"{said[self.annealed]}: the last rate is {self.final_rate:.2g} of the peak"
         if self.gain is None:
             return f"{text}; --average tail would tell whether the weights rest"
         parts = f"first order {self.first_order:+.3f} %, KL {self.divergence:+.3f} %"
@@ -69,23 +69,13 @@ class Annealed:
             f", and the mean of the weights changes NE by {self.gain.value:+.3f} % "
             f"[{self.gain.low:+.3f}, {self.gain.high:+.3f}] ({parts}; up to {GAIN:g} % either way is rest)"
         )
-        if self.verdict is False:
+        if self.annealed is False:
             text += ". Let the rate decay (--schedule cosine): a cost of 0.02 % is hidden in this movement"
         return text
 
-    def to_json(self) -> dict[str, Any]:
-        gain = encode(self.gain) if self.gain else None
-        return {**vars(self), "gain": gain, "annealed": self.verdict}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Annealed:
-        names = ("final_rate", "runs", "first_order", "divergence")
-        gain = decode(Estimate, content["gain"]) if content["gain"] else None
-        return cls(**{name: content[name] for name in names}, gain=gain)
-
 
 def annealed(final_rate: float, held_out: Sequence[HeldOut] = ()) -> Annealed:
-    """What the last rate, and the held-out rows of one or more runs of one kind, say."""
+    """Whether runs of one kind are annealed, by their last rate and their held-out rows."""
     both = [(found, found.mean_logits) for found in held_out if found.mean_logits is not None]
     if not both:
         return Annealed(final_rate=final_rate)

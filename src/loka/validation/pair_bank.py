@@ -1,7 +1,7 @@
-"""A bank of trained pairs: what they differed by, kept over validations, to know power and error rates by.
+"""A bank of trained pairs keeps their differences over validations, to know power and error rates by.
 
-A pair costs two trainings, and what it tells of the spread between pairs holds for the next validation of the
-same model on the same rows. `resample` draws validations from the pairs of one arm, with replacement:
+A pair costs two trainings, and the variance that it adds to holds for the next validation of the same model
+on the same rows. `resample` draws validations from the pairs of one arm, with replacement:
 
     A/A arms    the difference with a random sign: control and nudged control could change places
     others      effect + (difference - mean) sqrt(n / (n - 1)), for a true difference of `effect`
@@ -11,30 +11,44 @@ A bank of n pairs knows n values: shares of a percent need dozens of them, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from loka.core.storage.codec import decode, encode, record
 from loka.core.storage.files import read_record, write_record
 from loka.validation.arms import NUDGED
-from loka.validation.power import Rates, rates, spread_by_rows
+from loka.validation.power import Rates, deviation_by_rows, rates
 from loka.validation.record import Validation
-from loka.validation.variance import MIN_PAIRS, Spread
+from loka.validation.variance import MIN_PAIRS, PairVariance
 
 _KIND, _VERSION = "loka-pair-bank", 1
 _DRAWS = 4000
 
 
+@record(row=True)
+@dataclass(frozen=True)
+class BankedPair:
+    seed: int
+    ne_percent: float
+
+
+def _check(arm: BankedArm) -> None:
+    if not arm.pairs or not all(math.isfinite(pair.ne_percent) for pair in arm.pairs):
+        raise ValueError(f"the pairs of {arm.name} are no finite numbers")
+
+
+@record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class BankedArm:
-    """Pairs of one arm against one control, by seed, in percent of NE.
+    """Pairs of one arm against one control.
 
     `world` is a digest of model, rows and configuration, which pairs have to share to be drawn together;
-    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the spread
-    between pairs that is the choice of these rows.
+    `rows_error` is that of all pairs' mean, over `rows` held-out rows; `by_rows` the part of the standard
+    deviation between pairs that is the choice of these rows.
     """
 
     world: str
@@ -44,16 +58,21 @@ class BankedArm:
     rows: int
     rows_error: float
     by_rows: float
-    pairs: Mapping[int, float]
+    pairs: tuple[BankedPair, ...]
 
     @property
-    def spread(self) -> Spread:
-        values = list(self.pairs.values())
-        return Spread(
+    def values(self) -> list[float]:
+        """The relative differences of the pairs, in percent of NE."""
+        return [pair.ne_percent for pair in self.pairs]
+
+    @property
+    def variance(self) -> PairVariance:
+        values = self.values
+        return PairVariance(
             mean=float(np.mean(values)),
             pairs=len(values),
             rows=self.rows,
-            between=float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
+            between_pairs=float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
             rows_error=self.rows_error,
         )
 
@@ -63,14 +82,18 @@ class Bank:
     arms: tuple[BankedArm, ...] = ()
 
     def save(self, path: Path | str) -> None:
-        content = {"arms": [_to_json(arm) for arm in self.arms]}
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=content)
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
 
     @classmethod
     def load(cls, path: Path | str) -> Bank:
         """Raises FileRefused for a missing, truncated or edited file."""
-        way_out = "choose another file; `loka validate --bank` adds its pairs to a new one"
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=way_out, parse=_from_json)
+        return read_record(
+            Path(path),
+            kind=_KIND,
+            version=_VERSION,
+            way_out="choose another file; `loka validate --bank` adds its pairs to a new one",
+            parse=partial(decode, cls),
+        )
 
     def of(self, world: str) -> tuple[BankedArm, ...]:
         """Arms with at least two pairs of that model, rows and configuration."""
@@ -83,33 +106,33 @@ def deposit(bank: Bank, found: Validation) -> Bank:
     for arm in found.arms:
         if arm.average is None:
             continue
-        new = {seed: pair.ne_percent.value for seed, pair in arm.pairs.items()}
+        new = tuple(BankedPair(pair.seed, pair.difference.ne_percent.value) for pair in arm.pairs)
         added = BankedArm(
             world=found.world,
             key=arm.key,
             name=arm.name,
             model=found.model,
-            rows=arm.average.spread.rows,
-            rows_error=arm.average.spread.rows_error,
-            by_rows=spread_by_rows(arm),
+            rows=arm.average.variance.rows,
+            rows_error=arm.average.variance.rows_error,
+            by_rows=deviation_by_rows(arm),
             pairs=new,
         )
         before = kept.get((added.world, added.key))
         if before is not None:
             # The rows' error is known best from the validation with the most pairs.
             better = added if len(new) >= len(before.pairs) else before
-            pairs = dict(sorted({**before.pairs, **new}.items()))
-            added = replace(better, pairs=pairs)
+            by_seed = {pair.seed: pair for pair in (*before.pairs, *new)}
+            added = replace(better, pairs=tuple(by_seed[seed] for seed in sorted(by_seed)))
         kept[added.world, added.key] = added
     return Bank(tuple(kept.values()))
 
 
 def prior_of(bank: Bank, world: str, arms: tuple[str, ...]) -> BankedArm | None:
-    """The arm to expect a spread from: of those called `arms` the widest, else the widest of that world."""
+    """The arm to expect the variance of: of those called `arms` the widest, else the widest of that world."""
     known = bank.of(world)
     named = [arm for arm in known if arm.name in arms and len(arm.pairs) >= MIN_PAIRS]
     real = named or [arm for arm in known if arm.name != NUDGED] or list(known)
-    return max(real, key=lambda arm: arm.spread.between, default=None)
+    return max(real, key=lambda arm: arm.variance.between_pairs, default=None)
 
 
 def resample(
@@ -117,7 +140,7 @@ def resample(
 ) -> Rates:
     """How validations of `pairs` pairs end whose true difference is `effect` percent."""
     rng = np.random.default_rng(0)
-    values = np.array(list(arm.pairs.values()))
+    values = np.array(arm.values)
     place = rng.integers(0, len(values), (_DRAWS, pairs))
     if arm.name == NUDGED:
         drawn = values[place] * rng.choice((-1.0, 1.0), (_DRAWS, pairs)) + effect
@@ -125,17 +148,3 @@ def resample(
         residual = (values - values.mean()) * (len(values) / (len(values) - 1)) ** 0.5
         drawn = residual[place] + effect + arm.rows_error * rng.normal(size=(_DRAWS, 1))
     return rates(drawn, rows_error=arm.rows_error, limit=limit, sequential=sequential)
-
-
-def _to_json(arm: BankedArm) -> dict[str, Any]:
-    return {**vars(arm), "pairs": [[seed, value] for seed, value in arm.pairs.items()]}
-
-
-def _from_json(content: dict[str, Any]) -> Bank:
-    def arm(entry: dict[str, Any]) -> BankedArm:
-        pairs = {int(seed): float(value) for seed, value in entry["pairs"]}
-        if not pairs or not all(map(np.isfinite, pairs.values())):
-            raise ValueError(f"the pairs of {entry['name']} are no finite numbers")
-        return BankedArm(**{**entry, "pairs": pairs})
-
-    return Bank(tuple(arm(entry) for entry in content["arms"]))

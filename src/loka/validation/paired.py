@@ -10,7 +10,7 @@ The second line is the delta method for a ratio of means (Cochran, Sampling Tech
 section 6.4). Calibration is a ratio of means too, sum p / sum y, and its difference has the same form.
 The AUC is a mean over pairs of a click and another row. Of click i let v_i be the share of others that it
 outranks, and of other row j let w_j be the share of clicks that outrank it (DeLong et al., Biometrics 44,
-1988); both models judge the same rows, so the differences of v and w are all that is needed:
+1988); both models predict the same rows, so the differences of v and w are all that is needed:
 
     auc = mean(dv) = mean(dw),    se^2 = var(dv) / N1 + var(dw) / N0
 
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka.core.error import Estimate, estimate_mean, student_t_95
+from loka.core.storage.codec import record, sparse
 from loka.train.metrics import Floats, Placements, checked, divergences, log_losses, probabilities
 
 NE_LIMIT_PERCENT = 0.02
@@ -48,25 +49,27 @@ def verdict(ne_percent: Estimate, *, limit: float = NE_LIMIT_PERCENT) -> Verdict
     return "undecided"
 
 
+@record(ignore=frozenset({"verdict"}))
 @dataclass(frozen=True)
 class PairedDifference:
     """Model b minus model a: NE by the labels in percent of a's, AUC and calibration in their own units.
 
     `kl_percent` is KL/H of b's predictions from a's, in percent of a's NE too: what NE would rise by were a
-    calibrated, without labels. None in records of before.
+    calibrated, without labels. It and `rows` are None in comparisons of before.
     """
 
     ne_percent: Estimate
     auc: Estimate
     calibration: Estimate
-    rows: int
-    kl_percent: Estimate | None = None
+    rows: int | None = None
+    kl_percent: Estimate | None = sparse(None)
 
     @property
     def verdict(self) -> Verdict:
         return verdict(self.ne_percent)
 
 
+@record(derived=("verdict",))
 @dataclass(frozen=True)
 class AcrossPairs:
     """Means over `pairs` independent training pairs with Student-t intervals."""
@@ -114,7 +117,7 @@ def paired_difference(
 def across_pairs(differences: Sequence[PairedDifference]) -> AcrossPairs:
     """Mean difference over pairs trained with different seeds; at least two, better four or more."""
     if len(differences) < 2:
-        raise ValueError(f"{len(differences)} pair(s) have no spread to estimate; train at least two")
+        raise ValueError(f"{len(differences)} pair(s) have no variance to estimate; train at least two")
     return AcrossPairs(
         ne_percent=estimate_mean([pair.ne_percent.value for pair in differences]),
         auc=estimate_mean([pair.auc.value for pair in differences]),
@@ -127,8 +130,8 @@ def _ratio(difference: Floats, base: Floats) -> Estimate:
     """mean(difference) / mean(base) over rows [N]."""
     scale = float(base.mean())
     value = float(difference.mean()) / scale
-    spread = float((difference - value * base).std(ddof=1)) / scale
-    return _around(value, spread / len(base) ** 0.5, freedom=len(base) - 1)
+    deviation = float((difference - value * base).std(ddof=1)) / scale
+    return _around(value, deviation / len(base) ** 0.5, freedom=len(base) - 1)
 
 
 def _auc(a: Placements, b: Placements) -> Estimate:

@@ -1,9 +1,9 @@
-"""What a number of pairs can decide: before a validation from an earlier spread, afterwards pair by pair.
+"""What a number of pairs can decide: before a validation from an earlier variance, afterwards pair by pair.
 
 A validation of S pairs passes where |m| + half <= limit (validation/verdicts.py), with m the mean of the
-pairs and half of their spread s and of the rows' error. Both vary from one validation to the next, so the
-share that passes is counted over simulated ones: pairs drawn from a normal of an assumed spread, or drawn
-with replacement from pairs that were trained (validation/pair_bank.py). Draws are seeded: one question has
+pairs and half of their standard deviation s and of the rows' error. Both vary from one validation to the
+next, so the share that passes is counted over simulated ones: pairs drawn from a normal of an assumed
+variance, or with replacement from trained pairs (validation/pair_bank.py). Draws are seeded: one question has
 one answer.
 """
 
@@ -19,7 +19,7 @@ from loka.train.metrics import Floats
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict
 from loka.validation.sequential import look_tail
-from loka.validation.variance import MIN_PAIRS, Spread
+from loka.validation.variance import MIN_PAIRS, PairVariance
 from loka.validation.verdicts import ERROR
 
 POWER = 0.8
@@ -56,8 +56,9 @@ class Forecast:
     def __str__(self) -> str:
         need = f"{self.pairs} pairs" if self.pairs else f"more than {_MOST} pairs"
         lines = [
-            f"at a spread of {self.between:.3g} % between pairs, {need} pass at {self.limit:g} % in "
-            f"{POWER:.0%} of validations where nothing is wrong; {self.planned} pairs in {self.passing:.0%}"
+            f"at a standard deviation of {self.between:.3g} % between pairs, {need} pass at {self.limit:g} % "
+            f"in {POWER:.0%} of validations where nothing is wrong; {self.planned} pairs pass in "
+            f"{self.passing:.0%}"
         ]
         if self.rows is not None:
             enough = "enough are" if self.held_out >= self.rows else "FEWER are"
@@ -77,7 +78,7 @@ class Contribution:
 
 
 def forecast(
-    prior: Spread,
+    prior: PairVariance,
     *,
     pairs: int,
     limit: float,
@@ -85,15 +86,15 @@ def forecast(
     by_rows: float = 0.0,
     sequential: bool = False,
 ) -> Forecast:
-    """What `pairs` pairs on `held_out` rows will decide, if they spread as `prior` did.
+    """What `pairs` pairs on `held_out` rows will decide, if they vary as those of `prior` did.
 
-    A `rows_error` of nan in it means that only the spread between pairs is known. `by_rows` is the part of
-    that spread which is the choice of rows (`spread_by_rows`): with other rows it is another one.
+    A `rows_error` of nan in it means that only the variance between pairs is known. `by_rows` is the part of
+    that standard deviation which is the choice of rows (`deviation_by_rows`): other rows make another one.
     """
     known = math.isfinite(prior.rows_error)
     fewer = prior.rows / held_out
     error = prior.rows_error * math.sqrt(fewer) if known else 0.0
-    between = math.sqrt(max(prior.between**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
+    between = math.sqrt(max(prior.between_pairs**2 - by_rows**2, 0.0) + by_rows**2 * fewer)
     rng = np.random.default_rng(0)
     noise, shift = rng.normal(size=(_DRAWS, _MOST)), rng.normal(size=_DRAWS)
 
@@ -119,22 +120,22 @@ def forecast(
     )
 
 
-def spread_by_rows(arm: ArmVerdict) -> float:
-    """How far pairs would spread on these rows by the choice of rows alone, in percent of NE.
+def deviation_by_rows(arm: ArmVerdict) -> float:
+    """The standard deviation between pairs that the choice of rows makes by itself, in percent of NE.
 
     A pair's own error over rows, less what all pairs share of it. It falls with the square root of the rows;
-    what is left of the spread between pairs is that of training.
+    what is left of the variance between pairs is that of training.
     """
     if arm.average is None or not arm.pairs:
         return 0.0
-    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.pairs.values()]
-    return math.sqrt(max(float(np.mean(squares)) - arm.average.spread.rows_error**2, 0.0))
+    squares = [((p.ne_percent.high - p.ne_percent.low) / 2 / 1.96) ** 2 for p in arm.differences.values()]
+    return math.sqrt(max(float(np.mean(squares)) - arm.average.variance.rows_error**2, 0.0))
 
 
 def rates(
     values: Floats, *, rows_error: float, limit: float, sequential: bool = False, tail: float = ERROR
 ) -> Rates:
-    """Judges validations whose pairs' differences are the rows of `values` [draws, pairs], in percent."""
+    """Decides validations whose pairs' differences are the rows of `values` [draws, pairs], in percent."""
     draws, planned = values.shape
     if planned < MIN_PAIRS:
         return Rates(passed=0.0, failed=0.0, contains_zero=1.0, pairs=planned)
@@ -164,19 +165,19 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
     """Of each pair of `arm`, in the order of seeds; empty before there is one."""
     if arm.average is None:
         return []
-    seeds, spread = list(arm.pairs), arm.average.spread
-    values = [arm.pairs[seed].ne_percent.value for seed in seeds]
+    seeds, variance = list(arm.differences), arm.average.variance
+    values = [arm.differences[seed].ne_percent.value for seed in seeds]
 
     def interval(of: list[float]) -> Estimate:
         several = len(of) > 1
-        found = Spread(
+        found = PairVariance(
             mean=float(np.mean(of)) if of else math.nan,
             pairs=len(of),
-            rows=spread.rows,
-            between=float(np.std(of, ddof=1)) if several else math.nan,
-            rows_error=spread.rows_error,
-            clusters=spread.clusters,
-            effective=spread.effective,
+            rows=variance.rows,
+            between_pairs=float(np.std(of, ddof=1)) if several else math.nan,
+            rows_error=variance.rows_error,
+            clusters=variance.clusters,
+            effective_clusters=variance.effective_clusters,
         )
         return found.interval(ERROR)
 

@@ -5,36 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import decode, encode, inline, record
 from loka.core.storage.files import read_record, write_record
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
 from loka.validation.runs import Run
-from loka.validation.verdicts import Judgement, joined
+from loka.validation.verdicts import RowsVerdict, joined
 
 _KIND, _VERSION = "loka-validation", 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmVerdict:
-    """One arm against the control. `pairs` by seed: each with its per-example interval.
+class SeedPair:
+    """The difference between the two runs of a training seed, with intervals over rows."""
 
-    `average` is None, and `broke` says why, where a run of it ended in NaN or no pair is done. `readings`
-    judge all rows in other ways, for reading: no verdict goes by them. `key` is a digest of what the arm
-    does.
+    seed: int
+    difference: PairedDifference = inline()
+
+
+@record(derived=("verdict",))
+@dataclass(frozen=True, kw_only=True)
+class ArmVerdict:
+    """One arm against the control, pair by pair.
+
+    `average` is None where no pair is done; `broke` says where a run ended in NaN. `readings` compare all
+    rows in other ways: no verdict goes by them. `key` is a digest of what the arm does.
     """
 
     name: str
-    pairs: Mapping[int, PairedDifference]
-    average: Judgement | None
-    segments: tuple[Judgement, ...] = ()
+    pairs: tuple[SeedPair, ...]
+    average: RowsVerdict | None
+    segments: tuple[RowsVerdict, ...] = ()
     broke: str = ""
-    readings: tuple[Judgement, ...] = ()
+    readings: tuple[RowsVerdict, ...] = ()
     key: str = ""
+
+    @property
+    def differences(self) -> dict[int, PairedDifference]:
+        """By seed."""
+        return {pair.seed: pair.difference for pair in self.pairs}
 
     @property
     def verdict(self) -> Verdict:
@@ -55,6 +69,7 @@ class BandPoint:
     difference: Estimate
 
 
+@record(derived=("verdict",))
 @dataclass(frozen=True, kw_only=True)
 class Validation:
     """Paired runs of a control and one or more arms; `context` says what was run on what.
@@ -110,82 +125,15 @@ class Validation:
         return points
 
     def save(self, path: Path | str) -> None:
-        write_record(Path(path), kind=_KIND, version=_VERSION, content=self.to_json())
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
 
     @classmethod
     def load(cls, path: Path | str) -> Validation:
         """Raises FileRefused for a missing, truncated or edited file."""
-        way_out = "`loka validate` writes it again; finished runs are kept"
-        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=way_out, parse=cls.from_json)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "control": self.control,
-            "limit": self.limit,
-            "segment_limit": self.segment_limit,
-            "seeds": list(self.seeds),
-            "verdict": self.verdict,
-            "arms": [_arm_to_json(arm) for arm in self.arms],
-            "runs": [run.to_json() for run in self.runs],
-            "context": dict(self.context),
-            "planned": self.planned,
-            "annealed": self.annealed.to_json() if self.annealed else None,
-            "world": self.world,
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Validation:
-        """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
-        names = ("model", "control", "limit", "segment_limit", "context")
-        return cls(
-            **{name: content[name] for name in names},
-            seeds=tuple(content["seeds"]),
-            arms=tuple(_arm_from_json(entry) for entry in content["arms"]),
-            runs=tuple(Run.from_json(entry) for entry in content["runs"]),
-            planned=content.get("planned"),
-            annealed=Annealed.from_json(content["annealed"]) if content.get("annealed") else None,
-            world=content.get("world", ""),
+        return read_record(
+            Path(path),
+            kind=_KIND,
+            version=_VERSION,
+            way_out="`loka validate` writes it again; finished runs are kept",
+            parse=partial(decode, cls),
         )
-
-
-_PAIR = ("ne_percent", "auc", "calibration")
-
-
-def _arm_to_json(arm: ArmVerdict) -> dict[str, Any]:
-    return {
-        "name": arm.name,
-        "verdict": arm.verdict,
-        "pairs": [
-            {
-                "seed": seed,
-                "rows": pair.rows,
-                **{name: encode(getattr(pair, name)) for name in _PAIR},
-                **({"kl_percent": encode(pair.kl_percent)} if pair.kl_percent else {}),
-            }
-            for seed, pair in arm.pairs.items()
-        ],
-        "average": arm.average.to_json() if arm.average else None,
-        "segments": [segment.to_json() for segment in arm.segments],
-        "broke": arm.broke,
-        "readings": [reading.to_json() for reading in arm.readings],
-        "key": arm.key,
-    }
-
-
-def _arm_from_json(content: Mapping[str, Any]) -> ArmVerdict:
-    pairs = {}
-    for entry in content["pairs"]:
-        estimates = {name: decode(Estimate, entry[name]) for name in _PAIR}
-        kl = decode(Estimate, entry["kl_percent"]) if "kl_percent" in entry else None
-        pairs[int(entry["seed"])] = PairedDifference(**estimates, rows=entry["rows"], kl_percent=kl)
-    average = content["average"]
-    return ArmVerdict(
-        name=content["name"],
-        pairs=pairs,
-        average=Judgement.from_json(average) if average else None,
-        segments=tuple(Judgement.from_json(entry) for entry in content["segments"]),
-        broke=content["broke"],
-        readings=tuple(Judgement.from_json(entry) for entry in content.get("readings", ())),
-        key=content.get("key", ""),
-    )

@@ -1,4 +1,4 @@
-"""The runs of a validation, kept on disk: train one, judge it on held-out rows, never train it twice.
+"""The runs of a validation, kept on disk: train one, evaluate it on held-out rows, never train it twice.
 
     out/runs/<arm>-<seed>/run.json                record: who it is, its quality, its curve
     out/runs/<arm>-<seed>/held_out.safetensors    logits [N] float32 and labels [N], checksum in the record;
@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import decode, encode, record
 from loka.core.storage.files import (
     canonical,
     read_record,
@@ -52,6 +52,7 @@ _POINTS = 100  # of a training curve
 Progress = Callable[[str, TrainLog], None]
 
 
+@record(row=True)
 @dataclass(frozen=True)
 class CurvePoint:
     """Progressive NE after `rows` training rows: of all so far, and of those since the last point."""
@@ -77,37 +78,26 @@ class Run:
     train_ne: float = math.nan
     rows_per_second: float = 0.0
     curve: tuple[CurvePoint, ...] = ()
-    fp8: Mapping[str, int] | None = None
+    fp8: Mapping[str, int] = field(default_factory=dict)
     mean_quality: Quality | None = None
     final_rate: float = 1.0
     broke: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "arm": self.arm,
-            "seed": self.seed,
-            "quality": _quality_to_json(self.quality),
-            "mean_quality": _quality_to_json(self.mean_quality),
-            "final_rate": self.final_rate,
-            "train_ne": encode(self.train_ne),
-            "rows_per_second": self.rows_per_second,
-            "curve": [[p.rows, encode(p.ne), encode(p.recent_ne)] for p in self.curve],
-            "fp8": dict(self.fp8 or {}),
-            "broke": self.broke,
-        }
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Run:
-        points = tuple(CurvePoint(int(r), float(a), float(b)) for r, a, b in content["curve"])
-        kept = ("arm", "seed", "rows_per_second", "fp8", "broke")
-        return cls(
-            **{name: content[name] for name in kept},
-            quality=_quality_from_json(content["quality"]),
-            mean_quality=_quality_from_json(content.get("mean_quality")),
-            final_rate=float(content.get("final_rate", 1.0)),  # before schedules it was constant
-            train_ne=float(content["train_ne"]),
-            curve=points,
-        )
+def _check(found: _Finished) -> None:
+    missing = (found.run.quality is None, found.held_out is None)
+    if missing != ((True, True) if found.run.broke else (False, False)):
+        raise ValueError("it has to hold a quality and predictions, or say where the run ended in NaN")
+
+
+@record(check=_check)
+@dataclass(frozen=True, kw_only=True)
+class _Finished:
+    """`run.json`: a run, its identity, and the checksum of its predictions (None where it broke)."""
+
+    run: Run
+    identity: Mapping[str, Any]
+    held_out: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +148,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
         parts = {name: torch.from_numpy(part) for name, part in vars(held_out).items() if part is not None}
         write_tensors(tensors, parts)
         digest = sha256_of_file(tensors)
-    content = {"run": finished.to_json(), "identity": identity, "held_out": digest}
+    content = encode(_Finished(run=finished, identity=identity, held_out=digest))
     write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "curve.json").unlink(missing_ok=True)
@@ -168,8 +158,11 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
 def held_out(out: Path, arm: str, seed: int) -> HeldOut:
     """The predictions of a finished run. Raises FileRefused where they are missing or damaged."""
     folder = folder_of(out, arm, seed)
-    content = _record(folder)
-    tensors = read_tensors(folder / "held_out.safetensors", sha256=content["held_out"], way_out=_WAY_OUT)
+    sha256 = _record(folder).held_out
+    if sha256 is None:
+        why = [f"{arm} with seed {seed} ended in NaN"]
+        raise FileRefused(f"{folder} holds no predictions", why=why, way_out="leave out that pair")
+    tensors = read_tensors(folder / "held_out.safetensors", sha256=sha256, way_out=_WAY_OUT)
     return HeldOut(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
 
@@ -208,14 +201,14 @@ def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[st
 
 def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
     try:
-        content = _record(folder)
-        if content["held_out"] is not None:
+        found = _record(folder)
+        if found.held_out is not None:
             path = folder / "held_out.safetensors"
-            if not path.exists() or sha256_of_file(path) != content["held_out"]:
+            if not path.exists() or sha256_of_file(path) != found.held_out:
                 return None
     except FileRefused:
         return None
-    there = dict(content["identity"])
+    there = dict(found.identity)
     there["config"] = as_recorded(there.get("config"), identity["config"])
     differs = [part for part in identity if identity[part] != there.get(part)]
     if differs:
@@ -224,15 +217,17 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
             why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
             way_out="choose another output folder, or remove that one",
         )
-    return Run.from_json(content["run"])
+    return found.run
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    def parse(content: dict[str, Any]) -> dict[str, Any]:
-        Run.from_json(content["run"])
-        return {name: content[name] for name in ("run", "identity", "held_out")}
-
-    return read_record(folder / "run.json", kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
+def _record(folder: Path) -> _Finished:
+    return read_record(
+        folder / "run.json",
+        kind=_KIND,
+        version=_VERSION,
+        way_out=_WAY_OUT,
+        parse=lambda content: decode(_Finished, content),
+    )
 
 
 def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[Run, HeldOut]:
@@ -262,7 +257,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     finally:
         curve.write()
 
-    def judge() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    def predict() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         return evaluate(
             model,
             bench.test,
@@ -272,11 +267,11 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
             track=bench.track,
         )
 
-    logits, labels = judge()
+    logits, labels = predict()
     mean_logits = None
     if trained.average is not None:
         with as_averaged(model, trained.average, rows=bench.train, config=config):
-            mean_logits, _ = judge()
+            mean_logits, _ = predict()
     finished = Run(
         arm=arm.name,
         seed=config.seed,
@@ -291,19 +286,9 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     return finished, HeldOut(logits, labels, mean_logits)
 
 
-def _quality_to_json(judged: Quality | None) -> dict[str, Any] | None:
-    return {k: encode(v) for k, v in asdict(judged).items()} if judged else None
-
-
-def _quality_from_json(content: Mapping[str, Any] | None) -> Quality | None:
-    if content is None:
-        return None
-    measures = {name: float(value) for name, value in content.items() if name != "rows"}
-    return Quality(rows=content["rows"], **measures)
-
-
-def _lines(content: Mapping[str, Any]) -> dict[int, list[Any]]:
-    return {int(rows): [float(value) for value in line] for rows, line in content.items()}
+def _points(content: Mapping[str, Any]) -> dict[int, CurvePoint]:
+    lines = decode(dict[str, tuple[float, ...]], content)
+    return {int(rows): CurvePoint(int(rows), *line) for rows, line in lines.items()}
 
 
 class _Curve:
@@ -311,17 +296,17 @@ class _Curve:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: dict[int, list[Any]] = {}
+        self._points: dict[int, CurvePoint] = {}
         with contextlib.suppress(FileRefused):  # none yet, or damaged: the curve starts here
-            self._lines = read_record(path, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_lines)
+            self._points = read_record(path, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_points)
 
     def add(self, line: TrainLog) -> None:
-        self._lines = {rows: values for rows, values in self._lines.items() if rows < line.rows}
-        self._lines[line.rows] = [encode(line.ne), encode(line.recent_ne)]
+        self._points = {rows: point for rows, point in self._points.items() if rows < line.rows}
+        self._points[line.rows] = CurvePoint(line.rows, line.ne, line.recent_ne)
 
     def write(self) -> None:
-        content = {str(rows): values for rows, values in self._lines.items()}
+        content = {str(rows): encode((point.ne, point.recent_ne)) for rows, point in self._points.items()}
         write_record(self._path, kind=_KIND, version=_VERSION, content=content)
 
     def points(self) -> tuple[CurvePoint, ...]:
-        return tuple(CurvePoint(r, float(a), float(b)) for r, (a, b) in sorted(self._lines.items()))
+        return tuple(self._points[rows] for rows in sorted(self._points))

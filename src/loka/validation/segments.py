@@ -1,4 +1,5 @@
-"""Divided of traffic to judge apart: from features alone, never from labels or predictions.
+"""Segments of traffic, each with a verdict of its own. They follow from features alone, never from labels or
+predictions.
 
 A segment chosen by what a model predicts would select that model's own noise, and the other model would
 look better or worse there for no reason. Features are the same for both.
@@ -35,8 +36,8 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A division of the evaluation rows: `group` [N] is each row's place in `names`."""
+class Segmented:
+    """The evaluation rows in segments: `group` [N] is each row's place in `names`."""
 
     names: tuple[str, ...]
     group: npt.NDArray[np.int64]
@@ -85,7 +86,7 @@ def by_value(name: str, read: Read) -> Division:
         found, group = np.unique(values, return_inverse=True)
         if len(found) > _MOST:
             raise LokaError(
-                f"{name} has {len(found)} values; at most {_MOST} segments of one division can be judged",
+                f"{name} has {len(found)} values; at most {_MOST} segments of one division can have verdicts",
                 way_out="a coarser function",
             )
         return group.astype(np.int64), tuple(f"{name} = {value}" for value in found.tolist())
@@ -94,7 +95,7 @@ def by_value(name: str, read: Read) -> Division:
 
 
 def by_segments(segments: Segments) -> Division:
-    """The segments that a trainer reports on (train/segments.py), judged."""
+    """The segments that a trainer reports on (train/segments.py)."""
 
     def split(values: Values) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
         place = values.astype(np.int64)
@@ -141,13 +142,13 @@ def default_divisions(source: Source) -> list[Division]:
     return [*found, *([frequent_ids(0)] if source.vocab_sizes else [])]
 
 
-def divide(source: Source, divisions: Sequence[Division], *, batch_size: int) -> list[Divided]:
+def divide(source: Source, divisions: Sequence[Division], *, batch_size: int) -> list[Segmented]:
     """Where each row of `source` falls, in order. Reads the rows once if there is anything to divide."""
     found = []
     reads = [(division.name, division.read) for division in divisions]
     for values, division in zip(_columns(source, reads, batch_size), divisions, strict=True):
         group, names = division.split(values)
-        found.append(Divided(names, group))
+        found.append(Segmented(names, group))
     return found
 
 

@@ -1,6 +1,6 @@
 """Is FP8 harmless here? Paired runs: the same seed, rows and order, only the precision differs.
 
-Each pair trains the control and every arm from the same initial weights and judges them on the same
+Each pair trains the control and every arm from the same initial weights and evaluates them on the same
 held-out rows. Three intervals come of it: of a pair, over rows (validation/paired.py); over pairs, on these
 rows; and over both (validation/variance.py), which the verdict goes by (validation/verdicts.py).
 
@@ -29,12 +29,12 @@ from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import annealed
 from loka.validation.arms import ArmSpec
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
-from loka.validation.record import ArmVerdict, Validation
+from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, world_of
-from loka.validation.segments import Divided, Division, clusters_of, divide
+from loka.validation.segments import Division, Segmented, clusters_of, divide
 from loka.validation.sequential import look_tail
-from loka.validation.variance import MIN_PAIRS, spreads
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.variance import MIN_PAIRS, pair_variances
+from loka.validation.verdicts import ERROR, RowsVerdict
 
 BY_MEAN = "all rows, by the mean of the weights"
 
@@ -61,17 +61,17 @@ def validate(
     on_log: Progress | None = None,
     on_pair: Callable[[Validation], None] | None = None,
 ) -> Validation:
-    """Trains `pairs` pairs of the control and each of `arms`, and judges their difference in NE.
+    """Trains `pairs` pairs of the control and each of `arms`, and decides whether they differ in NE.
 
     A killed validation goes on where it was when called again with the same arguments; `pairs` may grow
     and arms may be added. The record is written to `out`/validation.json after every pair.
 
     Args:
         build: makes the model in high precision; it is called with torch's seed set.
-        rows, held_out_rows: to train on, and to judge on.
+        rows, held_out_rows: to train on, and to evaluate on.
         arms: what to compare with the control (validation/arms.py).
         config: of all runs. Its `precision` is the control's; seeds are its `seed` and the next ones.
-        divisions: of the held-out rows into segments, each judged by itself.
+        divisions: of the held-out rows into segments, each with a verdict of its own.
         cluster: the sparse feature, such as the user, whose rows come together; None: rows are independent.
         limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
         sequential: `pairs` are the most, and it stops after any from MIN_PAIRS on that decides every arm.
@@ -117,7 +117,7 @@ def validate(
     clusters = None
     if cluster is not None:
         clusters = clusters_of(held_out_rows, cluster, batch_size=config.batch_size)
-    judged_by = _By(control, segments, clusters, limit, segment_limit, planned)
+    rules = _Rules(control, segments, clusters, limit, segment_limit, planned)
     seeds = tuple(range(config.seed, config.seed + pairs))
     if on_start:
         on_start(world_of(bench))
@@ -133,10 +133,11 @@ def validate(
                     way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
                 )
             runs.append(finished)
-        known = {arm.name: arm.pairs for arm in done.arms} if done else {}
-        judged = [
+        known = {arm.name: arm.differences for arm in done.arms} if done else {}
+        verdicts = [
             replace(
-                _judge(bench, judged_by, arm.name, runs, known.get(arm.name, {})), key=digest_of(arm.identity)
+                _arm_verdict(bench, rules, arm.name, runs, known.get(arm.name, {})),
+                key=digest_of(arm.identity),
             )
             for arm in arms
         ]
@@ -146,7 +147,7 @@ def validate(
             limit=limit,
             segment_limit=segment_limit,
             seeds=seeds[: place + 1],
-            arms=tuple(judged),
+            arms=tuple(verdicts),
             runs=tuple(runs),
             context=dict(context or {}),
             planned=planned,
@@ -165,12 +166,11 @@ def validate(
 
 
 @dataclass(frozen=True)
-class _By:
-    """What arms are judged by: against which control, in which segments, under which limits; and which
-    rows of the evaluation come together."""
+class _Rules:
+    """What a verdict goes by: the control, the segments, the limits, and which rows come together."""
 
     control: str
-    segments: Sequence[Divided]
+    segments: Sequence[Segmented]
     clusters: npt.NDArray[np.int64] | None
     limit: float
     segment_limit: float
@@ -193,54 +193,59 @@ def _same_looks(out: Path, planned: int | None) -> None:
         return "one look" if pairs is None else f"a look after every pair, {pairs} at most"
 
     raise LokaError(
-        f"{out} holds {len(before.seeds)} pairs that were judged by {said(before.planned)}",
+        f"{out} holds {len(before.seeds)} pairs that were decided by {said(before.planned)}",
         why=[f"now it is {said(planned)}: a level holds only over looks that were planned together"],
         way_out="go on as it was begun, or choose another folder",
     )
 
 
-def _judge(
-    bench: Bench, by: _By, arm: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
+def _arm_verdict(
+    bench: Bench, rules: _Rules, arm: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
 ) -> ArmVerdict:
     """`known` are the pairs compared before."""
     broken = [run for run in runs if run.arm == arm and run.broke]
     seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
-    pairs = dict(known)
+    differences = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
     losses, by_mean = [], []
     for seed in seeds:
-        before, after = held_out(bench.out, by.control, seed), held_out(bench.out, arm, seed)
+        before, after = held_out(bench.out, rules.control, seed), held_out(bench.out, arm, seed)
         labels = before.labels
-        if seed not in pairs:
-            pairs[seed] = paired_difference(before.logits, after.logits, labels)
+        if seed not in differences:
+            differences[seed] = paired_difference(before.logits, after.logits, labels)
         losses.append((_losses(before.logits, labels), _losses(after.logits, labels)))
         if before.mean_logits is not None and after.mean_logits is not None:
             by_mean.append((_losses(before.mean_logits, labels), _losses(after.mean_logits, labels)))
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
+    pairs = tuple(SeedPair(seed=seed, difference=found) for seed, found in differences.items())
     if not seeds:
         return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
-    several = sum(len(part.names) for part in by.segments)
+    several = sum(len(part.names) for part in rules.segments)
 
-    def judge(
-        part: Divided, limit: float, tail: float, losses: list[tuple[Floats, Floats]] = losses
-    ) -> list[Judgement]:
-        found = spreads(losses, part.group, len(part.names), clusters=by.clusters)
-        tail = by.tail(tail, len(losses))
+    def verdicts(
+        part: Segmented, limit: float, tail: float, losses: list[tuple[Floats, Floats]] = losses
+    ) -> list[RowsVerdict]:
+        found = pair_variances(losses, part.group, len(part.names), clusters=rules.clusters)
+        tail = rules.tail(tail, len(losses))
         clicks = np.bincount(part.group, weights=labels, minlength=len(part.names))
         return [
-            Judgement(name=name, spread=spread, clicks=int(count), limit=limit, tail=tail)
-            for name, spread, count in zip(part.names, found, clicks, strict=True)
+            RowsVerdict(name=name, variance=variance, clicks=int(count), limit=limit, tail=tail)
+            for name, variance, count in zip(part.names, found, clicks, strict=True)
         ]
 
-    everything = Divided(("all rows",), np.zeros(len(labels), np.int64))
+    everything = Segmented(("all rows",), np.zeros(len(labels), np.int64))
     of_mean = replace(everything, names=(BY_MEAN,))
     return ArmVerdict(
         name=arm,
         pairs=pairs,
-        average=judge(everything, by.limit, ERROR)[0],
-        segments=tuple(j for part in by.segments for j in judge(part, by.segment_limit, ERROR / several)),
+        average=verdicts(everything, rules.limit, ERROR)[0],
+        segments=tuple(
+            verdict
+            for part in rules.segments
+            for verdict in verdicts(part, rules.segment_limit, ERROR / several)
+        ),
         broke=broke,
-        readings=tuple(judge(of_mean, by.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
+        readings=tuple(verdicts(of_mean, rules.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
     )
 
 

@@ -7,8 +7,8 @@ difference of pair s (a: the control's loss) and u_si its linearized residual,
     r_s  = mu + seed_s + ...,      u_si = (d_si - r_s a_si) / mean_i a_si = row_i + rest_si
     variance of the mean of r  =  var(seed) / S  +  var(row) / N  +  var(rest) / (S N)
 
-The spread between pairs, var(r) / S, holds the first and the third term: it is what a Student-t interval
-over pairs covers. It is blind to the second, because all pairs are judged on the same rows: what FP8 does
+The variance between pairs, var(r) / S, holds the first and the third term: it is what a Student-t interval
+over pairs covers. It is blind to the second, because all pairs are evaluated on the same rows: what FP8 does
 to these rows in every pair looks like a constant. That term comes from the rows: the variance of the
 rows' means over pairs, less what rest contributes to them (two-way layout; Cameron, Gelbach and Miller
 2011 subtract the intersection in the same way). The two parts are independent and combine to
@@ -40,34 +40,34 @@ MOST_PAIRS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class PairVariance:
     """`mean` is that of the pairs' relative differences in percent of the control's loss.
 
-    `between` is the standard deviation between pairs; `rows_error` the standard error that the choice
+    `between_pairs` is the standard deviation between pairs; `rows_error` the standard error that the choice
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
-    `clusters` counts what was drawn independently, `effective` how many of one size would say as much:
-    (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
+    `clusters` counts what was drawn independently, `effective_clusters` how many of one size would say as
+    much: (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
     """
 
     mean: float
     pairs: int
     rows: int
-    between: float
+    between_pairs: float
     rows_error: float
     clusters: int | None = None
-    effective: int | None = None
+    effective_clusters: int | None = None
 
     @property
     def draws(self) -> int:
         """How many draws the rows' part is of: a cluster that holds most rows is nearly alone."""
-        return self.rows if self.effective is None else self.effective
+        return self.rows if self.effective_clusters is None else self.effective_clusters
 
     def half_width(self, tail: float, *, pairs: int | None = None) -> float:
-        """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same spread."""
+        """Of the interval at level 1 - `tail`, had there been `pairs` pairs of the same variance."""
         count = pairs or self.pairs
-        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between + self.rows_error):
+        if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between_pairs + self.rows_error):
             return math.inf
-        seeds = student_t(count - 1, tail) * self.between / math.sqrt(count) if count > 1 else math.inf
+        seeds = student_t(count - 1, tail) * self.between_pairs / math.sqrt(count) if count > 1 else math.inf
         return math.hypot(seeds, self.rows_half(tail))
 
     def rows_half(self, tail: float) -> float:
@@ -80,15 +80,19 @@ class Spread:
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def over_seeds(self, tail: float) -> Estimate:
-        """Of other seeds judged on the very same rows: Student's t over pairs."""
-        finite = self.pairs > 1 and math.isfinite(self.between)
-        half = student_t(self.pairs - 1, tail) * self.between / math.sqrt(self.pairs) if finite else math.inf
+        """Of other seeds on the very same rows: Student's t over pairs."""
+        finite = self.pairs > 1 and math.isfinite(self.between_pairs)
+        half = (
+            student_t(self.pairs - 1, tail) * self.between_pairs / math.sqrt(self.pairs)
+            if finite
+            else math.inf
+        )
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def pairs_to(self, margin: float, tail: float) -> int | None:
         """The smallest number of pairs, MIN_PAIRS at least, whose half-width is at most `margin`.
 
-        Iterated on its own t quantile, with the spread seen so far; None where no number does: the
+        Iterated on its own t quantile, with the variance seen so far; None where no number does: the
         rows alone are too uncertain, or more than MOST_PAIRS would be needed.
         """
         if not margin > 0 or not self.half_width(tail, pairs=MOST_PAIRS) <= margin:
@@ -103,20 +107,24 @@ class Spread:
         return high
 
     def rows_to(self, margin: float, tail: float) -> int | None:
-        """Rows at which their part takes half of `margin` squared, which leaves pairs the other half."""
+        """Rows at which their part takes half of `margin` squared, which leaves pairs the other half.
+
+        None where no number is enough."""
         if not margin > 0 or not math.isfinite(self.rows_error):
             return None
-        return math.ceil(2 * self.rows * (self.rows_half(tail) / margin) ** 2)
+        ratio = self.rows_half(tail) / margin
+        needed = 2 * self.rows * ratio * ratio
+        return math.ceil(needed) if math.isfinite(needed) else None
 
 
-def spreads(
+def pair_variances(
     losses: Iterable[tuple[Floats, Floats]],
     groups: npt.NDArray[np.int64],
     count: int,
     *,
     clusters: npt.NDArray[np.int64] | None = None,
-) -> list[Spread]:
-    """One `Spread` for each of `count` groups of rows, each relative to the control's loss in it.
+) -> list[PairVariance]:
+    """One `PairVariance` for each of `count` groups of rows, each relative to the control's loss in it.
 
     Args:
         losses: of each pair, the control's and the other's loss per row, both [N]; read once.
@@ -153,14 +161,14 @@ def spreads(
         rest = (squares - pairs * by_draw) / freedom * draws / (pairs * sizes**2)
         rows_error = 100 * np.sqrt(np.maximum(rows_variance - rest, 0))
     return [
-        Spread(
+        PairVariance(
             mean=float(of_pairs[:, group].mean()),
             pairs=pairs,
             rows=int(sizes[group]),
-            between=float(between[group]),
+            between_pairs=float(between[group]),
             rows_error=float(rows_error[group]),
             clusters=None if clusters is None else int(draws[group]),
-            effective=None if clusters is None else int(effective[group]),
+            effective_clusters=None if clusters is None else int(effective[group]),
         )
         for group in range(count)
     ]

@@ -73,7 +73,7 @@ def plan_of(candidates: dict[str, str], *, budget: Budget | None = None, ne: flo
             )
             low = candidates.get(f"{path}/{gemm}", "hp")
             known = Estimate(ne, ne, ne) if ne is not None and gemm is Gemm.OUTPUT and low != "hp" else None
-            decision = Decision(path=path, problem=problem, candidate=low, reason="", ne=known)
+            decision = Decision(path=path, problem=problem, candidate=low, reason="", kl=known)
             decisions[decision.site] = decision
     return Plan(
         model=SIGNATURE,

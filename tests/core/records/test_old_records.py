@@ -4,6 +4,7 @@ runs as the plan decides for it, and a plan by which layers run together is refu
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import nn
 import loka
 from loka.core.exceptions import FileRefused
 from loka.core.records.plan import Plan
+from loka.core.records.stats import flatten, unflatten
 from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.measurement import Settings
 from loka.nn import health_of, sites_of
 
+STORED = Path(__file__).parent / "stored_stats.json"
 GROUP = {
     "in_features": 32,
     "branches": [
@@ -81,6 +84,52 @@ def test_stats(stats: loka.Stats, tmp_path: Path) -> None:
     assert old.digest() == stats.digest()
     old.save(tmp_path)
     assert "shared" not in (tmp_path / "stats.json").read_text()
+
+
+def restored(change: Callable[[dict[str, Any]], object] = lambda layer: None) -> loka.Stats:
+    """Statistics that an earlier LoKA wrote, with empty tensors, after `change` of their layer "0"."""
+    content = json.loads(STORED.read_bytes())["content"]
+    change(content["layers"]["0"])
+    tensors = {
+        f"{path}/{operand}/{name}": torch.zeros(0)
+        for path, layer in content["layers"].items()
+        for operand, found in layer["operands"].items()
+        for name in found["tensors"]
+    }
+    return unflatten(content, tensors)
+
+
+def test_stored_statistics_are_written_again_with_the_same_bytes() -> None:
+    before = json.loads(STORED.read_bytes())["content"]
+    del before["tensors"]  # the file of them, and its checksum
+    found, tensors = flatten(restored())
+    assert json.dumps(found) == json.dumps(before)
+    assert len(tensors) == sum(
+        len(entry["tensors"]) for layer in before["layers"].values() for entry in layer["operands"].values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: layer.update(rows="many"), r"layers\.0\.rows has to be a whole number"),
+        (
+            lambda layer: layer.update(dtype="float7"),
+            r"layers\.0: a dtype or a number of rows",
+        ),
+        (lambda layer: layer["operands"].pop("input"), r"layers\.0: it lacks the statistics of its input"),
+        (
+            lambda layer: layer["effects"]["rowwise_e4m3"].update(count=-1),
+            r"rowwise_e4m3: .*no effect",
+        ),
+        (lambda layer: layer.update(colour=1), r"layers\.0 has colour, of which nothing is known"),
+    ],
+)
+def test_damaged_statistics_are_refused_by_their_place(
+    change: Callable[[dict[str, Any]], object], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        restored(change)
 
 
 def test_report(report: loka.Report, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import Report
 from loka.core.signature import LinearShape, WeightUse
-from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.codec import decode, encode, inline, named, record, sparse
 from loka.core.storage.files import canonical, write_record
 
 STORED = Path(__file__).parents[3] / "benchmarks/wukong_step/report.json.gz"
@@ -114,6 +114,58 @@ def test_what_is_missing_is_named() -> None:
         decode(Record, {})
     with pytest.raises(TypeError, match="has no form in JSON"):
         encode(object())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    width: float
+    height: float = sparse(1.0)
+
+
+@record(derived=("area",))
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    name: str
+    sides: Sides = inline()
+
+    @property
+    def area(self) -> float:
+        return self.sides.width * self.sides.height
+
+
+def test_what_follows_from_the_fields_is_written_and_passed_over_when_read() -> None:
+    box = Box(name="b", sides=Sides(width=3.0))
+    assert encode(box) == {"name": "b", "width": 3.0, "area": 3.0}
+    assert decode(Box, {"name": "b", "width": 3.0, "area": "anything"}) == box
+    assert decode(Box, {"name": "b", "width": 3.0}) == box
+
+
+def test_the_fields_of_an_inline_record_stand_among_those_of_its_owner() -> None:
+    box = Box(name="b", sides=Sides(width=3.0, height=math.inf))
+    assert list(encode(box)) == ["name", "width", "height", "area"]
+    assert decode(Box, json.loads(json.dumps(encode(box)))) == box
+    with pytest.raises(ValueError, match=r"at\.width has to be a number"):
+        decode(Box, {"name": "b", "width": "wide"}, at="at")
+    with pytest.raises(ValueError, match=r"at\.width is missing"):
+        decode(Box, {"name": "b"}, at="at")
+    with pytest.raises(ValueError, match="it has depth, of which nothing is known"):
+        decode(Box, {"name": "b", "width": 3.0, "depth": 1.0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    width: float = named("w")
+    late: int | None = sparse(None, name="l")
+
+
+def test_a_field_is_called_in_json_as_it_always_was() -> None:
+    assert encode(Renamed(width=2.0)) == {"w": 2.0}
+    assert encode(Renamed(width=2.0, late=1)) == {"w": 2.0, "l": 1}
+    assert decode(Renamed, {"w": 2.0, "l": 1}) == Renamed(width=2.0, late=1)
+    with pytest.raises(ValueError, match="w is missing"):
+        decode(Renamed, {})
+    with pytest.raises(ValueError, match="it has width, of which nothing is known"):
+        decode(Renamed, {"width": 2.0})
 
 
 def test_records_are_written_as_before_there_was_a_codec() -> None:

@@ -18,7 +18,8 @@ from loka.core.exceptions import NotConverted, PlanMismatch
 from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import LabelRate
 from loka.core.recipe import RECIPES
-from loka.measurement.predicted_ne import depth_ne, predicted_ne
+from loka.core.storage.codec import decode, encode
+from loka.measurement.predicted_kl import depth_kl, predicted_kl
 from loka.probe import renew_effects
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.movement import Horizon, added_variance
@@ -88,9 +89,9 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained: tuple[nn.Module, 
             loss = layer.effects[RECIPE].loss()
             assert layer.effects[RECIPE].count == ROWS
             assert loss.value == pytest.approx(kl.item(), rel=0.3), path
-            by_depth = depth_ne(layer, CASTS[RECIPE])
+            by_depth = depth_kl(layer, CASTS[RECIPE])
             assert by_depth is not None
-            assert 0.4 < by_depth / layer.effects[RECIPE].ne().value < 2.5  # independent errors, docs/ne.md
+            assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
 def test_fading_samples_are_of_models_that_are_gone(trained: tuple[nn.Module, loka.Stats]) -> None:
@@ -170,7 +171,7 @@ def test_clusters_reach_over_batches(trained: tuple[nn.Module, loka.Stats]) -> N
     narrow = renew_effects(model, stats, same)
     wide, narrow = (found.layers["out"].effects[RECIPE] for found in (wide, narrow))
     assert wide.samples <= BATCH
-    assert wide.ne().high / wide.ne().value > 1.5 * narrow.ne().high / narrow.ne().value - 0.5
+    assert wide.kl().high / wide.kl().value > 1.5 * narrow.kl().high / narrow.kl().value - 0.5
 
 
 def effect(value: float, *, noise: float = 0.0) -> Effect:
@@ -204,7 +205,7 @@ def test_a_horizon_widens_the_stated_interval(trained: tuple[nn.Module, loka.Sta
     assert 0 < horizon.earlier < 20
     still, ahead = renewed(model, stats), renewed(model, stats, horizon=horizon)
     for path in still.layers:
-        a, b = (predicted_ne(found.layers[path], RECIPES[RECIPE]) for found in (still, ahead))
+        a, b = (predicted_kl(found.layers[path], RECIPES[RECIPE]) for found in (still, ahead))
         assert a is not None
         assert b is not None
         assert b.value == a.value
@@ -259,8 +260,8 @@ def test_h_is_that_of_the_labels_and_its_error_widens(trained: tuple[nn.Module, 
     counted = (
         renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
     )
-    assert counted.ne().value == pytest.approx(known.ne().value)
-    assert counted.ne().high > 1.1 * known.ne().high
+    assert counted.kl().value == pytest.approx(known.kl().value)
+    assert counted.kl().high > 1.1 * known.kl().high
     assert counted.log_variance == pytest.approx((math.log(99) * 0.01 / counted.entropy) ** 2 * 0.99 / 20)
 
 
@@ -331,7 +332,7 @@ def test_rows_weigh_as_in_the_loss(trained: tuple[nn.Module, loka.Stats]) -> Non
     plain = renewed(model, stats).layers["out"].effects[RECIPE]
     alike = renewed(model, stats, weights=lambda x: torch.full((len(x),), 3.0)).layers["out"].effects[RECIPE]
     few = renewed(model, stats, weights=lambda x: (x[:, 0] > 0).float()).layers["out"].effects[RECIPE]
-    assert alike.ne().high == pytest.approx(plain.ne().high)
+    assert alike.kl().high == pytest.approx(plain.kl().high)
     assert few.samples < 0.65 * plain.samples
     for bad in (-1.0, math.nan, 0.0):
         with pytest.raises(ValueError, match="weights of rows"):
@@ -352,8 +353,8 @@ def test_what_tells_nothing_leaves_the_old_effects(trained: tuple[nn.Module, lok
 def test_records_keep_the_widening(trained: tuple[nn.Module, loka.Stats]) -> None:
     model, stats = trained
     wide = renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
-    assert Effect.from_json(wide.to_json()) == wide
-    assert "log_variance" not in effect(1.0).to_json(), "records without it are as they were"
+    assert decode(Effect, encode(wide)) == wide
+    assert "log_variance" not in encode(effect(1.0)), "records without it are as they were"
     merged = wide.merge(replace(wide, log_variance=0.0))
     assert merged.log_variance == pytest.approx(wide.log_variance / 2)
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import loka
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Cast, Format, Granularity, Recipe, recipe_named
-from loka.measurement.predicted_ne import depth_ne, joint_ne, predicted_ne
+from loka.measurement.predicted_kl import depth_kl, joint_kl, predicted_kl
 from loka.probe.model_effects.sample_rows import batch_of
 from loka.probe.model_effects.sensitivity import step_seed
 from loka.statistics.effect_casts import CASTS
@@ -113,7 +113,7 @@ def test_histograms_hold_the_squared_errors_by_sensitivity(name: str) -> None:
     entropy = layer.effects[name].entropy
     # The weight here is one row of 24 numbers: in INT8, whose thresholds lie in bins, 4 % off.
     exact = 0.1 if CASTS[name][0].format.uniform else 1e-4
-    assert depth_ne(layer, CASTS[name]) == pytest.approx(terms / entropy, rel=exact)
+    assert depth_kl(layer, CASTS[name]) == pytest.approx(terms / entropy, rel=exact)
 
 
 def test_histograms_predict_what_recipes_do() -> None:
@@ -121,7 +121,7 @@ def test_histograms_predict_what_recipes_do() -> None:
     cancel: within a factor of two here, as that of a square of a few normal numbers."""
     layers = probed(model_of((13, 256, 256, 128, 1), 1), sample(3)).layers
     ratios = [
-        depth_ne(layer, casts) / layer.effects[name].ne().value
+        depth_kl(layer, casts) / layer.effects[name].kl().value
         for layer in layers.values()
         for name, casts in CASTS.items()
     ]
@@ -133,13 +133,13 @@ def test_a_recipe_that_was_never_tried() -> None:
     cast = Cast(Format.E5M2, Granularity.TENSOR)
     recipe = Recipe(name="mine", output=(cast, cast), grad_input=None, grad_weight=None)
     layer = probed(model_of(), sample()).layers["2"]
-    found, tried = predicted_ne(layer, recipe), layer.effects["tensorwise_e4m3"].ne()
+    found, tried = predicted_kl(layer, recipe), layer.effects["tensorwise_e4m3"].kl()
     assert 3 < found.value / tried.value < 6  # a bit less of mantissa: four times the squared error
     assert found.low < found.value < found.high
     nothing = Recipe(name="none", output=None, grad_input=None, grad_weight=None)
-    assert predicted_ne(layer, nothing) is None
+    assert predicted_kl(layer, nothing) is None
     same = replace(recipe, name="other", output=recipe_named("rowwise_e4m3").output)
-    assert predicted_ne(layer, same) == layer.effects["rowwise_e4m3"].ne()
+    assert predicted_kl(layer, same) == layer.effects["rowwise_e4m3"].kl()
 
 
 def test_several_sites_together() -> None:
@@ -157,8 +157,8 @@ def test_several_sites_together() -> None:
         p = z.sigmoid()
         joint = (0.5 * p * (1 - p) * (changed - z).square())[picks()].double().mean().item()
         joint /= layers["0"].effects[recipe.name].entropy
-        together = joint_ne(layers, dict.fromkeys(paths, recipe))
-        alone = sum(predicted_ne(layers[path], recipe).value for path in paths)
+        together = joint_kl(layers, dict.fromkeys(paths, recipe))
+        alone = sum(predicted_kl(layers[path], recipe).value for path in paths)
         with_shifts.append(abs(math.log(together / joint)))
         without_shifts.append(abs(math.log(alone / joint)))
     assert max(with_shifts) < 0.15
@@ -528,7 +528,7 @@ def test_where_nothing_can_be_said_the_record_says_why(model: nn.Module, path: s
     layer = probed(model, sample().requires_grad_()).layers[path]
     assert not layer.effects
     assert re.search(reason, layer.no_effect), layer.no_effect
-    assert predicted_ne(layer, recipe_named("rowwise_e4m3")) is None
+    assert predicted_kl(layer, recipe_named("rowwise_e4m3")) is None
 
 
 def test_a_failing_way_to_the_logits_does_not_stop_training() -> None:

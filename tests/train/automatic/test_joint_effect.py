@@ -47,7 +47,7 @@ def plan_of(model: nn.Module, candidates: dict[str, str], *, ne: float | None = 
         )
         effect = Estimate(ne, ne, ne) if ne is not None and path in candidates else None
         decision = Decision(
-            path=path, problem=problem, candidate=candidates.get(path, "hp"), reason="", ne=effect
+            path=path, problem=problem, candidate=candidates.get(path, "hp"), reason="", kl=effect
         )
         decisions[decision.site] = decision
     return Plan(

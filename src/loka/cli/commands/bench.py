@@ -80,7 +80,7 @@ def gemm(
         settings=Settings(
             max_rounds=rounds,
             search_rounds=min(defaults.search_rounds, rounds),
-            sharing_rounds=min(defaults.sharing_rounds, rounds),
+            quantize_once_rounds=min(defaults.quantize_once_rounds, rounds),
             min_draws=min(defaults.min_draws, draws),
             max_draws=draws,
         ),

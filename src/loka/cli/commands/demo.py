@@ -2,7 +2,7 @@
 
 bf16 training teaches the probe; its statistics are measured and planned; then the same model
 is trained again by plan, from the same initial weights over the same batches, and both are
-judged on held-out rows. An interrupted demo goes on where it was when started again.
+evaluated on held-out rows. An interrupted demo goes on where it was when started again.
 
 It prints its progress, and at the end one screen; long tables go to details.txt beside the records.
 """

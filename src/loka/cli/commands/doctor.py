@@ -104,12 +104,12 @@ def _would_run(kernels: Iterable[Kernel], target: str) -> list[str]:
         runs, refused = [], defaultdict(list)
         for candidate in (c for c in all_candidates() if c.kernel is kernel):
             recipe, answers = candidate.recipe, _answers(candidate, target)
-            told = {g: answer for g, answer in zip(Gemm, answers, strict=True) if recipe.casts(g)}
-            if "yes" in told.values():
+            by_gemm = {g: answer for g, answer in zip(Gemm, answers, strict=True) if recipe.casts(g)}
+            if "yes" in by_gemm.values():
                 runs.append(recipe.name)
-            for answer in set(told.values()) - {"yes"}:
-                gemms = [gemm for gemm in told if told[gemm] == answer]
-                where = "" if len(gemms) == len(told) else f" {' and '.join(gemms)}"
+            for answer in set(by_gemm.values()) - {"yes"}:
+                gemms = [gemm for gemm in by_gemm if by_gemm[gemm] == answer]
+                where = "" if len(gemms) == len(by_gemm) else f" {' and '.join(gemms)}"
                 refused[answer].append(recipe.name + where)
         sentences = [", ".join(runs)] if runs else []
         for answer, what in refused.items():

@@ -82,7 +82,7 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
     by_sites = replace(report, region_times={})  # what is raced below runs no region
     decided = plan_report(by_sites, config.budget)
     decided.save(config.out / PLAN)
-    alone = plan_report(replace(by_sites, sharing={}), config.budget)
+    alone = plan_report(replace(by_sites, quantize_once_savings={}), config.budget)
     site_arms, layer_arms = _arms(report, config.budget, alone=alone, together=decided)
     bench = GemmBench(
         machine=fingerprint(device),
@@ -107,9 +107,9 @@ def run_gemm_bench(config: GemmConfig, *, track: Track | None = None) -> tuple[G
     bench = _continue_from(path, bench)
 
     def with_contests(contests: Mapping[str, Contest]) -> GemmBench:
-        told = {place: _explained(contest, alone, place) for place, contest in contests.items()}
+        explained = {place: _explained(contest, alone, place) for place, contest in contests.items()}
         missing = [name for name in suite.layers if name not in contests]
-        return replace(bench, contests=told, complete=report.complete and not (report.timed and missing))
+        return replace(bench, contests=explained, complete=report.complete and not (report.timed and missing))
 
     late = deadline is not None and time.monotonic() >= deadline
     if report.timed and (report.complete or not late):  # a plan of half a report is not the plan

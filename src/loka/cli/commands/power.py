@@ -10,7 +10,7 @@ from pathlib import Path
 from loka.validation.pair_bank import Bank, deposit, prior_of, resample
 from loka.validation.power import forecast
 from loka.validation.record import Validation
-from loka.validation.variance import MIN_PAIRS, Spread
+from loka.validation.variance import MIN_PAIRS, PairVariance
 
 HARM = 0.05  # percent of NE, beside the limit itself: what has to be found
 
@@ -38,18 +38,18 @@ class Power:
         """How many pairs and rows the limit will need, or why nobody knows yet."""
         known = prior_of(self.bank, world, tuple(arms))
         if self.prior_sd is not None:
-            by = f"by the given spread of {self.prior_sd:g} %"
-            prior = Spread(
-                mean=0.0, pairs=MIN_PAIRS, rows=held_out, between=self.prior_sd, rows_error=math.nan
+            by = f"by the given standard deviation of {self.prior_sd:g} %"
+            prior = PairVariance(
+                mean=0.0, pairs=MIN_PAIRS, rows=held_out, between_pairs=self.prior_sd, rows_error=math.nan
             )
         elif known is not None:
-            by, prior = f"by {len(known.pairs)} banked pairs of {known.name}", known.spread
+            by, prior = f"by {len(known.pairs)} banked pairs of {known.name}", known.variance
         else:
             others = len({arm.world for arm in self.bank.arms})
             held = f" ({self.file} holds pairs of {others} other models, rows or settings)" if others else ""
             return (
-                "how many pairs will decide is not known before the first ones: their spread depends on the "
-                f"model, the rows and the schedule{held}. --prior-sd gives one, --bank keeps what was trained"
+                "how many pairs will decide is not known before the first ones: their variance depends on "
+                f"the model, rows and schedule{held}. --prior-sd gives one, --bank keeps trained pairs"
             )
         found = forecast(
             prior,
@@ -71,7 +71,7 @@ class Power:
         for arm in bank.of(found.world):
             if len(arm.pairs) < MIN_PAIRS:
                 continue
-            about = f"{arm.name}, {len(arm.pairs)} pairs, {arm.spread.between:.3g} % between them"
+            about = f"{arm.name}, {len(arm.pairs)} pairs, {arm.variance.between_pairs:.3g} % between them"
             none, harm, limit = (
                 resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
                 for effect in (0.0, HARM, self.limit)

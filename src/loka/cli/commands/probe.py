@@ -45,7 +45,7 @@ from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
-from loka.train.automatic.as_it_is import as_they_are, learn, rate_of, renew, told
+from loka.train.automatic.as_it_is import as_they_are, effect_lines, learn, rate_of, renew
 from loka.train.checkpointing.checkpoint import load_one
 from loka.train.checkpointing.state import labels_in, rate_in, restore_model
 
@@ -100,7 +100,7 @@ def probe(
             fresh = opened.test.batches(batch_size)
             known = rate or rate_of(result.quality)
             stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
-            for line in told(stats, time.perf_counter() - began):
+            for line in effect_lines(stats, time.perf_counter() - began):
                 say(line)
             stats = replace(stats, final_rate=result.final_rate)
         stats.save(out)
@@ -127,6 +127,6 @@ def _of_checkpoint(
     known = rate or LabelRate(positives=round(clicks), rows=seen)
     stats = learn(model, opened.test, config=config, base_rate=known)
     say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
-    for line in told(stats, time.perf_counter() - began):
+    for line in effect_lines(stats, time.perf_counter() - began):
         say(line)
     return replace(stats, final_rate=rate_in(found.state))

@@ -46,7 +46,7 @@ from loka.cli.options import (
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import process_group, rank_and_ranks, replicated
-from loka.cli.train_lines import judge, show_log, tell_result
+from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
@@ -105,7 +105,7 @@ def train(
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 100,
     window: Annotated[int, typer.Option(min=1, help="Steps that window metrics cover.")] = 1000,
     segments: Annotated[
-        int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are judged apart.")
+        int | None, typer.Option(min=0, help="Sparse column; rows with its first 16 ids are segments.")
     ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder to log to for TensorBoard.")] = None,
     ne: Annotated[float | None, typer.Option(min=0, help="Of --auto: KL/H allowed, absolute; 2e-4.")] = None,
@@ -132,10 +132,10 @@ def train(
     device: Device = None,
     with_mods: WithMods = True,
 ) -> None:
-    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and judge on held-out rows.
+    """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and evaluate on held-out rows.
 
     Under torchrun every rank trains the whole model on rows of its own, in DistributedDataParallel and by one
-    plan. Rows and steps are then of a rank, --batch-size too; rank 0 speaks, and judges the held-out rows.
+    plan. Rows and steps are then of a rank, --batch-size too; rank 0 prints, and evaluates the held-out rows.
     """
     with process_group(choose_device(device)) as device:
         config = train_config(
@@ -225,11 +225,11 @@ def train(
                 on_log=on_log,
                 check=check_finite,
             )
-        tell_result(result, config)
+        show_result(result, config)
         if isinstance(callback, Auto):
             say(callback.timeline)
         if first:
-            judge(built, opened, config, bars, result.average)
+            show_quality(built, opened, config, bars, result.average)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,8 @@ def validate(
         typer.Option(help="File of earlier pairs: says before what they can decide, and takes the new ones."),
     ] = None,
     prior_sd: Annotated[
-        float | None, typer.Option(min=0, help="Spread between pairs to expect, in percent of NE.")
+        float | None,
+        typer.Option(min=0, help="Standard deviation between pairs to expect, in %."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the runs and of validation.json.")] = Path(
         "runs/validate"

@@ -36,15 +36,24 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loka.core.error import Estimate, student_t_95
+from loka.core.storage.codec import record, sparse
 
 NO_PROMISE = "nothing can be promised on KL/H: "  # begins the reason why no site's effect is known
 _WIDEST = 700.0  # exp() of more is no float
 OLD = "not by the latest sampled steps: "  # begins the reason why effects are known, but not renewed
 
 
+def _check(found: Effect) -> None:
+    sums = (found.count, found.spread, found.total, found.squares, found.log_variance, found.cubes)
+    positive = (*sums, *found.probabilities, *found.curvatures)
+    fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
+    if not fits or not all(math.isfinite(number) and number >= 0 for number in positive):
+        raise ValueError(f"{found} is no effect")
+
+
+@record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class Effect:
     """Weighted sums over samples: of the terms, their squares and `cubes`, and per task of the predictions.
@@ -64,8 +73,8 @@ class Effect:
     probabilities: tuple[float, ...]
     pulls: tuple[float, ...] = ()
     curvatures: tuple[float, ...] = ()
-    log_variance: float = 0.0
-    cubes: float = 0.0
+    log_variance: float = sparse(0.0)
+    cubes: float = sparse(0.0)
 
     @classmethod
     def of(
@@ -140,7 +149,7 @@ class Effect:
         below, above = math.hypot(by_samples, beyond), math.hypot(above, beyond)
         return Estimate(mean, mean / math.exp(min(below, _WIDEST)), mean * math.exp(min(above, _WIDEST)))
 
-    def ne(self) -> Estimate:
+    def kl(self) -> Estimate:
         """KL/H, absolute, with its 95 % interval; nan where predictions have no entropy."""
         loss, entropy = self.loss(), self.entropy
         if not entropy > 0:
@@ -190,28 +199,6 @@ class Effect:
             curvatures=tuple(curvature * factor for curvature in self.curvatures),
             log_variance=self.log_variance,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        found = {name: list(v) if isinstance(v, tuple) else v for name, v in self.__dict__.items()}
-        for name in ("log_variance", "cubes"):  # a record is written as before there was one
-            if not found[name]:
-                del found[name]
-        return found
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Effect:
-        """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
-        lists = {
-            name: tuple(float(number) for number in content[name])
-            for name in ("probabilities", "pulls", "curvatures")
-        }
-        found = cls(**{**content, **lists})
-        numbers = (found.count, found.spread, found.total, found.squares, *found.probabilities)
-        fits = len(found.pulls) == len(found.curvatures) and all(map(math.isfinite, found.pulls))
-        numbers = (*numbers, *found.curvatures, found.log_variance, found.cubes)
-        if not fits or not all(math.isfinite(n) and n >= 0 for n in numbers):
-            raise ValueError(f"{found} is no effect")
-        return found
 
 
 def _upper(half: float, a: float, t: float) -> float:

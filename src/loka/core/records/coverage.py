@@ -70,9 +70,9 @@ class Coverage:
                 else:
                     kept += flops
         by_gemm = ", ".join(f"{gemm} {100 * flops / total:.1f} %" for gemm, flops in low.items())
-        told = f" ({by_gemm})" if by_gemm else ""
+        parts = f" ({by_gemm})" if by_gemm else ""
         first = (
-            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{told}, "
+            f"{100 * sum(low.values()) / total:.1f} % of the step's matmul FLOPs run in FP8{parts}, "
             f"{100 * kept / total:.1f} % are sites kept in hp, {100 * undecided / total:.1f} % sites without "
             "a decision"
         )

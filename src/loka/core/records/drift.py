@@ -22,7 +22,7 @@ import torch
 from loka.core.budget import total_effect, upper_bound
 from loka.core.error import Estimate
 from loka.core.exceptions import DataRefused, PlanMismatch
-from loka.core.recipe import SHARED
+from loka.core.recipe import SHARED_OPERANDS
 from loka.core.records.plan import Plan, known_effect
 from loka.core.records.report import HP
 from loka.core.records.stats import OPERANDS, Distribution, Stats
@@ -194,7 +194,7 @@ def effects_of(stats: Stats) -> dict[str, dict[str, Estimate]]:
     """Layer -> recipe -> predicted KL/H, where it is known."""
     found: dict[str, dict[str, Estimate]] = {}
     for path, layer in stats.layers.items():
-        estimates = {name: effect.ne() for name, effect in layer.effects.items()}
+        estimates = {name: effect.kl() for name, effect in layer.effects.items()}
         found[path] = {name: e for name, e in estimates.items() if known_effect(e) is not None}
     return found
 
@@ -224,7 +224,7 @@ def _layer(
         old = _effect(before, path, recipe) if before is not None else None
         planned = plan.decisions.get(f"{path}/output")
         if old is None and planned is not None:
-            old = known_effect(planned.ne)
+            old = known_effect(planned.kl)
     unsafe = []
     low = _low_operands(path, plan)
     for operand in low:
@@ -276,13 +276,13 @@ def _because(reason: str | None) -> str:
 
 def _effect(stats: Stats, path: str, recipe: str) -> Estimate | None:
     effect = stats.layers[path].effects.get(recipe) if path in stats.layers else None
-    return known_effect(effect.ne()) if effect is not None else None
+    return known_effect(effect.kl()) if effect is not None else None
 
 
 def _low_operands(path: str, plan: Plan) -> list[str]:
     """The operands of the layer that some GEMM takes in FP8."""
     candidates = plan.candidates(path)
-    return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED[name])]
+    return [name for name in OPERANDS if any(candidates[gemm] != HP for gemm, _ in SHARED_OPERANDS[name])]
 
 
 def _amax(learnt: Distribution) -> float | None:

@@ -35,7 +35,7 @@ class Decision:
     `runner_up` is the best of those. Times and speed-up are None where none were measured;
     they are of the GEMM by itself, with both its operands quantized for it alone; in a region the time is
     its share of what the layer takes there, and the speed-up is that of the layer with the code around it.
-    `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `ne` is the predicted
+    `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `kl` is the predicted
     KL/H, of an FP8 `output` GEMM where the probe estimated it.
     """
 
@@ -45,7 +45,7 @@ class Decision:
     reason: str
     sqnr_db: Estimate | None = None
     mere: Estimate | None = None
-    ne: Estimate | None = sparse(None)
+    kl: Estimate | None = sparse(None, name="ne")
     microseconds: Estimate | None = None
     hp_microseconds: Estimate | None = None
     speedup: Estimate | None = None
@@ -116,30 +116,30 @@ class Plan:
         }
 
     @property
-    def ne(self) -> Estimate | None:
+    def kl(self) -> Estimate | None:
         """The predicted KL/H of the model: the sum over what runs in FP8. None where nothing
-        of it was estimated; `ne_unknown` names what the sum lacks."""
-        effects = map(known_effect, (d.ne for d in self.decisions.values()))
+        of it was estimated; `kl_unknown` names what the sum lacks."""
+        effects = map(known_effect, (d.kl for d in self.decisions.values()))
         known = [effect for effect in effects if effect is not None]
         return total_effect(known) if known else None
 
     @property
-    def ne_unknown(self) -> tuple[str, ...]:
+    def kl_unknown(self) -> tuple[str, ...]:
         """FP8 `output` sites without an estimate of their KL/H, or with one that says nothing, such
         as nan or an interval without an upper end."""
         return tuple(
             d.site
             for d in self.decisions.values()
-            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.ne) is None
+            if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP and known_effect(d.kl) is None
         )
 
     def __str__(self) -> str:
         header = ["site", "MxNxK", "runs", "sqnr_db", "us", "hp us", "speed-up", "why"]
         rows = [list(_row(decision)) for decision in self.decisions.values()]
-        if any(decision.ne for decision in self.decisions.values()):
+        if any(decision.kl for decision in self.decisions.values()):
             header.insert(4, "KL/H")
             for row, decision in zip(rows, self.decisions.values(), strict=True):
-                row.insert(4, _show(decision.ne, "{:.1e}"))
+                row.insert(4, _show(decision.kl, "{:.1e}"))
         lines = [f"Plan for {self.model.name}, measured on {self.machine}", format_table(header, rows)]
         lines.append(self.summary())
         lines += self.coverage_lines()
@@ -173,15 +173,15 @@ class Plan:
 
     def _spent(self) -> str:
         """What the plan costs in KL/H, if anything of it is known or asked for."""
-        missing = len(self.ne_unknown)
-        told = self.budget.ne is not None or any(d.ne is not None for d in self.decisions.values())
-        if self.ne is None and not (missing and told):
+        missing = len(self.kl_unknown)
+        asked = self.budget.ne is not None or any(d.kl is not None for d in self.decisions.values())
+        if self.kl is None and not (missing and asked):
             return ""
         limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
-        if self.ne is None:
+        if self.kl is None:
             return f" Predicted KL/H: unknown, {missing} without an estimate{limit}."
         lacks = f", and {missing} without an estimate" if missing else ""
-        return f" Predicted KL/H: {self.ne}{lacks}{limit}."
+        return f" Predicted KL/H: {self.kl}{lacks}{limit}."
 
 
 def known_effect(effect: Estimate | None) -> Estimate | None:

@@ -15,7 +15,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
 from loka.core.signature import ModelSignature
-from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.codec import decode, encode, named, record, sparse
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 
@@ -36,7 +36,7 @@ class Measurement:
 
     `errors` by measure name: "sqnr_db", "mere"; "row_db", "row_p99_db" where rows are examples; of gradients
     "angle", "shrink", "bias", "variance" (core/numerics/gemm_error.py, core/numerics/direction.py); of
-    `output` GEMMs "ne", where the probe could learn it.
+    `output` GEMMs "ne": the predicted KL/H, where the probe knows the effect.
 
     `rounds` is how long it stayed in the race of the site: a name that left early was clearly
     slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
@@ -83,7 +83,7 @@ class Report:
 
     Attributes:
         skipped: sites and layers without measurements, and why there are none to make.
-        sharing: what one pass for both copies of a tensor saves over two, in microseconds: by
+        quantize_once_savings: what one pass for both copies of a tensor saves over two, in microseconds: by
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
@@ -102,7 +102,9 @@ class Report:
     settings: Mapping[str, Any]
     sites: Mapping[str, SiteReport]
     skipped: Mapping[str, str] = field(default_factory=dict)
-    sharing: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = field(default_factory=dict)
+    quantize_once_savings: Mapping[str, Mapping[str, Mapping[str, Estimate]]] = named(
+        "sharing", default_factory=dict
+    )
     region_times: Mapping[str, Mapping[str, Measurement]] = sparse(default_factory=dict)
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)
@@ -128,14 +130,14 @@ class Report:
 
     def __str__(self) -> str:
         found = {name for s in self.sites.values() for m in s.measurements.values() for name in m.errors}
-        shown = {title: told for title, told in _ERRORS.items() if title in _ALWAYS or told[0] in found}
+        shown = {title: column for title, column in _ERRORS.items() if title in _ALWAYS or column[0] in found}
         header = ("site", "MxNxK", "candidate", *shown, "us", "speed-up", "unsupported")
         rows = [row for site in self.sites.values() for row in _rows(site, list(shown.values()))]
         state = "" if self.complete else " (incomplete: measure again to go on)"
         lines = [f"Report of {self.model.name} on {self.machine}{state}", format_table(header, rows)]
         if not self.timed and self.machine.target == "cpu":
             lines.append("Not timed: this machine has no GPU; errors only.")
-        for path, tensors in self.sharing.items():
+        for path, tensors in self.quantize_once_savings.items():
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
         lines += [line for path, times in self.region_times.items() if (line := _region_line(path, times))]
@@ -176,7 +178,7 @@ _ERRORS: dict[str, tuple[str, Callable[[float], str]]] = {
     "mere": ("mere", "{:.3f}".format),
     "shrink_%": ("shrink", lambda share: f"{100 * share:+.2f}"),
     "bias_%": ("bias", lambda share: f"{100 * share:+.3f}"),
-    "ne": ("ne", "{:.1e}".format),
+    "KL/H": ("ne", "{:.1e}".format),
 }
 _ALWAYS = ("sqnr_db", "mere")
 
@@ -195,15 +197,15 @@ def _rows(site: SiteReport, shown: Sequence[tuple[str, Callable[[float], str]]])
         if not measured.unsupported:
             errors, speedup = measured.errors, measured.speedup
             numbers = (
-                *(told(errors[name].value) if name in errors else "-" for name, told in shown),
+                *(written(errors[name].value) if name in errors else "-" for name, written in shown),
                 f"{measured.microseconds.value:.1f}" if measured.microseconds else "-",
                 f"{speedup.value:.2f}x" if speedup else "-",
             )
             rows.append((*place, candidate, *numbers, ""))
     reasons = Counter(m.unsupported for m in site.measurements.values() if m.unsupported)
     if reasons:
-        told = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
-        rows.append((*place, f"({reasons.total()} more)", *[""] * (len(shown) + 2), told))
+        others = "; ".join(f"{reason} (x{n})" if n > 1 else str(reason) for reason, n in reasons.items())
+        rows.append((*place, f"({reasons.total()} more)", *[""] * (len(shown) + 2), others))
     return rows
 
 

@@ -20,7 +20,7 @@ from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
 from loka.core.records.coverage import Coverage
 from loka.core.signature import ModelSignature
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import (
     canonical,
     read_record,
@@ -48,6 +48,14 @@ class Distribution:
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
+def _check(layer: LinearStats) -> None:
+    if not {layer.dtype, layer.weight_dtype} <= set(DTYPES) or layer.rows < 0:
+        raise ValueError("a dtype or a number of rows that cannot be")
+    if not {"input", "weight"} <= set(layer.operands):
+        raise ValueError("it lacks the statistics of its input or weight")
+
+
+@record(ignore=frozenset({"turned"}), check=_check)
 @dataclass(frozen=True, kw_only=True)
 class LinearStats:
     """One linear layer: `rows` is the largest number of input rows in a call.
@@ -67,10 +75,11 @@ class LinearStats:
     needs_input_grad: bool
     needs_weight_grad: bool
     operands: Mapping[str, Distribution]
-    effects: Mapping[str, Effect] = field(default_factory=dict)
-    no_effect: str = ""
+    effects: Mapping[str, Effect] = sparse(default_factory=dict)
+    no_effect: str = sparse("")
 
 
+@record(ignore=None)  # what earlier versions noted of layers that feed each other
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """Statistics of a model. `skipped` says why a layer has none.
@@ -85,8 +94,8 @@ class Stats:
     sampled_steps: int
     layers: Mapping[str, LinearStats]
     skipped: Mapping[str, str] = field(default_factory=dict)
-    coverage: Coverage | None = None
-    final_rate: float | None = None
+    coverage: Coverage | None = sparse(None)
+    final_rate: float | None = sparse(None)
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""
@@ -154,72 +163,26 @@ class Stats:
 
 
 def flatten(stats: Stats) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What goes into JSON, and the tensors by "path/operand/name"."""
+    """What goes into JSON, which has the names of tensors, and the tensors by "path/operand/name"."""
     tensors: dict[str, torch.Tensor] = {}
     layers = {}
     for path, layer in stats.layers.items():
-        operands = {}
-        for operand, distribution in layer.operands.items():
-            for name, tensor in distribution.tensors.items():
-                tensors[f"{path}/{operand}/{name}"] = tensor
-            operands[operand] = {
-                "kind": distribution.kind,
-                "numbers": dict(distribution.numbers),
-                "tensors": sorted(distribution.tensors),
-            }
-        layers[path] = {
-            "rows": layer.rows,
-            "calls": layer.calls,
-            "order": layer.order,
-            "dtype": layer.dtype,
-            "weight_dtype": layer.weight_dtype,
-            "needs_input_grad": layer.needs_input_grad,
-            "needs_weight_grad": layer.needs_weight_grad,
-            "operands": operands,
-        }
-        if layer.effects:  # else the digest is that of a folder from before there were effects
-            layers[path]["effects"] = {name: effect.to_json() for name, effect in layer.effects.items()}
-        if layer.no_effect:
-            layers[path]["no_effect"] = layer.no_effect
-    content = {
-        "model": encode(stats.model),
-        "steps": stats.steps,
-        "sampled_steps": stats.sampled_steps,
-        "layers": layers,
-        "skipped": dict(stats.skipped),
-    }
-    if stats.coverage is not None:
-        content["coverage"] = encode(stats.coverage)
-    if stats.final_rate is not None:
-        content["final_rate"] = stats.final_rate
-    return content, tensors
+        named: dict[str, Any] = {}
+        for operand, found in layer.operands.items():
+            tensors |= {f"{path}/{operand}/{name}": tensor for name, tensor in found.tensors.items()}
+            named[operand] = {"kind": found.kind, "numbers": found.numbers, "tensors": sorted(found.tensors)}
+        layers[path] = replace(layer, operands=named)
+    return encode(replace(stats, layers=layers)), tensors
 
 
 def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Stats:
     """Of what `flatten` made. Raises LookupError, TypeError or ValueError for anything else."""
+
+    def restored(path: str, operand: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {**entry, "tensors": {name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]}}
+
     layers = {}
     for path, layer in content["layers"].items():
-        if not {layer["dtype"], layer["weight_dtype"]} <= set(DTYPES) or layer["rows"] < 0:
-            raise ValueError(f"layer {path} has a dtype or a number of rows that cannot be")
-        if not {"input", "weight"} <= set(layer["operands"]):
-            raise ValueError(f"layer {path} lacks the statistics of its input or weight")
-        operands = {
-            operand: Distribution(
-                kind=entry["kind"],
-                numbers=entry["numbers"],
-                tensors={name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]},
-            )
-            for operand, entry in layer["operands"].items()
-        }
-        effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
-        known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
-        layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
-    return Stats(
-        model=decode(ModelSignature, content["model"], at="model"),
-        steps=content["steps"],
-        sampled_steps=content["sampled_steps"],
-        layers=layers,
-        skipped=content["skipped"],
-        coverage=decode(Coverage, content["coverage"], at="coverage") if "coverage" in content else None,
-        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
-    )
+        operands = {operand: restored(path, operand, entry) for operand, entry in layer["operands"].items()}
+        layers[path] = {**layer, "operands": operands}
+    return decode(Stats, {**content, "layers": layers})

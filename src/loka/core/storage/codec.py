@@ -2,9 +2,11 @@
 
     encode(record) -> what json.dumps takes        decode(Record, content) -> Record
 
-A dataclass is an object with its fields in order; one that is a `@record(row=True)` is a list of them, with
-`sparse` defaults at its end left out. Mappings, tuples, enums, None, texts and numbers are what they are;
-infinities and nan, which JSON has not, are texts.
+A dataclass is an object with its fields in order; a `@record(row=True)` is a list of them, with `sparse`
+defaults at its end left out. The fields of an `inline` record stand among those of its owner, and a `named`
+field keeps the name that files know it by. Properties that a record lists as `derived` are written for
+readers of the file, and passed over when it is read. Mappings, tuples, enums, None, texts and numbers are
+what they are; infinities and nan, which JSON has not, are texts.
 
 `decode` refuses what does not fit with a ValueError that names the place, as "decisions.fc/output.problem.m".
 Numbers stay as they were written: a record that is read and written again has the same bytes.
@@ -24,6 +26,8 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 _SPARSE = "left out of JSON where it has its default"
+_INLINE = "its fields stand among those of its owner"
+_NAME = "called so in JSON"
 _FORM = "_form_of_record"
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
 
@@ -33,6 +37,7 @@ class _Form:
     row: bool = False
     ignore: frozenset[str] | None = frozenset()
     check: Callable[[Any], None] | None = None
+    derived: tuple[str, ...] = ()
 
 
 def record(
@@ -40,6 +45,7 @@ def record(
     row: bool = False,
     ignore: frozenset[str] | None = frozenset(),
     check: Callable[[Any], None] | None = None,
+    derived: tuple[str, ...] = (),
 ) -> Callable[[type[T]], type[T]]:
     """How a dataclass stands in JSON, where that is not an object of exactly its fields.
 
@@ -47,18 +53,29 @@ def record(
         row: as a list of its fields.
         ignore: names that earlier versions wrote, and that are passed over; None: all that are no fields.
         check: called with what was read; raises ValueError for values that cannot be.
+        derived: properties that follow from the fields, such as a verdict: written, and never read.
     """
 
     def mark(cls: type[T]) -> type[T]:
-        setattr(cls, _FORM, _Form(row, ignore, check))
+        setattr(cls, _FORM, _Form(row, ignore, check, derived))
         return cls
 
     return mark
 
 
-def sparse(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+def sparse(default: Any = MISSING, *, default_factory: Any = MISSING, name: str | None = None) -> Any:
     """A field that is left out of JSON where it has its default: such records are as before there was one."""
-    return field(default=default, default_factory=default_factory, metadata={_SPARSE: True})
+    return field(default=default, default_factory=default_factory, metadata={_SPARSE: True, _NAME: name})
+
+
+def named(name: str, default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """A field that is called `name` in JSON: stored records keep the name that it had before."""
+    return field(default=default, default_factory=default_factory, metadata={_NAME: name})
+
+
+def inline() -> Any:
+    """A field that is a record, whose own fields stand in JSON among those of its owner."""
+    return field(metadata={_INLINE: True})
 
 
 def encode(value: Any) -> Any:
@@ -74,17 +91,19 @@ def encode(value: Any) -> Any:
         return [encode(entry) for entry in value]
     if not is_dataclass(value):
         raise TypeError(f"{value!r} has no form in JSON")
-    found = {entry.name: getattr(value, entry.name) for entry in fields(value)}
-    if not _form(type(value)).row:
-        return {
-            entry.name: encode(found[entry.name])
-            for entry in fields(value)
-            if not (entry.metadata.get(_SPARSE) and found[entry.name] == _default(entry))
-        }
-    kept = list(fields(value))
-    while kept and kept[-1].metadata.get(_SPARSE) and found[kept[-1].name] == _default(kept[-1]):
-        kept.pop()
-    return [encode(found[entry.name]) for entry in kept]
+    form, kept = _form(type(value)), list(fields(value))
+    if form.row:
+        while kept and _left_out(value, kept[-1]):
+            kept.pop()
+        return [encode(getattr(value, entry.name)) for entry in kept]
+    found: dict[str, Any] = {}
+    for entry in kept:
+        inner = encode(getattr(value, entry.name))
+        if entry.metadata.get(_INLINE):
+            found |= inner
+        elif not _left_out(value, entry):
+            found[_name(entry)] = inner
+    return found | {name: encode(getattr(value, name)) for name in form.derived}
 
 
 def decode(kind: type[T], content: Any, *, at: str = "") -> T:
@@ -119,12 +138,14 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         if not isinstance(content, str) or content not in known:
             _refuse(at, f"one of {', '.join(map(repr, known))}", content)
         return known[content]
+    if not is_dataclass(kind):  # such as a tensor, which its owner put in the place of its name
+        return content if isinstance(content, kind) else _refuse(at, f"a {kind.__name__}", content)
     return _dataclass(kind, content, at)
 
 
 def _dataclass(kind: Any, content: Any, at: str) -> Any:
     form, hints = _form(kind), _hints(kind)
-    known = {entry.name: entry for entry in fields(kind)}
+    known = {_name(entry): entry for entry in fields(kind)}
     if form.row:
         entries = _is(list, content, at)
         if len(entries) > len(known):
@@ -132,7 +153,10 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
         given = dict(zip(known, entries, strict=False))
     else:
         given = dict(_is(dict, content, at))
-        strange = given.keys() - known
+        for name in (name for name, entry in known.items() if entry.metadata.get(_INLINE)):
+            inner = {_name(each) for each in fields(hints[name])} & given.keys()
+            given[name] = {key: given.pop(key) for key in inner}
+        strange = given.keys() - known - set(form.derived)
         if form.ignore is not None and (strange - form.ignore):
             raise ValueError(
                 f"{at or 'it'} has {', '.join(sorted(map(str, strange)))}, of which nothing is known"
@@ -140,12 +164,16 @@ def _dataclass(kind: Any, content: Any, at: str) -> Any:
     values = {}
     for name, entry in known.items():
         if name in given:
-            values[name] = _decode(hints[name], given[name], _below(at, name))
+            place = at if entry.metadata.get(_INLINE) else _below(at, name)
+            values[entry.name] = _decode(hints[entry.name], given[name], place)
         elif entry.default is MISSING and entry.default_factory is MISSING:
             raise ValueError(f"{_below(at, name)} is missing")
     found = kind(**values)
-    if form.check is not None:
-        form.check(found)
+    try:
+        if form.check is not None:
+            form.check(found)
+    except ValueError as error:
+        raise ValueError(f"{at}: {error}" if at else str(error)) from None
     return found
 
 
@@ -159,6 +187,15 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+def _name(entry: Field[Any]) -> str:
+    """In JSON."""
+    return entry.metadata.get(_NAME) or entry.name
+
+
+def _left_out(value: Any, entry: Field[Any]) -> bool:
+    return bool(entry.metadata.get(_SPARSE)) and getattr(value, entry.name) == _default(entry)
+
+
 def _default(entry: Field[Any]) -> Any:
     return entry.default_factory() if entry.default_factory is not MISSING else entry.default
 
@@ -169,14 +206,7 @@ def _below(at: str, name: str) -> str:
 
 def _is(kind: type, content: Any, at: str) -> Any:
     if type(content) is not kind:
-        names = {
-            dict: "an object",
-            list: "a list",
-            str: "a text",
-            int: "a whole number",
-            bool: "true or false",
-        }
-        _refuse(at, names[kind], content)
+        _refuse(at, _NAMES[kind], content)
     return content
 
 

@@ -20,7 +20,7 @@ from loka.core.storage.codec import encode
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.operands import Operands, rotated_operands
 from loka.measurement.settings import Settings
-from loka.measurement.times.quantize_once_savings import SharingTimes, sharing_casts, time_sharing
+from loka.measurement.times.quantize_once_savings import QuantizeOnceSavings, shared_casts, time_quantize_once
 from loka.measurement.times.region_times import region_key, time_region
 from loka.measurement.times.site_times import SiteTimes, rivals_of, time_site
 
@@ -28,7 +28,7 @@ NOT_TIMED = "not timed"
 CUT_SHORT = "timing cut short"
 NO_MEMORY = "not timed: the GPU has too little memory"
 
-Sharing = Mapping[str, Mapping[str, Estimate]]
+Savings = Mapping[str, Mapping[str, Estimate]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class Timer:
 
 
 def time_layer(
-    layer: LinearStats, sites: Mapping[Gemm, SiteReport], sharing: Sharing | None, timer: Timer
-) -> tuple[dict[Gemm, SiteReport], Sharing | None]:
-    """Times the unfinished sites of a layer, and `sharing` where it is None; gives back both.
+    layer: LinearStats, sites: Mapping[Gemm, SiteReport], savings: Savings | None, timer: Timer
+) -> tuple[dict[Gemm, SiteReport], Savings | None]:
+    """Times the unfinished sites of a layer, and `savings` where it is None; gives back both.
 
     Runs out of memory or of time without raising: `SiteReport.unfinished` says so, and the
-    sharing stays None.
+    savings stay None.
     """
     operands = functools.cache(
         functools.partial(rotated_operands, layer, device=timer.device, seed=timer.settings.seed)
@@ -66,9 +66,9 @@ def time_layer(
         gemm: _time_site(site, layer, operands, timer) if site.unfinished else site
         for gemm, site in sites.items()
     }
-    if sharing is None and not timer.late and not any(site.unfinished for site in timed.values()):
-        sharing = _time_sharing(timed, layer, operands, timer)
-    return timed, sharing
+    if savings is None and not timer.late and not any(site.unfinished for site in timed.values()):
+        savings = _time_quantize_once(timed, layer, operands, timer)
+    return timed, savings
 
 
 def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
@@ -140,12 +140,12 @@ def _asked(name: str, timer: Timer) -> str:
     return name if name == HP or name in timer.candidates else name.partition("@")[0]
 
 
-def _time_sharing(
+def _time_quantize_once(
     sites: Mapping[Gemm, SiteReport],
     layer: LinearStats,
     operands: Callable[[], list[Operands]],
     timer: Timer,
-) -> Sharing | None:
+) -> Savings | None:
     problems = {gemm: site.problem for gemm, site in sites.items()}
     names = {
         gemm: [name for name, m in site.measurements.items() if not m.unsupported]
@@ -153,16 +153,16 @@ def _time_sharing(
     }
     wanted = {
         tensor: [{cast.name: list(sides) for cast, sides in casts.items()} for casts in both]
-        for tensor, both in sharing_casts(problems, names).items()
+        for tensor, both in shared_casts(problems, names).items()
     }
     if not wanted:
         return {}
     sides = [encode(problem) for problem in problems.values()]
     key = {**_key(layer, timer), "sharing": wanted, "problems": sides}
-    times = timer.cache.get(key, SharingTimes)
+    times = timer.cache.get(key, QuantizeOnceSavings)
     if times is None:
         try:
-            times = time_sharing(
+            times = time_quantize_once(
                 operands(),
                 problems,
                 names,
@@ -186,7 +186,7 @@ def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
     return {
         "machine": encode(timer.machine),
         "sources": sources_digest(),
-        "rounds": [settings.max_rounds, settings.search_rounds, settings.sharing_rounds],
+        "rounds": [settings.max_rounds, settings.search_rounds, settings.quantize_once_rounds],
         "tie": settings.tie,
         "seed": settings.seed,
         "dtype": layer.dtype,

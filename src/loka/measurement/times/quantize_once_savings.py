@@ -19,7 +19,7 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.problem import Problem
-from loka.core.recipe import SHARED, Cast, Gemm
+from loka.core.recipe import SHARED_OPERANDS, Cast, Gemm
 from loka.core.records.report import HP
 from loka.core.storage.codec import sparse
 from loka.core.timing import median_interval, time_interleaved
@@ -33,15 +33,15 @@ _Pair = tuple[Side | None, Side | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharingTimes:
-    """Microseconds saved, by tensor and casts "row+column" (`Cast.name`); see `Report.sharing`."""
+class QuantizeOnceSavings:
+    """Microseconds saved, by tensor and casts "row+column" (`Cast.name`), as in a report."""
 
     saved: Mapping[str, Mapping[str, Estimate]]
     failures: Mapping[str, str]
     cut_short: bool = sparse(False)
 
 
-def sharing_casts(
+def shared_casts(
     problems: Mapping[Gemm, Problem], names: Mapping[Gemm, Iterable[str]]
 ) -> dict[str, tuple[dict[Cast, tuple[int, int]], dict[Cast, tuple[int, int]]]]:
     """For each tensor with two GEMMs: casts of its row-major copy and of the transposed one.
@@ -62,11 +62,11 @@ def sharing_casts(
             found[pair[index]] = (max(high, (padded.m, padded.n)[index]), max(wide, padded.k))
         return found
 
-    both = {name: (casts(*row), casts(*column)) for name, (row, column) in SHARED.items()}
+    both = {name: (casts(*row), casts(*column)) for name, (row, column) in SHARED_OPERANDS.items()}
     return {name: (rows, columns) for name, (rows, columns) in both.items() if rows and columns}
 
 
-def time_sharing(
+def time_quantize_once(
     sets: Sequence[Operands],
     problems: Mapping[Gemm, Problem],
     names: Mapping[Gemm, Iterable[str]],
@@ -74,12 +74,12 @@ def time_sharing(
     device: torch.device,
     settings: Settings,
     deadline: float | None = None,
-) -> SharingTimes:
+) -> QuantizeOnceSavings:
     """Times both passes and the shared one for each pair of casts among candidates `names`."""
     saved: dict[str, dict[str, Estimate]] = {}
     failures: dict[str, str] = {}
     cut_short = False
-    for tensor, (rows, columns) in sharing_casts(problems, names).items():
+    for tensor, (rows, columns) in shared_casts(problems, names).items():
         row_sides = {cast: Side(cast=cast, padded=sides, flag=BAD_A) for cast, sides in rows.items()}
         column_sides = {cast: Side(cast=cast, padded=sides, flag=BAD_A) for cast, sides in columns.items()}
         passes: dict[str, _Pair] = {}
@@ -92,7 +92,7 @@ def time_sharing(
             baseline=next(iter(passes)),
             device=device,
             keep=list(passes),
-            max_rounds=settings.sharing_rounds,
+            max_rounds=settings.quantize_once_rounds,
             deadline=deadline,
             seed=settings.seed,
         )
@@ -106,7 +106,7 @@ def time_sharing(
                 saved[tensor][name] = median_interval(
                     [a + b - both for a, b, both in zip(first, second, together, strict=True)]
                 )
-    return SharingTimes(saved=saved, failures=failures, cut_short=cut_short)
+    return QuantizeOnceSavings(saved=saved, failures=failures, cut_short=cut_short)
 
 
 def _name(row: Side | None, column: Side | None) -> str:

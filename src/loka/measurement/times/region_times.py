@@ -123,7 +123,7 @@ def _race(
             baseline=HP,
             device=device,
             keep=list(steps),
-            max_rounds=settings.sharing_rounds,
+            max_rounds=settings.quantize_once_rounds,
             deadline=deadline,
         )
     except (torch.AcceleratorError, torch.OutOfMemoryError):

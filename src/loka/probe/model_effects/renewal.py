@@ -196,8 +196,8 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
     refused = no_promise(z, rates)
     if refused:
-        told = NO_PROMISE + refused
-        return replace(stats, layers={p: _without(layer, told) for p, layer in stats.layers.items()})
+        reason = NO_PROMISE + refused
+        return replace(stats, layers={p: _without(layer, reason) for p, layer in stats.layers.items()})
     predicted = z.sigmoid()
     if rates is not None:
         predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
@@ -220,8 +220,8 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
             effects = widened(now[path], variance + moves[path])
             layers[path] = with_effects(_without(layer, ""), effects, tables, "")
         else:
-            told = rows.missed.get(path, "no fresh row reaches it")
-            layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else told)
+            reason = rows.missed.get(path, "no fresh row reaches it")
+            layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else reason)
     return replace(stats, layers=layers)
 
 

@@ -180,7 +180,7 @@ class Sensitivity:
             picks = finite(self._pick(z.shape[0]), z)
             grads, signed, p = self._backward(model, z, picks, edges)
         except Exception as error:  # user code runs in the pass, and training goes on without it
-            self._drop(calls, _told(error))
+            self._drop(calls, _reason(error))
             return
         reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
         self._drop([call for call in calls if call.path not in reached], _UNREACHED)
@@ -225,8 +225,8 @@ class Sensitivity:
         if self._base_rate is None:
             raise NoEffect(reason)
         if not self._step.batch:
-            told = "the first sides of the model's arguments do not tell the size of the batch"
-            raise NoEffect(f"{reason}; and {told}")
+            unknown = "the first sides of the model's arguments do not tell the size of the batch"
+            raise NoEffect(f"{reason}; and {unknown}")
         return self._pick(self._step.batch)
 
     def _pick(self, batch: int) -> torch.Tensor:
@@ -273,7 +273,7 @@ class Sensitivity:
         try:
             changes, tables = _changes(call, grad, picks, batch, self._generator, of_all=of_all)
         except Exception as error:  # out of memory, say; the step itself is whole
-            self._drop([call], _told(error) + (mixing if isinstance(error, RowsMix) else ""))
+            self._drop([call], _reason(error) + (mixing if isinstance(error, RowsMix) else ""))
             found.pop(call.path, None)
             return
         if call.path in found:
@@ -363,7 +363,7 @@ def _refuse_freed(calls: Sequence[Call]) -> None:
             )
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = str(error).strip()
     first = text.splitlines()[0] if text else ""
     return first if isinstance(error, NoEffect) else f"{type(error).__name__}: {first}"

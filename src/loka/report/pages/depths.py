@@ -114,10 +114,10 @@ def operands_of(stats: Stats) -> list[Operand]:
 
 def depths_section(stats: Stats) -> Html:
     found = operands_of(stats)
-    told = f"{stats.sampled_steps} of {stats.steps} steps of {stats.model.name} sampled."
+    sampled = f"{stats.sampled_steps} of {stats.steps} steps of {stats.model.name} sampled."
     if not found:
         return missing(
-            "depths", TITLE, f"{told} They hold no depth histograms: probe with a LoKA that collects them."
+            "depths", TITLE, f"{sampled} They hold no depth histograms: probe with a LoKA that collects them."
         )
     by_layer: dict[str, list[Operand]] = {}
     for operand in found:
@@ -127,7 +127,7 @@ def depths_section(stats: Stats) -> Html:
         "depths",
         TITLE,
         paragraph(
-            told,
+            sampled,
             " A scale maps the largest magnitude to a format's largest number; an element of depth d is "
             "2^d smaller. Past a format's normal numbers its precision fades, past its subnormals it is "
             "zero.",
@@ -186,7 +186,7 @@ def _strips(found: list[Operand], most: int = 24) -> Html:
         y = top + pitch * (place + 0.5)
         shares = octaves(operand.tensor)
         low, middle, high = (quantile(shares, at) for at in (0.01, 0.5, 0.99))
-        told = f"{operand.path} {operand.name}: 98 % of elements between depths {low:.1f} and {high:.1f}"
+        label = f"{operand.path} {operand.name}: 98 % of elements between depths {low:.1f} and {high:.1f}"
         name = operand.path if len(operand.path) <= _LONGEST else "…" + operand.path[1 - _LONGEST :]
         marks += [
             tag("text", name, x=0, y=f"{y + 4:.1f}", style="font-size:11px"),
@@ -201,7 +201,7 @@ def _strips(found: list[Operand], most: int = 24) -> Html:
             ),
             tag(
                 "line",
-                tag("title", told),
+                tag("title", label),
                 x1=f"{x(low):.1f}",
                 x2=f"{x(high):.1f}",
                 y1=f"{y:.1f}",
@@ -273,8 +273,8 @@ def _percent(value: float | None) -> Cell:
 def _layer(path: str, found: list[Operand], stats: Stats) -> Html:
     order = {name: place for place, name in enumerate(OPERANDS)}
     drawn = [_histogram(operand) for operand in sorted(found, key=lambda o: order[o.name])]
-    told = {name: _told(d) for name, d in stats.layers[path].operands.items()}
-    numbers = "; ".join(f"{name} {text}" for name, text in told.items() if text)
+    kurtoses = {name: _kurtosis(d) for name, d in stats.layers[path].operands.items()}
+    numbers = "; ".join(f"{name} {text}" for name, text in kurtoses.items() if text)
     return join(
         [
             tag("h3", path),
@@ -284,7 +284,7 @@ def _layer(path: str, found: list[Operand], stats: Stats) -> Html:
     )
 
 
-def _told(distribution: Distribution) -> str:
+def _kurtosis(distribution: Distribution) -> str:
     numbers: Mapping[str, object] = distribution.numbers
     kurtosis = numbers.get("kurtosis")
     return f"kurtosis {kurtosis:.3g}" if isinstance(kurtosis, float) and math.isfinite(kurtosis) else ""
@@ -299,8 +299,8 @@ def _histogram(operand: Operand) -> Html:
     )
     for octave, share in enumerate(tensor):
         if share:
-            told = f"depth {octave} to {octave + 1}: {100 * share:.3g} % of the elements"
-            frame.box((octave + 0.08, octave + 0.92), (0.0, share), "a", told)
+            label = f"depth {octave} to {octave + 1}: {100 * share:.3g} % of the elements"
+            frame.box((octave + 0.08, octave + 0.92), (0.0, share), "a", label)
     if row:
         outline = [(float(octave), share) for octave, share in enumerate(row)]
         frame.line([*outline, (float(DEEPEST), row[-1])], "ink", width=1.2, steps=True)

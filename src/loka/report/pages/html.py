@@ -68,8 +68,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, caption: s
 
     A column of numbers is aligned right, and one of dashes alone is left out.
     """
-    told = [i for i in range(len(header)) if not rows or any(not _dash(row[i]) for row in rows)]
-    header, rows = [header[i] for i in told], [[row[i] for i in told] for row in rows]
+    shown = [i for i in range(len(header)) if not rows or any(not _dash(row[i]) for row in rows)]
+    header, rows = [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
     numeric = [bool(rows) and all(_numeric(row[i]) for row in rows) for i in range(len(header))]
 
     def body(part: Sequence[Sequence[object]]) -> list[Html]:
@@ -135,9 +135,9 @@ def section(identity: str, title: str, *content: object) -> Html:
     )
 
 
-def missing(identity: str, title: str, *told: object) -> Html:
+def missing(identity: str, title: str, *text: object) -> Html:
     """A section whose record was not given: it says so in one line."""
-    return section(identity, title, tag("p", *told, class_="none"))
+    return section(identity, title, tag("p", *text, class_="none"))
 
 
 def tiles(pairs: Sequence[tuple[str, object, str]]) -> Html:

@@ -57,8 +57,8 @@ def plan_section(plan: Plan) -> Html:
         ("layers with FP8", f"{len(low)} of {len(rows)}", ""),
         *_time_tiles(plan),
     ]
-    if plan.ne is not None:
-        known.append(("predicted KL/H", f"{plan.ne.value:.2g}", ""))
+    if plan.kl is not None:
+        known.append(("predicted KL/H", f"{plan.kl.value:.2g}", ""))
     if plan.budget.ne is not None:
         known.append(("budget of KL/H", f"{plan.budget.ne:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
@@ -94,11 +94,11 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
     for row in sorted(rows, key=lambda row: (not row.fp8, -(row.hp_us or 0.0))):
         wide = (row.hp_us or 0.0) / total * WIDTH
         colour = "var(--a)" if row.fp8 else "var(--line)"
-        told = f"{row.path}: {row.hp_us or 0:.0f} us in hp, {100 * (row.hp_us or 0) / total:.1f} %"
+        label = f"{row.path}: {row.hp_us or 0:.0f} us in hp, {100 * (row.hp_us or 0) / total:.1f} %"
         marks.append(
             tag(
                 "rect",
-                tag("title", told),
+                tag("title", label),
                 x=f"{at:.2f}",
                 y=0,
                 width=f"{max(wide - 0.6, 0.2):.2f}",
@@ -109,8 +109,8 @@ def _bar(rows: Sequence[LayerRow]) -> Html:
         at += wide
     share = sum(row.hp_us or 0.0 for row in rows if row.fp8) / total
     drawing = tag("svg", *marks, viewBox=f"0 0 {WIDTH:g} 16", role="img", aria_label="time by layer")
-    told = f"{100 * share:.0f} % of the linear layers' time lies in layers with FP8 (blue)"
-    return tag("figure", drawing, tag("figcaption", told))
+    caption = f"{100 * share:.0f} % of the linear layers' time lies in layers with FP8 (blue)"
+    return tag("figure", drawing, tag("figcaption", caption))
 
 
 def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
@@ -127,7 +127,7 @@ def _layers(rows: Sequence[LayerRow], timed: bool) -> Html:
 def _layer(row: LayerRow) -> tuple[object, ...]:
     fp8 = {gemm: d for gemm, d in row.decisions.items() if d.candidate != HP}
     errors = [d.sqnr_db.value for d in fp8.values() if d.sqnr_db]
-    effects = [d.ne.value for d in fp8.values() if d.ne]
+    effects = [d.kl.value for d in fp8.values() if d.kl]
     return (
         code(row.path),
         number(row.saved_us),
@@ -150,7 +150,7 @@ def _runs(decision: Decision | None) -> Cell:
 
 
 def _reasons(decisions: dict[Gemm, Decision]) -> Html:
-    """In short, and in full behind a fold: a reason that serves several GEMMs is told once."""
+    """In short, and in full behind a fold: a reason that serves several GEMMs stands once."""
     grouped: dict[str, list[str]] = {}
     for gemm, decision in decisions.items():
         grouped.setdefault(decision.reason, []).append(gemm.value)
@@ -162,7 +162,7 @@ def _reasons(decisions: dict[Gemm, Decision]) -> Html:
         for gemm, d in decisions.items()
         if d.runner_up
     }
-    items += [tag("li", told) for told in sorted(runners)]
+    items += [tag("li", runner) for runner in sorted(runners)]
     return fold(short, tag("ul", *items))
 
 

@@ -24,7 +24,7 @@ from loka.report.pages.svg import Frame, fit, signed
 from loka.validation.compare import Comparison
 from loka.validation.paired import NE_LIMIT_PERCENT, Verdict
 from loka.validation.record import ArmVerdict, BandPoint, Validation
-from loka.validation.verdicts import ERROR, Judgement
+from loka.validation.verdicts import RowsVerdict
 
 QUALITY, CURVES = "Quality: paired runs", "Training curves of the pairs"
 _LONGEST = 26  # letters of a name beside a plot
@@ -48,14 +48,14 @@ def quality_section(found: Validation | Comparison) -> Html:
     known: list[tuple[str, object, str]] = [(a.name, a.verdict, _KIND[a.verdict]) for a in found.arms]
     known.append(("pairs", str(len(found.seeds)), ""))
     known.append(("limit", f"{found.limit:g} % of NE", ""))
-    told = ", ".join(f"{key}: {value}" for key, value in found.context.items())
+    context = ", ".join(f"{key}: {value}" for key, value in found.context.items())
     return section(
         "quality",
         QUALITY,
         tiles(known),
         paragraph(
             f"{found.model} against {found.control}: the same seed, rows and order in both runs of a pair; "
-            f"only the precision differs. {told}"
+            f"only the precision differs. {context}"
         ),
         paragraph(f"{found.control} is {found.annealed}.") if found.annealed else None,
         *arms,
@@ -70,8 +70,8 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
     ]
     average = arm.average
     if average is not None:
-        bars = [Bar(f"pair, seed {seed}", pair.ne_percent) for seed, pair in arm.pairs.items()]
-        bars.append(Bar("over seeds", average.spread.over_seeds(ERROR), "c"))
+        bars = [Bar(f"pair, seed {seed}", pair.ne_percent) for seed, pair in arm.differences.items()]
+        bars.append(Bar("over seeds", average.over_seeds, "c"))
         bars += [Bar(reading.name, reading.ne_percent, "c") for reading in arm.readings]
         bars.append(Bar("verdict", average.ne_percent, "a", True))
         drawn = figure(
@@ -81,12 +81,12 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         )
         segments = _forest_of(arm.segments, found.segment_limit) if arm.segments else None
         parts.append(tag("div", drawn, segments, class_="grid"))
-        apart = [pair.kl_percent for pair in arm.pairs.values() if pair.kl_percent is not None]
+        apart = [pair.kl_percent for pair in arm.differences.values() if pair.kl_percent is not None]
         if apart:
-            told = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
+            each = ", ".join(f"{kl.value:.4f} +- {(kl.high - kl.low) / 3.92:.4f}" for kl in apart)
             parts.append(
                 paragraph(
-                    f"KL/H between the two models of each pair, without labels, in percent of NE: {told}."
+                    f"KL/H between the two models of each pair, without labels, in percent of NE: {each}."
                 )
             )
         if average.outlook:
@@ -94,11 +94,11 @@ def _arm(arm: ArmVerdict, found: Validation) -> Html:
         if arm.segments:
             parts.append(_segments(arm.segments))
         else:
-            parts.append(paragraph("No segments were judged: the average may hide one."))
+            parts.append(paragraph("There are no segments: the average may hide one."))
     return join(part for part in parts if part is not None)
 
 
-def _forest_of(segments: Sequence[Judgement], limit: float) -> Html:
+def _forest_of(segments: Sequence[RowsVerdict], limit: float) -> Html:
     colours = {"pass": "c", "fail": "b"}
     bars = [Bar(s.name, s.ne_percent, colours.get(s.verdict, "soft")) for s in segments]
     level = 100 * (1 - segments[0].tail)
@@ -109,13 +109,13 @@ def _forest_of(segments: Sequence[Judgement], limit: float) -> Html:
     )
 
 
-def _segments(segments: Sequence[Judgement]) -> Html:
+def _segments(segments: Sequence[RowsVerdict]) -> Html:
     rows = [
         (
             s.name,
-            number(s.spread.rows, "{:d}"),
+            number(s.variance.rows, "{:d}"),
             number(s.clicks, "{:d}"),
-            number(s.spread.mean, "{:+.4f} %"),
+            number(s.variance.mean, "{:+.4f} %"),
             Cell(f"[{s.ne_percent.low:+.4f}, {s.ne_percent.high:+.4f}]", ""),
             Cell(s.verdict, s.verdict, _KIND[s.verdict]),
             Cell(s.outlook, s.outlook, "wrap"),
@@ -146,8 +146,8 @@ def forest(bars: Sequence[Bar], limit: float) -> Html:
         if not math.isfinite(bar.estimate.value):
             continue
         frame.interval(bar.estimate.low, bar.estimate.high, y, bar.colour, width=4 if bar.bold else 2)
-        told = f"{bar.name}: {bar.estimate.value:+.4f} % [{bar.estimate.low:+.4f}, {bar.estimate.high:+.4f}]"
-        frame.dot(bar.estimate.value, y, bar.colour, told, radius=5 if bar.bold else 3.4)
+        label = f"{bar.name}: {bar.estimate.value:+.4f} % [{bar.estimate.low:+.4f}, {bar.estimate.high:+.4f}]"
+        frame.dot(bar.estimate.value, y, bar.colour, label, radius=5 if bar.bold else 3.4)
     return frame.draw(
         label="relative differences of NE with intervals",
         x_title="NE relative to the control, %",
@@ -190,14 +190,14 @@ def _compared(found: Comparison) -> Html:
         for arm in (pair.bf16, pair.fp8)
     ]
     header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "rows/s")
-    told = (
+    intervals = (
         "A pair's interval covers the choice of held-out rows, the mean's the choice of seeds on these rows."
     )
     return section(
         "quality",
         QUALITY,
         tiles(known),
-        paragraph(join([code(found.model), " by plan against bf16. ", told])),
+        paragraph(join([code(found.model), " by plan against bf16. ", intervals])),
         figure(forest(bars, NE_LIMIT_PERCENT), "Shaded: within the limit."),
         table(header, rows, caption="Every run on the held-out rows", first=12),
     )

@@ -57,14 +57,14 @@ def sites_section(report: Report, plan: Plan | None) -> Html:
     found = [best for site in report.sites.values() if (best := best_of(site, plan)) is not None]
     found.sort(key=lambda best: (-(best.hp_us or 0.0), -best.effect, best.site.name))
     rule = "fastest" if report.timed else "most exact (nothing was timed)"
-    told = f"the plan's candidate, or the {rule} where it keeps hp" if plan else f"the {rule} candidate"
+    candidate = f"the plan's candidate, or the {rule} where it keeps hp" if plan else f"the {rule} candidate"
     if report.timed and plan:
-        told += (
+        candidate += (
             ". Times are of a GEMM alone, which quantizes both its operands; a plan decides by layer, whose "
         )
-        told += "GEMMs share those passes"
+        candidate += "GEMMs share those passes"
     state = "" if report.complete else " The report is incomplete: measuring again goes on."
-    notes = [paragraph(f"{len(report.sites)} sites on {report.machine}. Each shows {told}.{state}")]
+    notes = [paragraph(f"{len(report.sites)} sites on {report.machine}. Each shows {candidate}.{state}")]
     if report.timed:
         notes.append(_scatter(found))
     notes.append(_table(found, timed=report.timed))
@@ -148,7 +148,7 @@ def frontier_section(report: Report, plan: Plan | None) -> Html:
             "What each budget of KL/H buys. A step is a plan; its bar is the 95 % interval of the predicted "
             "KL/H. The knee is the last plan up to which KL/H buys more than average."
         ),
-        figure(_frontier(found, plan), _told(found)),
+        figure(_frontier(found, plan), _caption(found)),
         _points_table(found),
     )
 
@@ -166,9 +166,9 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     )
     for point, percent in zip(found.points, share, strict=True):
         if point.spent > 0:
-            frame.interval(max(point.ne.low, left), point.ne.high, percent, "shade", width=5)
-        told = f"budget {point.budget:.1e}: {point.fp8} sites, {percent:.1f} % of hp, KL/H +{point.ne}"
-        frame.dot(max(point.spent, left), percent, "a", told)
+            frame.interval(max(point.kl.low, left), point.kl.high, percent, "shade", width=5)
+        label = f"budget {point.budget:.1e}: {len(point.fp8)} sites, {percent:.1f} % of hp, KL/H +{point.kl}"
+        frame.dot(max(point.spent, left), percent, "a", label)
     knee = found.knee
     at = 100 * knee.time / found.base
     frame.dot(max(knee.spent, left), at, "b", f"knee: budget {knee.budget:.1e}", radius=6, hollow=True)
@@ -186,7 +186,7 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     )
 
 
-def _told(found: Frontier) -> str:
+def _caption(found: Frontier) -> str:
     if found.unit == "us":
         return f"hp takes {found.base:.0f} us on {found.machine}; quantization is in all times."
     return "Not timed: multiplications stand for time, halved in FP8; no speed is claimed."
@@ -197,10 +197,10 @@ def _points_table(found: Frontier) -> Html:
     rows = [
         (
             number(point.budget, "{:.1e}"),
-            number(point.ne.value, "{:.1e}"),
-            number(point.fp8, "{:d}"),
+            number(point.kl.value, "{:.1e}"),
+            number(len(point.fp8), "{:d}"),
             number(100 * point.time / found.base),
-            "knee" if point is found.knee else "",
+            "knee" if point.knee else "",
         )
         for point in found.points
     ]

@@ -16,7 +16,7 @@ _COLOURS = {"probe": "b", "fp8": "a"}  # others: the third colour
 def timeline_section(events: Sequence[Event]) -> Html:
     """Of a run's phases, at least one, in the order of time; the last one lasts to the next begin, if any."""
     total = events[-1].seconds
-    told = f"{total:.0f} s up to the last entry, {events[-1].rows:,} rows in {events[-1].step:,} steps."
+    summary = f"{total:.0f} s up to the last entry, {events[-1].rows:,} rows in {events[-1].step:,} steps."
     drawn = [figure(_phases(events), "What the run did, over its wall clock.")] if len(events) > 1 else []
     rows = []
     for event, after in zip(events, [*events[1:], None], strict=True):
@@ -35,7 +35,7 @@ def timeline_section(events: Sequence[Event]) -> Html:
             )
         )
     header = ("phase", "from step", "at s", "lasted s", "rows/s", "what came of it")
-    return section("timeline", TITLE, paragraph(told), *drawn, table(header, rows, caption="Phases"))
+    return section("timeline", TITLE, paragraph(summary), *drawn, table(header, rows, caption="Phases"))
 
 
 def _phases(events: Sequence[Event]) -> Html:
@@ -45,9 +45,9 @@ def _phases(events: Sequence[Event]) -> Html:
     frame = Frame.of((0.0, total), (len(names) + 0.0, 0.0), height=50 + 24.0 * len(names), left=left, top=8)
     for event, after in pairwise(events):
         place = names.index(event.phase)
-        told = f"{event.phase}: {event.seconds:.1f} to {after.seconds:.1f} s. {after.note}"
+        label = f"{event.phase}: {event.seconds:.1f} to {after.seconds:.1f} s. {after.note}"
         span = (event.seconds, max(after.seconds, event.seconds + total / 400))
-        frame.box(span, (place + 0.2, place + 0.8), _COLOURS.get(event.phase, "c"), told)
+        frame.box(span, (place + 0.2, place + 0.8), _COLOURS.get(event.phase, "c"), label)
     for place, name in enumerate(names):
         frame.text(0.0, place + 0.5, name[:20], anchor="end", dx=-8, dy=4)
     return frame.draw(label="phases over time", x_title="seconds", y_axis=False)

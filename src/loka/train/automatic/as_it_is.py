@@ -113,8 +113,8 @@ def learn(
     )
 
 
-def told(stats: Stats, seconds: float) -> list[str]:
-    """Lines for the user: how many rows effects come from, and what is not known."""
+def effect_lines(stats: Stats, seconds: float) -> list[str]:
+    """Lines for the user: how many rows the effects come from, and which effects are not known."""
     reasons: dict[str, list[str]] = {}
     for path, layer in stats.layers.items():
         if layer.no_effect:

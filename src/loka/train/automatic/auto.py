@@ -33,7 +33,7 @@ from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import decode, encode
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.measurement.settings import Settings
@@ -42,8 +42,8 @@ from loka.planner import plan as plan_report
 from loka.probe import Probe
 from loka.probe.merging import gather_stats
 from loka.probe.model_effects.movement import Horizon
-from loka.train.automatic.as_it_is import as_they_are, batches_needed, renew, told
-from loka.train.automatic.timeline import Timeline, events_from_json
+from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_lines, renew
+from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
 from loka.train.schedule import rate_factor
@@ -141,7 +141,7 @@ class Auto(Callback):
                 "width": config.width,
                 "budget": encode(config.budget) if config.budget else None,
                 "candidates": list(config.candidates) if config.candidates else None,
-                "settings": config.settings.to_json(),
+                "settings": encode(config.settings),
             }
         }
 
@@ -188,7 +188,7 @@ class Auto(Callback):
         return {
             "phase": self.phase,
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
-            "timeline": json.dumps(self.timeline.to_json()),
+            "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
         }
 
@@ -196,7 +196,7 @@ class Auto(Callback):
         self.phase = state["phase"]
         if state["stats"] is not None:
             self._stats = from_bytes(state["stats"].numpy().tobytes())
-        events = events_from_json(json.loads(state["timeline"]))
+        events = decode(tuple[Event, ...], json.loads(state["timeline"]), at="timeline")
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
 
     def _enough(self, run: Run) -> bool:
@@ -257,7 +257,7 @@ class Auto(Callback):
             horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
         )
-        for line in told(renewed, time.perf_counter() - began):
+        for line in effect_lines(renewed, time.perf_counter() - began):
             self._tell(line)
         return renewed
 
@@ -335,10 +335,12 @@ class Auto(Callback):
         except PlanMismatch as error:
             return str(error)
         _, refusals = together(adopt)
-        told = [f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why]
-        if told and run.plan:
+        reasons = [
+            f"rank {rank}: {why}" if ranks_of() > 1 else why for rank, why in enumerate(refusals) if why
+        ]
+        if reasons and run.plan:
             run.adopt(None)
-        return "\n".join(told) or None
+        return "\n".join(reasons) or None
 
     def _save(self, stats: Stats) -> None:
         if self._folder is not None and first_rank():

@@ -150,11 +150,11 @@ def joint_effect(
         raise DataRefused("the predictions have no entropy, so KL/H is not defined on these rows")
     return JointEffect(
         measured=_mean(rows / entropy),
-        predicted=plan.ne,
+        predicted=plan.kl,
         budget=plan.budget.ne,
         rows=len(rows),
         sites=len(candidates),
-        unknown=plan.ne_unknown,
+        unknown=plan.kl_unknown,
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 
@@ -55,12 +55,9 @@ class Timeline:
         if self._file is None:
             return
         try:
-            write_record(self._file, kind=_KIND, version=_VERSION, content={"events": self.to_json()})
+            write_record(self._file, kind=_KIND, version=_VERSION, content={"events": encode(self.events)})
         except OSError as error:
             warnings.warn(f"{self._file} was not written: {error}", RuntimeWarning, stacklevel=2)
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [asdict(event) for event in self.events]
 
     def __str__(self) -> str:
         """A line for each phase: when it began, how long it took, how fast it trained."""
@@ -81,16 +78,12 @@ class Timeline:
         return format_table(("phase", "from step", "at s", "lasted s", "rows/s", "note"), rows)
 
 
-def events_from_json(content: Sequence[Mapping[str, Any]]) -> list[Event]:
-    return [Event(**event) for event in content]
-
-
-def load_timeline(path: Path) -> list[Event]:
+def load_timeline(path: Path) -> tuple[Event, ...]:
     """Raises FileRefused for a missing, truncated or edited file."""
     return read_record(
         path,
         kind=_KIND,
         version=_VERSION,
         way_out="it is written anew by the run's next phase",
-        parse=lambda content: events_from_json(content["events"]),
+        parse=lambda content: decode(tuple[Event, ...], content["events"], at="events"),
     )

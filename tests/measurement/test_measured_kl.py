@@ -12,7 +12,7 @@ import loka
 from loka.core.budget import upper_bound
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.report import HP
-from loka.measurement.predicted_ne import predicted_ne
+from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 
 CANDIDATES = ("emulated:tensorwise_e4m3", "emulated:rowwise_e4m3")
@@ -40,9 +40,9 @@ def test_each_output_has_the_effect_of_its_recipe(stats: loka.Stats, report: lok
                 assert "ne" not in measured.errors, name
             else:
                 recipe = recipe_named(candidate.partition(":")[2])
-                assert measured.errors["ne"] == predicted_ne(stats.layers[site.path], recipe)
+                assert measured.errors["ne"] == predicted_kl(stats.layers[site.path], recipe)
                 assert measured.errors["ne"].value > 0
-    assert " ne " in str(report)
+    assert " KL/H " in str(report)
 
 
 def test_the_report_keeps_it(report: loka.Report, tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     plan = loka.plan(report, budget)
     low = [d.path for d in plan.decisions.values() if d.problem.gemm is Gemm.OUTPUT and d.candidate != HP]
     assert low == ["0"], "the first layer has 64 times the multiplications of the second"
-    assert plan.ne is not None
-    assert upper_bound(plan.ne) <= budget.ne
+    assert plan.kl is not None
+    assert upper_bound(plan.kl) <= budget.ne
     assert "Predicted KL/H" in plan.summary()
 
 

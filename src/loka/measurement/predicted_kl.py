@@ -13,7 +13,7 @@ from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import depth_loss
 
 
-def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:
+def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
     """KL/H (absolute: 1e-4 is 0.01 %) of quantizing this layer's `output` GEMM alone, with its 95 % interval.
 
     Effects of several layers add up. Of casts that were not tried while probing the histograms
@@ -24,17 +24,17 @@ def predicted_ne(layer: LinearStats, recipe: Recipe) -> Estimate | None:
         return None
     effect = _effect(layer, recipe)
     if effect is not None:
-        found = effect.ne()
+        found = effect.kl()
         return found if math.isfinite(found.value) else None
-    value = depth_ne(layer, recipe.output)
+    value = depth_kl(layer, recipe.output)
     if value is None:
         return None
-    estimates = [effect.ne() for effect in layer.effects.values()]
+    estimates = [effect.kl() for effect in layer.effects.values()]
     factor = max((e.high / e.value for e in estimates if e.value > 0), default=1.0)
     return Estimate(value, value / factor, value * factor)
 
 
-def joint_ne(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
+def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
     """KL/H of quantizing several layers together: the sum of their effects, but for what their errors do
     to all samples alike. Those shifts of the logit add before they are squared (core/numerics/effect.py).
 
@@ -55,7 +55,7 @@ def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
     return next((layer.effects[name] for name in names if name in layer.effects), None)
 
 
-def depth_ne(layer: LinearStats, casts: Casts) -> float | None:
+def depth_kl(layer: LinearStats, casts: Casts) -> float | None:
     """KL/H from sensitivity-weighted depth histograms alone (statistics/effect_depths.py); None without
     them."""
     loss = depth_loss(layer, casts)
