@@ -115,7 +115,7 @@ def layers_of(report: Report, weight_dtype: str) -> list[StoredLayer]:
         together = {
             name: gain
             for name, only in KERNELS.items()
-            if (gain := together_of(timed, options, report.sharing.get(path, {}), only))
+            if (gain := together_of(timed, options, report.quantize_once_savings.get(path, {}), only))
         }
         found[key] = StoredLayer(
             rows=key[0],

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import copy
@@ -8,22 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from models import Encoder, odd_mlp, train_steps
+from probed_models import probed
 from torch import nn
 
 import loka
 from loka.core.error import sqnr_db
-from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
 from loka.measurement.operands import draw_operands, layer_samplers
 from loka.probe import Probe
 from loka.statistics.depths import operand_errors
-
-
-def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
-    with loka.Probe(model, every=2, **options) as probe:
-        train_steps(model, steps)
-    return probe.stats()
 
 
 def test_training_with_a_probe_gives_the_same_bits() -> None:
@@ -200,73 +197,9 @@ def test_leaving_lets_go_of_a_step_that_never_ended() -> None:
     assert probe.stats().sampled_steps == 1
 
 
-def test_saved_loaded_and_resumed(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = odd_mlp()
-    twin = copy.deepcopy(model)
-    whole = probed(twin, 8, rows=1000)
-    folder = tmp_path / "stats"
-    with loka.Probe(model, every=2, rows=1000, save_to=folder) as probe:
-        train_steps(model, 4)
-    loaded = loka.Stats.load(folder)
-    assert loaded.digest() == probe.stats().digest()
-    assert len(list(folder.iterdir())) == 2
-    with loka.Probe(model, every=2, rows=1000, resume=loaded, save_to=folder) as probe:
-        train_steps(model, 4)
-    assert loka.Stats.load(folder).steps == 8
-    assert loka.Stats.load(folder).layers["0"].operands["input"].numbers["count"] == 160
-    assert whole.layers["0"].operands["input"].numbers["count"] == 160
-
-
-def test_resuming_equals_one_run() -> None:
-    """The same eight steps, watched in one go or in two."""
-    torch.manual_seed(0)
-    x = [torch.randn(30, 13) for _ in range(8)]
-    model = odd_mlp()
-
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
-        with probe:
-            for rows in part:
-                model.zero_grad()
-                model(rows).sum().backward()
-        return probe.stats()
-
-    whole = run(loka.Probe(model, every=2), x)
-    half = run(loka.Probe(model, every=2), x[:4])
-    both = run(loka.Probe(model, every=2, resume=half), x[4:])
-    for path, layer in whole.layers.items():
-        for operand, distribution in layer.operands.items():
-            for name, tensor in distribution.tensors.items():
-                if name != "factor":
-                    torch.testing.assert_close(both.layers[path].operands[operand].tensors[name], tensor)
-
-
-def test_statistics_of_another_model_are_refused() -> None:
-    stats = probed(odd_mlp(), 2)
-    with pytest.raises(PlanMismatch, match="0 is 13 -> 8"):
-        loka.Probe(nn.Sequential(nn.Linear(13, 8)), resume=stats)
-
-
 def test_a_model_without_parameters_to_multiply_by_is_refused() -> None:
     with pytest.raises(LokaError, match="no GEMM with a parameter"):
         loka.Probe(nn.Sequential(nn.BatchNorm1d(3)))
-
-
-@pytest.mark.parametrize("damage", ["truncate tensors", "truncate json", "delete tensors", "edit json"])
-def test_damaged_statistics_are_refused(tmp_path: Path, damage: str) -> None:
-    probed(odd_mlp(), 2).save(tmp_path)
-    record = tmp_path / "stats.json"
-    tensors = next(tmp_path.glob("tensors-*"))
-    if damage == "truncate tensors":
-        tensors.write_bytes(tensors.read_bytes()[:1000])
-    elif damage == "delete tensors":
-        tensors.unlink()
-    elif damage == "truncate json":
-        record.write_bytes(record.read_bytes()[:200])
-    else:
-        record.write_text(record.read_text().replace('"steps": 2', '"steps": 3'))
-    with pytest.raises(FileRefused, match="probe again"):
-        loka.Stats.load(tmp_path)
 
 
 def test_nested_probes_leave_the_compiler_on() -> None:
@@ -289,12 +222,6 @@ def test_a_root_that_is_a_linear_and_hooks_of_the_user() -> None:
     stats = probed(model, 2)
     assert list(stats.layers) == [""]
     assert stats.layers[""].operands["grad_output"].numbers["count"] == 40
-
-
-def test_resuming_with_another_full_covariance_is_refused() -> None:
-    stats = probed(odd_mlp(), 2)
-    with pytest.raises(LokaError, match="full_covariance"):
-        loka.Probe(odd_mlp(), full_covariance=64, resume=stats)
 
 
 def test_batches_without_a_finite_row_give_no_sites() -> None:
@@ -352,88 +279,6 @@ def test_steps_that_call_no_model_are_counted_where_they_are_told() -> None:
 def test_a_graph_that_is_being_recorded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loka.probe.online.capturing", lambda: True)
     assert probed(odd_mlp(), 2).steps == 0
-
-
-def kept(stats: loka.Stats) -> int:
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for layer in stats.layers.values()
-        for operand in layer.operands.values()
-        for tensor in operand.tensors.values()
-    )
-
-
-def test_memory_is_bounded_and_told() -> None:
-    """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""
-    model = nn.Sequential(nn.Linear(13, 30), nn.ReLU(), nn.Linear(30, 1))
-    seen = []
-    with loka.Probe(model, every=1, full_covariance=20, rank=5) as probe:
-        for _ in range(3):
-            train_steps(model, 20)  # more than the maxima of the last batches that are kept
-            seen.append(probe.memory())
-    assert seen[0] == seen[1] == seen[2]
-    assert set(seen[0]) == {"input", "weight", "grad_output", "effects"}
-    assert all(seen[0].values())
-    assert sum(seen[0].values()) == kept(probe.stats()) + 4 * 16
-    weights = [13 * 30, 30 * 1]  # their means; then U and V, in full up to 20 and diagonal beyond
-    sides = [30 + 13**2, 1 + 30]
-    tables = sum(t.nbytes for n, t in all_tensors(probe.stats(), "weight") if n.startswith("depth_"))
-    assert seen[0]["weight"] == 4 * (sum(weights) + sum(sides)) + tables
-
-
-def all_tensors(stats: loka.Stats, operand: str) -> list[tuple[str, torch.Tensor]]:
-    return [item for layer in stats.layers.values() for item in layer.operands[operand].tensors.items()]
-
-
-def test_a_full_disk_is_told_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    model = odd_mlp()
-    monkeypatch.setattr("loka.core.storage.files.os.fsync", full)
-    with (
-        pytest.raises(LokaError, match="No space left on device"),
-        loka.Probe(model, every=50, save_to=tmp_path, save_every=1),
-    ):
-        train_steps(model, 10_000)  # far fewer are run
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_what_ends_training_is_raised_and_a_failed_save_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    def fail() -> None:
-        with loka.Probe(model, every=1, save_to=tmp_path):
-            train_steps(model, 1)
-            raise KeyError("the user's own")
-
-    model = odd_mlp()
-    monkeypatch.setattr("loka.core.storage.files.os.fsync", full)
-    with pytest.raises(KeyError) as ended:
-        fail()
-    assert "No space left on device" in ended.value.__notes__[0]
-
-
-def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path: Path) -> None:
-    """The randomness of a sampled step is a function of the seed and its number."""
-    x = [torch.randn(60, 13) for _ in range(8)]
-    model = odd_mlp()
-
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
-        with probe:
-            for rows in part:
-                model.zero_grad()
-                model(rows).sum().backward()
-        return probe.stats()
-
-    options = {"every": 2, "rows": 20, "depth_rows": 10, "rank": 8, "effect_samples": 60, "effect_step": 16}
-    whole = run(loka.Probe(model, **options), x)
-    run(loka.Probe(model, **options, save_to=tmp_path), x[:3])
-    both = run(loka.Probe(model, **options, resume=loka.Stats.load(tmp_path)), x[3:])
-    assert both.digest() == whole.digest()
 
 
 def test_draws_keep_the_tails_that_a_probe_saw() -> None:

@@ -1,0 +1,14 @@
+"""A model that was trained under a probe."""
+
+from __future__ import annotations
+
+from models import train_steps
+from torch import nn
+
+import loka
+
+
+def probed(model: nn.Module, steps: int = 8, **options: object) -> loka.Stats:
+    with loka.Probe(model, every=2, **options) as probe:
+        train_steps(model, steps)
+    return probe.stats()
