@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_libraries import fake_cublaslt, fake_deep_gemm, fake_fbgemm, fake_torchao, module
+from fake_cublaslt import fake_cublaslt
+from fake_libraries import fake_deep_gemm, fake_fbgemm, fake_torchao, module
 
 from loka.cli.commands.doctor import diagnose
 from loka.core.exceptions import LokaError
