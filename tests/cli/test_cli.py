@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from loka.cli import app, arms
 from loka.cli.commands import demo
 from loka.cli.terminal import printable
 from loka.core.exceptions import LokaError
+from loka.core.records.report import Report
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import write_record
 from loka.train import newest_step
@@ -186,6 +188,37 @@ def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path
     assert len(judged(whole)) > 3
 
 
+def test_sigterm_saves_what_was_measured(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler's notice ends a measurement as Ctrl-C does: with the report so far, and 143."""
+    whole = Report.load(measured / "report.json").sites
+    sent: list[str] = []
+
+    def progress(*_: object) -> Callable[..., Iterator[object]]:
+        def track(items: Iterable[object], what: str, total: int) -> Iterator[object]:
+            for place, item in enumerate(items):
+                if place == 2 and not sent:
+                    sent.append(what)
+                    signal.raise_signal(signal.SIGTERM)
+                yield item
+
+        return track
+
+    monkeypatch.setattr(app, "ProgressBars", progress)
+    monkeypatch.setattr(app, "measure_stats", measure_coarsely)
+    # Of two layers the first one is saved at once, and the second one at the end alone.
+    monkeypatch.setattr(sys.modules["loka.measurement.measure"], "_SAVING_SHARE", 1e9)
+    candidates = [f"--candidate=emulated:{name}" for name in ("rowwise_e4m3", "tensorwise_e4m3")]
+    command = ("measure", measured / "stats", *candidates)
+    text = loka(*command, cwd=tmp_path, fails=143)
+    assert "interrupted; demo, measure, validate, bench and data convert go on" in text
+    found = Report.load(tmp_path / "report.json")
+    assert not found.complete
+    assert len({site.path for site in found.sites.values()}) == 2
+    loka(*command, cwd=tmp_path)
+    assert Report.load(tmp_path / "report.json").sites == whole
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_killed_demo_watches_every_step_again(
     net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +290,7 @@ def test_every_command_prints_by_way_of_it() -> None:
     folder = Path(loka_cli.__file__).parent
     bare = [
         path.name
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
         if path.name != "terminal.py" and re.search(r"(?<![\w.])print\b", path.read_text())
     ]
     assert bare == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,7 +43,7 @@ from loka.planner import diff as diff_plans
 from loka.planner import plan as plan_report
 from loka.probe import merge_stats
 from loka.report.progress import ProgressBars
-from loka.train.interrupt import Terminated
+from loka.train.interrupt import Terminated, terminable
 
 _INTERRUPTED = (
     "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
@@ -271,7 +272,9 @@ def _forced(pairs: list[str]) -> dict[str, str]:
 def main() -> None:
     """The `loka` command: a LokaError is a message and exit status 2, not a traceback."""
     try:
-        app()
+        # A rank may wait for others in C++, where no handler of Python's runs: SIGTERM ends it as it is.
+        with contextlib.nullcontext() if _several_ranks() else terminable():
+            app()
     except LokaError as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
@@ -282,5 +285,8 @@ def main() -> None:
 
 def _whose() -> str:
     """Under torchrun all ranks write to one terminal."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    return f"rank {os.environ.get('RANK', '?')}: " if _several_ranks() else ""
+
+
+def _several_ranks() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -146,6 +146,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
     identity = _identity(bench, arm, config)
     done = _finished(folder, identity)
     if done is not None:
+        _tidy(folder)
         return done
     try:
         finished, held_out = _train(bench, arm, config, folder)
@@ -160,9 +161,14 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
         digest = sha256_of_file(tensors)
     content = {"run": finished.to_json(), "identity": identity, "held_out": digest}
     write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
+    _tidy(folder)
+    return finished
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what a run goes on from. One that was killed here has its record, and may still have that."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "curve.json").unlink(missing_ok=True)
-    return finished
 
 
 def held_out(out: Path, arm: str, seed: int) -> HeldOut:
