@@ -188,7 +188,9 @@ def test_killed_training_ends_with_the_same_numbers(folder: Path, tmp_path: Path
     assert len(judged(whole)) > 3
 
 
-def test_sigterm_saves_what_was_measured(measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_saves_what_was_measured(
+    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scheduler's notice ends a measurement as Ctrl-C does: with the report so far, and 143."""
     whole = Report.load(measured / "report.json").sites
     sent: list[str] = []

@@ -27,7 +27,7 @@ INPUTS = "inputs"
 _TRAINED = ("--model", "dlrm", "--device", "cpu", "--batch-size", "128", "--rows", "4000")
 # What a run measures by the clock. All else has to be the same bits.
 _TIMES = {"seconds", "rows_per_second", "timeline"}
-_SAID = ("held out", "ran ", "train: ", "verdict")
+_SAID = ("held out", "ran ")  # other lines say what was done by the last process, and how fast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +62,18 @@ COMMANDS = {
         standing=_shards,
     ),
     "train": Command(
-        arguments=("train", *_TRAINED, "--plan", f"../{INPUTS}/plan.json", "--average", "tail")
-        + ("--checkpoints", "out/checkpoints", "--checkpoint-every", "3"),
+        arguments=(
+            *("train", *_TRAINED, "--plan", f"../{INPUTS}/plan.json", "--average", "tail"),
+            *("--checkpoints", "out/checkpoints", "--checkpoint-every", "3"),
+        ),
         standing=_steps,
         saves_at_sigterm=True,
     ),
     "auto": Command(
-        arguments=("train", *_TRAINED, "--auto", "--probe-every", "4", "--probe-steps", "9", "--no-cache")
-        + ("--candidate", "emulated:rowwise_e4m3", "--out", "out", "--checkpoint-every", "3"),
+        arguments=(
+            *("train", *_TRAINED, "--auto", "--probe-every", "4", "--probe-steps", "9", "--no-cache"),
+            *("--candidate", "emulated:rowwise_e4m3", "--out", "out", "--checkpoint-every", "3"),
+        ),
         standing=_steps,
         saves_at_sigterm=True,
     ),
@@ -118,7 +122,7 @@ def _saved_often(**fields: Any) -> Any:
 
 
 def ends(folder: Path) -> dict[str, str]:
-    """A digest of every file, and of every value in records and in the newest checkpoint; and what was said."""
+    """A digest of every file, of every value in records and in the newest checkpoint, and what was said."""
     found = {f"said {n}": line for n, line in enumerate(_said(folder))}
     checkpoints = folder / "out" / "checkpoints"
     for path in sorted(folder.rglob("*")):
@@ -146,9 +150,7 @@ def litter(folder: Path) -> list[str]:
 
 
 def _said(folder: Path) -> list[str]:
-    lines = (folder / "printed").read_text().splitlines()
-    # A run that went on says how many steps it made itself, and how fast.
-    return [line for line in lines if line.startswith(_SAID[:2])]
+    return [line for line in (folder / "printed").read_text().splitlines() if line.startswith(_SAID)]
 
 
 def _leaves(value: Any, at: str) -> Iterator[tuple[str, str]]:

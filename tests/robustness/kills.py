@@ -37,7 +37,7 @@ PATIENCE = 120.0  # seconds until a command counts as hanging
 
 @dataclass(frozen=True)
 class Stop:
-    """A signal that reached a command `seconds` after its start; how much was saved, and how it then ended."""
+    """A signal that reached a command `seconds` after its start; how much was saved, and how it ended."""
 
     signal: str
     seconds: float
@@ -125,7 +125,9 @@ def undisturbed(command: str, folder: Path) -> tuple[dict[str, str], float]:
 
 def run(out: Path, commands: Sequence[str], kills: int) -> None:
     """Stories until each command was stopped `kills` times, those in `out` included."""
-    SERVER.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"])
+    SERVER.set_forkserver_preload(
+        ["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"]
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="loka-kills-") as name:
         prepared(Path(name))
@@ -150,7 +152,10 @@ def stories(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def score(told: Sequence[dict[str, Any]]) -> str:
-    lines = ["| command | kills | of them SIGTERM | runs compared | values each | that differ | hung |", "|" + "---|" * 7]
+    lines = [
+        "| command | kills | of them SIGTERM | runs compared | values each | that differ | hung |",
+        "|" + "---|" * 7,
+    ]
     for command in COMMANDS:
         own = [story for story in told if story["command"] == command]
         stops = [stop for story in own for stop in story["stops"]]

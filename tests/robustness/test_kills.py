@@ -1,14 +1,12 @@
-"""Two stories of each command that is killed and started again; `make kills` tells two hundred kills' worth."""
+"""Commands that are killed and started again; `make kills` does it two hundred times."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from killed import prepared
 from kills import score, tell, undisturbed
-from killed import COMMANDS, prepared
 
 
 @pytest.fixture(scope="module")

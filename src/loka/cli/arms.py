@@ -22,6 +22,7 @@ from loka.cli.inputs import Data, train_config
 from loka.cli.terminal import say
 from loka.core.exceptions import FileRefused
 from loka.core.records.stats import Stats
+from loka.core.storage.codec import conforming
 from loka.core.storage.files import read_record, read_tensors, sha256_of_file, write_record, write_tensors
 from loka.nn import check_finite, fp8_runs, sites_of
 from loka.probe import Probe
@@ -184,7 +185,7 @@ def _read(folder: Path) -> ArmResult | None:
             rows_per_second=content["rows_per_second"],
             runs=content["runs"],
         )
-        return ArmResult(arm=arm, logits=logits, labels=labels)
+        return ArmResult(arm=conforming(arm), logits=logits, labels=labels)
 
     try:
         return read_record(

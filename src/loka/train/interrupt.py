@@ -51,8 +51,8 @@ def deferred_interrupt() -> Iterator[Interrupt]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that what is under way
-    saves and tidies up."""
+    """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that what is under
+    way saves and tidies up."""
     with _handled(_terminate, {signal.SIGTERM: (signal.SIG_DFL,)}):
         yield
 

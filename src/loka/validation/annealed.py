@@ -80,7 +80,7 @@ class Annealed:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Annealed:
         names = ("final_rate", "runs", "first_order", "divergence")
-        gain = decode(Estimate, content["gain"]) if content["gain"] else None
+        gain = decode(Estimate | None, content["gain"])
         return cls(**{name: content[name] for name in names}, gain=gain)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.error import Estimate
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import conforming, decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.train.metrics import Quality
 from loka.validation.paired import AcrossPairs, PairedDifference, across_pairs
@@ -107,21 +107,22 @@ def _from_json(content: Mapping[str, Any]) -> Comparison:
         bf16, fp8 = _arm_from_json(entry["bf16"]), _arm_from_json(entry["fp8"])
         difference = _difference_from_json(entry["difference"], rows=bf16.quality.rows)
         pairs.append(Pair(seed=entry["seed"], bf16=bf16, fp8=fp8, difference=difference))
-    control = _arm_from_json(content["control"]) if content["control"] else None
+    control = None if content["control"] is None else _arm_from_json(content["control"])
     noise = content["noise"]
-    return Comparison(
+    found = Comparison(
         model=content["model"],
         pairs=tuple(pairs),
         control=control,
-        noise=_difference_from_json(noise, rows=pairs[0].difference.rows) if noise else None,
+        noise=_difference_from_json(noise, rows=pairs[0].difference.rows) if noise is not None else None,
         context=content["context"],
     )
+    return conforming(found)
 
 
 def _arm_from_json(content: Mapping[str, Any]) -> Arm:
-    judged = {name: float(value) for name, value in content["quality"].items() if name != "rows"}
+    judged = {name: decode(float, value) for name, value in content["quality"].items() if name != "rows"}
     quality = Quality(rows=content["quality"]["rows"], **judged)
-    return Arm(**{**content, "quality": quality, "train_ne": float(content["train_ne"])})
+    return Arm(**{**content, "quality": quality, "train_ne": decode(float, content["train_ne"])})
 
 
 def _difference_from_json(content: Mapping[str, Any], *, rows: int) -> PairedDifference:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from loka.core.storage.codec import conforming, decode
 from loka.core.storage.files import read_record, write_record
 from loka.validation.arms import NUDGED
 from loka.validation.power import Rates, rates, spread_by_rows
@@ -133,9 +134,9 @@ def _to_json(arm: BankedArm) -> dict[str, Any]:
 
 def _from_json(content: dict[str, Any]) -> Bank:
     def arm(entry: dict[str, Any]) -> BankedArm:
-        pairs = {int(seed): float(value) for seed, value in entry["pairs"]}
+        pairs = {seed: decode(float, value) for seed, value in entry["pairs"]}
         if not pairs or not all(map(np.isfinite, pairs.values())):
             raise ValueError(f"the pairs of {entry['name']} are no finite numbers")
         return BankedArm(**{**entry, "pairs": pairs})
 
-    return Bank(tuple(arm(entry) for entry in content["arms"]))
+    return conforming(Bank(tuple(arm(entry) for entry in content["arms"])))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import conforming, decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
@@ -138,15 +138,17 @@ class Validation:
     def from_json(cls, content: Mapping[str, Any]) -> Validation:
         """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
         names = ("model", "control", "limit", "segment_limit", "context")
-        return cls(
+        annealed = content.get("annealed")
+        found = cls(
             **{name: content[name] for name in names},
             seeds=tuple(content["seeds"]),
             arms=tuple(_arm_from_json(entry) for entry in content["arms"]),
             runs=tuple(Run.from_json(entry) for entry in content["runs"]),
             planned=content.get("planned"),
-            annealed=Annealed.from_json(content["annealed"]) if content.get("annealed") else None,
+            annealed=None if annealed is None else Annealed.from_json(annealed),
             world=content.get("world", ""),
         )
+        return conforming(found)
 
 
 _PAIR = ("ne_percent", "auc", "calibration")
@@ -178,12 +180,12 @@ def _arm_from_json(content: Mapping[str, Any]) -> ArmVerdict:
     for entry in content["pairs"]:
         estimates = {name: decode(Estimate, entry[name]) for name in _PAIR}
         kl = decode(Estimate, entry["kl_percent"]) if "kl_percent" in entry else None
-        pairs[int(entry["seed"])] = PairedDifference(**estimates, rows=entry["rows"], kl_percent=kl)
+        pairs[entry["seed"]] = PairedDifference(**estimates, rows=entry["rows"], kl_percent=kl)
     average = content["average"]
     return ArmVerdict(
         name=content["name"],
         pairs=pairs,
-        average=Judgement.from_json(average) if average else None,
+        average=None if average is None else Judgement.from_json(average),
         segments=tuple(Judgement.from_json(entry) for entry in content["segments"]),
         broke=content["broke"],
         readings=tuple(Judgement.from_json(entry) for entry in content.get("readings", ())),

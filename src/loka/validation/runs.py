@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import conforming, decode, encode
 from loka.core.storage.files import (
     canonical,
     read_record,
     read_tensors,
+    remove_unfinished,
     sha256_of_file,
     write_record,
     write_tensors,
@@ -98,16 +99,17 @@ class Run:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Run:
-        points = tuple(CurvePoint(int(r), float(a), float(b)) for r, a, b in content["curve"])
+        points = tuple(CurvePoint(r, decode(float, a), decode(float, b)) for r, a, b in content["curve"])
         kept = ("arm", "seed", "rows_per_second", "fp8", "broke")
-        return cls(
+        found = cls(
             **{name: content[name] for name in kept},
             quality=_quality_from_json(content["quality"]),
             mean_quality=_quality_from_json(content.get("mean_quality")),
-            final_rate=float(content.get("final_rate", 1.0)),  # before schedules it was constant
-            train_ne=float(content["train_ne"]),
+            final_rate=content.get("final_rate", 1.0),  # before schedules it was constant
+            train_ne=decode(float, content["train_ne"]),
             curve=points,
         )
+        return conforming(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
 def _tidy(folder: Path) -> None:
     """Removes what a run goes on from. One that was killed here has its record, and may still have that."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    remove_unfinished(folder)
     (folder / "curve.json").unlink(missing_ok=True)
 
 
@@ -236,7 +239,8 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
 def _record(folder: Path) -> dict[str, Any]:
     def parse(content: dict[str, Any]) -> dict[str, Any]:
         Run.from_json(content["run"])
-        return {name: content[name] for name in ("run", "identity", "held_out")}
+        kinds = {"run": dict[str, Any], "identity": dict[str, Any], "held_out": str | None}
+        return {name: decode(kind, content[name], at=name) for name, kind in kinds.items()}
 
     return read_record(folder / "run.json", kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
 
@@ -304,12 +308,13 @@ def _quality_to_json(judged: Quality | None) -> dict[str, Any] | None:
 def _quality_from_json(content: Mapping[str, Any] | None) -> Quality | None:
     if content is None:
         return None
-    measures = {name: float(value) for name, value in content.items() if name != "rows"}
+    measures = {name: decode(float, value) for name, value in content.items() if name != "rows"}
     return Quality(rows=content["rows"], **measures)
 
 
 def _lines(content: Mapping[str, Any]) -> dict[int, list[Any]]:
-    return {int(rows): [float(value) for value in line] for rows, line in content.items()}
+    lines = decode(Mapping[int, tuple[float, float]], content)
+    return {rows: list(line) for rows, line in lines.items()}
 
 
 class _Curve:

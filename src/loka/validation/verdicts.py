@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka.core.error import Estimate
-from loka.core.storage.codec import encode
+from loka.core.storage.codec import decode, encode
 from loka.validation.paired import Verdict, verdict
 from loka.validation.variance import MIN_PAIRS, MOST_PAIRS, Spread
 
@@ -118,11 +118,11 @@ class Judgement:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Judgement:
         spread = Spread(
-            mean=float(content["mean"]),
+            mean=decode(float, content["mean"]),
             pairs=content["pairs"],
             rows=content["rows"],
-            between=float(content["between_pairs"]),
-            rows_error=float(content["rows_error"]),
+            between=decode(float, content["between_pairs"]),
+            rows_error=decode(float, content["rows_error"]),
             clusters=content.get("clusters"),
             effective=content.get("effective_clusters"),
         )

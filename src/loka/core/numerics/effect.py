@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka.core.error import Estimate, student_t_95
+from loka.core.storage.codec import decode
 
 NO_PROMISE = "nothing can be promised on KL/H: "  # begins the reason why no site's effect is known
 _WIDEST = 700.0  # exp() of more is no float
@@ -202,7 +203,7 @@ class Effect:
     def from_json(cls, content: Mapping[str, Any]) -> Effect:
         """Raises LookupError, TypeError or ValueError for what `to_json` did not make."""
         lists = {
-            name: tuple(float(number) for number in content[name])
+            name: decode(tuple[float, ...], content[name], at=name)
             for name in ("probabilities", "pulls", "curvatures")
         }
         found = cls(**{**content, **lists})

@@ -20,9 +20,10 @@ from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
 from loka.core.records.coverage import Coverage
 from loka.core.signature import ModelSignature
-from loka.core.storage.codec import decode, encode
+from loka.core.storage.codec import conforming, decode, encode
 from loka.core.storage.files import (
     canonical,
+    is_own_file,
     read_record,
     read_tensors,
     sha256_of_file,
@@ -144,7 +145,7 @@ class Stats:
 
         def parse(content: dict[str, Any]) -> Stats:
             name = content["tensors"]["file"]
-            if Path(name).name != name:
+            if not is_own_file(name):
                 raise ValueError(f"it names a file outside its folder: {name}")
             tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
             return unflatten(content, tensors)
@@ -206,7 +207,7 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
         operands = {
             operand: Distribution(
                 kind=entry["kind"],
-                numbers=entry["numbers"],
+                numbers=decode(Mapping[str, float | None], entry["numbers"], at=f"{path}.{operand}"),
                 tensors={name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]},
             )
             for operand, entry in layer["operands"].items()
@@ -214,12 +215,21 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
         effects = {name: Effect.from_json(entry) for name, entry in layer.get("effects", {}).items()}
         known = {name: value for name, value in layer.items() if name != "turned"}  # of earlier versions
         layers[path] = LinearStats(**{**known, "operands": operands, "effects": effects})
-    return Stats(
+    named = {
+        f"{path}/{operand}/{name}"
+        for path, layer in content["layers"].items()
+        for operand, entry in layer["operands"].items()
+        for name in entry["tensors"]
+    }
+    if strange := sorted(tensors.keys() - named):
+        raise ValueError(f"no layer names the tensor {strange[0]}")
+    found = Stats(
         model=decode(ModelSignature, content["model"], at="model"),
         steps=content["steps"],
         sampled_steps=content["sampled_steps"],
         layers=layers,
         skipped=content["skipped"],
         coverage=decode(Coverage, content["coverage"], at="coverage") if "coverage" in content else None,
-        final_rate=float(content["final_rate"]) if "final_rate" in content else None,
+        final_rate=content.get("final_rate"),
     )
+    return conforming(found)

@@ -1,6 +1,7 @@
 """JSON of records, by the types of their dataclasses.
 
     encode(record) -> what json.dumps takes        decode(Record, content) -> Record
+    conforming(record) -> record, which was made of content by hand
 
 A dataclass is an object with its fields in order; one that is a `@record(row=True)` is a list of them, with
 `sparse` defaults at its end left out. Mappings, tuples, enums, None, texts and numbers are what they are;
@@ -19,13 +20,14 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 T = TypeVar("T")
 
 _SPARSE = "left out of JSON where it has its default"
 _FORM = "_form_of_record"
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+_DEEPEST = 50  # of values of any type; whatever walks through them has a stack of its own
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,26 @@ def encode(value: Any) -> Any:
     return [encode(found[entry.name]) for entry in kept]
 
 
-def decode(kind: type[T], content: Any, *, at: str = "") -> T:
+@overload
+def decode(kind: type[T], content: Any, *, at: str = "") -> T: ...
+@overload
+def decode(kind: Any, content: Any, *, at: str = "") -> Any: ...
+def decode(kind: Any, content: Any, *, at: str = "") -> Any:
     """`content` as a `kind`, which may also be a type such as `Mapping[str, Estimate]`."""
-    found: T = _decode(kind, content, at)
-    return found
+    return _decode(kind, content, at)
+
+
+def conforming(value: T) -> T:
+    """`value`, a dataclass whose fields were taken from a file by hand; ValueError names the place of what is
+    of another type than it should be."""
+    _conform(type(value), value, "")
+    return value
 
 
 def _decode(kind: Any, content: Any, at: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return content
+        return _shallow(content, at)
     if origin in (types.UnionType, typing.Union):
         if content is None and type(None) in inner:
             return None
@@ -109,7 +121,10 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         return tuple(_decode(inner[0], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
     if origin is not None and issubclass(origin, Mapping):
         entries = _is(dict, content, at)
-        return {key: _decode(inner[1], entry, _below(at, key)) for key, entry in entries.items()}
+        return {
+            _key(inner[0], key, at): _decode(inner[1], entry, _below(at, key))
+            for key, entry in entries.items()
+        }
     if kind is float:
         return _number(content, at)
     if kind in (int, str, bool):
@@ -169,15 +184,15 @@ def _below(at: str, name: str) -> str:
 
 def _is(kind: type, content: Any, at: str) -> Any:
     if type(content) is not kind:
-        names = {
-            dict: "an object",
-            list: "a list",
-            str: "a text",
-            int: "a whole number",
-            bool: "true or false",
-        }
-        _refuse(at, names[kind], content)
+        _refuse(at, _NAMES[kind], content)
     return content
+
+
+def _key(kind: type, key: str, at: str) -> Any:
+    """JSON has texts for keys; those that are numbers are written as `str` writes them."""
+    if kind is not int:
+        return key
+    return int(key) if key == str(int(key)) else _refuse(at, "under whole numbers", key)
 
 
 def _number(content: Any, at: str) -> float:
@@ -186,6 +201,48 @@ def _number(content: Any, at: str) -> float:
     if isinstance(content, bool) or not isinstance(content, (int, float)):
         _refuse(at, "a number", content)
     return content
+
+
+def _shallow(content: Any, at: str, left: int = _DEEPEST) -> Any:
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    if not left and inner:
+        raise ValueError(f"{at or 'it'} is nested deeper than {_DEEPEST}")
+    for entry in inner:
+        _shallow(entry, at, left - 1)
+    return content
+
+
+def _conform(kind: Any, value: Any, at: str) -> None:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        _shallow(value, at)
+    elif origin in (types.UnionType, typing.Union):
+        if value is not None or type(None) not in inner:
+            (kind,) = (one for one in inner if one is not type(None))
+            _conform(kind, value, at)
+    elif origin is Literal:
+        _decode(kind, value, at)
+    elif origin is tuple:
+        for place, entry in enumerate(_of(tuple, value, at)):
+            _conform(inner[0], entry, f"{at}[{place}]")
+    elif origin is not None and issubclass(origin, Mapping):
+        for key, entry in _of(Mapping, value, at).items():
+            _of(inner[0], key, at)
+            _conform(inner[1], entry, _below(at, key))
+    elif kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            _refuse(at, "a number", value)
+    elif kind in (int, str, bool):
+        _is(kind, value, at)
+    else:
+        _of(kind, value, at)
+        if is_dataclass(value):
+            for name, hint in _hints(kind).items():
+                _conform(hint, getattr(value, name), _below(at, name))
+
+
+def _of(kind: Any, value: Any, at: str) -> Any:
+    return value if isinstance(value, kind) else _refuse(at, f"a {kind.__name__}", value)
 
 
 def _refuse(at: str, wanted: str, content: Any) -> Any:

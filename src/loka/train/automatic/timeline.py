@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from loka.core.storage.codec import decode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 
@@ -82,7 +83,7 @@ class Timeline:
 
 
 def events_from_json(content: Sequence[Mapping[str, Any]]) -> list[Event]:
-    return [Event(**event) for event in content]
+    return list(decode(tuple[Event, ...], content, at="events"))
 
 
 def load_timeline(path: Path) -> list[Event]:

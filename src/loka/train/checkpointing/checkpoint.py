@@ -17,12 +17,14 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError, NotWritten
+from loka.core.storage.codec import decode
 from loka.core.storage.files import canonical, read_record, sha256_of_file, sync_folder, write_record
 from loka.train.config import as_recorded
 
@@ -147,7 +149,11 @@ def _standing(folder: Path) -> str:
 def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
     """The state in `path`. FileRefused: damaged. CheckpointRefused: of another run."""
     manifest = read_record(
-        path / "manifest.json", kind=_KIND, version=_VERSION, way_out="use another one", parse=_parse
+        path / "manifest.json",
+        kind=_KIND,
+        version=_VERSION,
+        way_out="use another one",
+        parse=partial(decode, _Manifest),
     )
     differences = _from_run(manifest.identity, identity) if identity is not None else []
     if differences:
@@ -191,15 +197,6 @@ class _Manifest:
     bytes: int
     sha256: str
     identity: dict[str, Any]
-
-
-def _parse(content: dict[str, Any]) -> _Manifest:
-    manifest = _Manifest(**content)
-    kinds = {"step": int, "bytes": int, "sha256": str, "identity": dict}
-    wrong = [name for name, kind in kinds.items() if type(getattr(manifest, name)) is not kind]
-    if wrong:
-        raise TypeError(f"{', '.join(wrong)} of another type than a manifest has")
-    return manifest
 
 
 def _from_run(saved: dict[str, Any], identity: Mapping[str, Any]) -> list[str]:
