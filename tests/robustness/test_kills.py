@@ -1,33 +1,9 @@
-"""Commands that are killed and started again; `make kills` does it two hundred times."""
+"""The tally of `make kills`; tests/cli/test_killed.py kills commands in every run of the tests."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-from killed import prepared
-from kills import score, tell, undisturbed
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kills")
-    prepared(folder)
-    return folder
-
-
-# Training by a plan, --auto and validation are killed in test_cli.py, test_auto.py and test_validate.py.
-@pytest.mark.parametrize("command", ["convert", "measure"])
-def test_killed_and_started_again_it_ends_in_the_same_bits(folder: Path, command: str) -> None:
-    expected, seconds = undisturbed(command, folder)
-    stops = 0
-    for seed in range(2):
-        story = tell(command, seed, folder, expected, seconds)
-        stops += len(story.stops)
-        assert story.status == 0
-        assert story.differs == []
-        assert all(stop.status is not None for stop in story.stops), "it hung"
-    assert stops
+from killed import unlike
+from kills import score
 
 
 def test_the_tally_counts_kills_and_what_differs() -> None:
@@ -41,3 +17,7 @@ def test_the_tally_counts_kills_and_what_differs() -> None:
         "litter": [],
     }
     assert score([story, {**story, "differs": []}]).splitlines()[2] == "| train | 4 | 2 | 2 | 7 | 1 | 2 |"
+
+
+def test_values_differ_that_are_others_or_in_one_run_alone() -> None:
+    assert unlike({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "3", "d": "3"}) == ["b", "c", "d"]
