@@ -90,6 +90,17 @@ def test_own_model_by_factory(net: str, tmp_path: Path) -> None:
     assert (tmp_path / "stats" / "stats.json").exists()
 
 
+@pytest.mark.parametrize("head", ["Linear(37, 2)", "Linear(37, 1)", "LSTM(37, 1)"])
+def test_a_model_of_two_tasks_is_refused_with_a_way_out(head: str, net: str, tmp_path: Path) -> None:
+    """torch would speak of target sizes; [B, 1] is no logit a row either, and a tuple is none at all."""
+    (tmp_path / "mine.py").write_text(
+        (tmp_path / "mine.py").read_text().replace("Linear(37, 1)", head).replace(".squeeze(1)", "")
+    )
+    text = loka("train", "--model", net, *SMALL, "--no-mods", cwd=tmp_path, fails=2)
+    assert "not one logit for each of 256 rows" in text
+    assert "a model of several trains in a loop of yours, with loka.Probe" in text
+
+
 def test_demo_writes_its_records_and_goes_on_when_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

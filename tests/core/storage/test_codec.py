@@ -8,7 +8,7 @@ import gzip
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import Report
 from loka.core.signature import LinearShape, WeightUse
-from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.codec import conforming, decode, encode, record, sparse
 from loka.core.storage.files import canonical, write_record
 
 STORED = Path(__file__).parents[3] / "benchmarks/wukong_step/report.json.gz"
@@ -107,6 +107,36 @@ def test_numbers_stay_as_they_were_written() -> None:
 def test_what_does_not_fit_is_refused_by_its_place(change: Mapping[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         decode(Record, {**encode(FULL), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"name": 1}, "name has to be a text, and is '1'"),
+        ({"kind": "a"}, "kind has to be a Kind"),
+        ({"level": "mid"}, "level has to be one of 'low', 'high'"),
+        ({"rows": {"r": [Row(1)]}}, r"rows.r has to be a tuple"),
+        ({"rows": {"r": (Row(1), 7)}}, r"rows.r\[1\] has to be a Row"),
+        ({"rows": {"r": (Row(True),)}}, r"rows.r\[0\].left has to be a whole number"),
+        ({"rows": {3: ()}}, "rows has to be a str"),
+        ({"limit": "1.5"}, "limit has to be a number"),
+        ({"late": None}, "late has to be true or false"),
+        ({"settings": {"k": json.loads("[" * 60 + "]" * 60)}}, "settings is nested deeper than 50"),
+    ],
+)
+def test_what_was_read_by_hand_conforms_to_its_types(change: Mapping[str, Any], why: str) -> None:
+    assert conforming(FULL) is FULL
+    with pytest.raises(ValueError, match=why):
+        conforming(replace(FULL, **change))
+
+
+def test_keys_that_are_numbers_are_written_as_such() -> None:
+    assert decode(Mapping[int, str], {"7": "x"}) == {7: "x"}
+    for key in ("07", " 7", "x"):
+        with pytest.raises(ValueError):
+            decode(Mapping[int, str], {key: "x"})
+    with pytest.raises(ValueError, match="nested deeper"):
+        decode(Any, json.loads("[" * 60 + "]" * 60))
 
 
 def test_what_is_missing_is_named() -> None:
