@@ -155,6 +155,20 @@ def test_sigterm_saves_what_was_measured(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.parse_args"])
+def test_sigterm_before_a_command_begins_is_told_too(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback there, or click's "Aborted!", would say that something broke."""
+
+    def sent(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(place, sent)
+    text = loka("doctor", cwd=tmp_path, fails=143)
+    assert text.startswith("interrupted; ")
+
+
 def test_a_killed_demo_watches_every_step_again(
     net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

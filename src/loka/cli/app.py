@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,15 +52,26 @@ _INTERRUPTED = (
 )
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end a command here, with what stands."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
+        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+
+
 class _Commands(typer.core.TyperGroup):
-    """Ctrl-C ends a command here: click would say "Aborted!" and keep to itself what stands."""
+    """click would say "Aborted!" where one is interrupted, and keep to itself what stands."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        with _interruptible():
+            return super().make_context(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _interruptible():
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
-            raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
 
 
 app = typer.Typer(
@@ -273,8 +285,8 @@ def main() -> None:
     """The `loka` command: a LokaError is a message and exit status 2, not a traceback."""
     try:
         # A rank may wait for others in C++, where no handler of Python's runs: SIGTERM ends it as it is.
-        with contextlib.nullcontext() if _several_ranks() else terminable():
-            app()
+        with _interruptible(), contextlib.nullcontext() if _several_ranks() else terminable():
+            app()  # which first makes the commands, for a tenth of a second
     except LokaError as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
