@@ -31,8 +31,8 @@ def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
 
 
 def start_loka(*arguments: object, cwd: Path, output: Path, **replaced: object) -> BaseProcess:
-    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, or "app.NAME" of loka.cli.app
-    and so on, replaced in that process."""
+    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, or "loka.cli.app.NAME" and so
+    on, replaced in that process."""
     return _start(_loka, [str(argument) for argument in arguments], replaced, cwd=cwd, output=output)
 
 
@@ -62,7 +62,7 @@ def _loka(arguments: list[str], replaced: dict[str, object]) -> None:
 
     for path, value in replaced.items():
         module, _, name = path.rpartition(".")
-        place = importlib.import_module(f"loka.cli.{module or 'arms'}")
+        place = importlib.import_module(module or "loka.cli.arms")
         assert hasattr(place, name), path
         setattr(place, name, value)
     sys.argv = ["loka", *arguments]

@@ -67,7 +67,7 @@ def test_killed_training_ends_with_the_same_numbers(measured: Path, tmp_path: Pa
 
 
 def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object) -> None:
-    bars = {f"{command}.ProgressBars": functools.partial(_Dying, at), **replaced}
+    bars = {f"loka.cli.{command}.ProgressBars": functools.partial(_Dying, at), **replaced}
     process = start_loka(*arguments, cwd=cwd, output=cwd / "printed", **bars)
     process.join()
     assert process.exitcode == -signal.SIGKILL, (cwd / "printed").read_text()
@@ -89,11 +89,12 @@ class _Dying:
 def test_a_killed_measurement_ends_with_the_same_report(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL twice, after some layers."""
+    """SIGKILL twice: after three layers, and at once, when what the first one saved is still there."""
     command = ("measure", measured / "stats", "--candidate=emulated:rowwise_e4m3")
     found = []
-    for at in (2, 3):
-        killed("app", at, *command, cwd=tmp_path, **{"app.measure_stats": measure_coarsely})
+    often = {"loka.cli.app.measure_stats": measure_coarsely, "loka.measurement.measure._SAVING_SHARE": 0}
+    for at in (3, 1):
+        killed("app", at, *command, cwd=tmp_path, **often)
         found.append(Report.load(tmp_path / "report.json"))
     assert 0 < len(found[0].sites) <= len(found[1].sites)
     assert not found[1].complete
