@@ -99,7 +99,11 @@ def test_a_killed_measurement_ends_with_the_same_report(
     assert 0 < len(found[0].sites) <= len(found[1].sites)
     assert not found[1].complete
     monkeypatch.setattr(app, "measure_stats", measure_coarsely)
+    left = tmp_path / ".report.json.0a1b2c3d4e5f.unfinished"  # by a kill in the middle of a save
+    others = tmp_path / ".other.json.0a1b2c3d4e5f.unfinished"
+    left.touch(), others.touch()
     loka(*command, cwd=tmp_path)
+    assert (left.exists(), others.exists()) == (False, True)
     loka(*command, "--out", "whole.json", cwd=tmp_path)
     assert (tmp_path / "report.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
 

@@ -8,6 +8,7 @@ can execute code: JSON for records, safetensors for arrays.
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
 import hashlib
 import json
@@ -64,9 +65,10 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Temporary files that killed processes left in `folder`, where nobody else writes now."""
-    for left in folder.glob(f".*{_UNFINISHED}"):
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Temporary files that killed processes left in `folder`, or of the file of that name; nobody else writes
+    there now."""
+    for left in folder.glob(f".{'*' if name is None else glob.escape(name) + '.*'}{_UNFINISHED}"):
         left.unlink(missing_ok=True)
 
 
