@@ -174,6 +174,21 @@ def test_sigterm_before_a_command_begins_is_told_too(
     assert text.startswith("interrupted; ")
 
 
+def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills found such ends, one in ten of SIGTERM's."""
+
+    def library(target: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(app, "diagnose", library)
+    loka("doctor", cwd=tmp_path, fails=143)
+
+
 def test_a_killed_demo_watches_every_step_again(
     net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

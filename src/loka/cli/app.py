@@ -44,7 +44,7 @@ from loka.planner import diff as diff_plans
 from loka.planner import plan as plan_report
 from loka.probe import merge_stats
 from loka.report.progress import ProgressBars
-from loka.train.interrupt import Terminated, terminable
+from loka.train.interrupt import is_terminated, terminable
 
 _INTERRUPTED = (
     "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
@@ -59,7 +59,7 @@ def _interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
-        raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
+        raise SystemExit(143 if is_terminated(error) else 130) from None
 
 
 class _Commands(typer.core.TyperGroup):

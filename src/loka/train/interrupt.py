@@ -53,11 +53,21 @@ def deferred_interrupt() -> Iterator[Interrupt]:
 def terminable() -> Iterator[None]:
     """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that what is under
     way saves and tidies up."""
+    _came.clear()
     with _handled(_terminate, {signal.SIGTERM: (signal.SIG_DFL,)}):
         yield
 
 
+def is_terminated(error: KeyboardInterrupt) -> bool:
+    """Whether SIGTERM is behind it. A library that waits in C may raise a KeyboardInterrupt of its own."""
+    return isinstance(error, Terminated) or _came.is_set()
+
+
+_came = threading.Event()
+
+
 def _terminate(number: int, frame: Any) -> None:
+    _came.set()
     raise Terminated
 
 
