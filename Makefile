@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHREC ?= torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
 BIN := .venv/bin
 
-.PHONY: demo test sweep mutants lint types layers check clean
+.PHONY: demo test sweep mutants kills fuzz lint types layers check clean
 
 demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
@@ -23,6 +23,14 @@ sweep: .venv/ready
 SHARD ?= 1/1
 mutants: .venv/ready
 	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants-$(subst /,of,$(SHARD)).jsonl
+
+# Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md.
+kills: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/kills.py
+
+# 2,000 damaged records, and 170 hostile files and folders of rows.
+fuzz: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/robustness/fuzz.py
 
 check: lint types layers test
 

@@ -6,6 +6,7 @@ with tests need where a child runs a function in them. It has run nothing.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import sys
@@ -30,7 +31,8 @@ def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
 
 
 def start_loka(*arguments: object, cwd: Path, output: Path, **replaced: object) -> BaseProcess:
-    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, replaced in that process."""
+    """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, or "loka.cli.app.NAME" and so
+    on, replaced in that process."""
     return _start(_loka, [str(argument) for argument in arguments], replaced, cwd=cwd, output=output)
 
 
@@ -56,10 +58,12 @@ def _script(code: str, name: str) -> None:
 
 
 def _loka(arguments: list[str], replaced: dict[str, object]) -> None:
-    from loka.cli import arms, main
+    from loka.cli import main
 
-    for name, value in replaced.items():
-        assert hasattr(arms, name), name
-        setattr(arms, name, value)
+    for path, value in replaced.items():
+        module, _, name = path.rpartition(".")
+        place = importlib.import_module(module or "loka.cli.arms")
+        assert hasattr(place, name), path
+        setattr(place, name, value)
     sys.argv = ["loka", *arguments]
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(app, "measure_stats", measure_coarsely)
         loka("measure", "stats", "--out", "report.json", *candidates, cwd=folder)
     return folder
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an own model, of two linear layers."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, dense_features, vocab_sizes):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(dense_features, 37)\n"
+        "        self.b = torch.nn.Linear(37, 1)\n"
+        "    def forward(self, dense, sparse):\n"
+        "        return self.b(torch.relu(self.a(dense))).squeeze(1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return "mine:Net"

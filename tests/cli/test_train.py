@@ -127,6 +127,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     assert "one of cosine, linear, wsd, constant" in refused("--schedule", "step")
     assert "one of none, ema, tail" in refused("--average", "swa")
     assert "decay is 0.0" in refused("--decay", 0)
+    assert "--probe-every 'often'" in refused("--auto", "--probe-every", "often", "--out", tmp_path / "a")
     assert "--ne without --auto" in refused("--ne", "1e-4")
     assert "makes its own plan" in refused("--auto", "--plan", tmp_path / "plan.json")
     assert "the rows have 26 sparse columns" in refused("--segments", 26)

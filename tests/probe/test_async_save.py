@@ -155,7 +155,11 @@ def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path: Path, stats: S
 
 def test_what_a_killed_process_left_is_removed(saver: Saver, stats: Stats) -> None:
     saver.folder.mkdir()
-    for name in (".stats.json.a1b2", ".tensors.staged.safetensors.c3", "tensors-00ff.safetensors"):
+    for name in (
+        ".stats.json.a1b2.unfinished",
+        ".tensors.staged.safetensors.c3.unfinished",
+        "tensors-00ff.safetensors",
+    ):
         (saver.folder / name).write_text("half")
     (saver.folder / "notes.txt").write_text("of the user")
     saver.offer(lambda: stats, Copied())

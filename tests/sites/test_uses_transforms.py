@@ -60,3 +60,25 @@ def test_a_sampled_step_inside_vmap_is_refused_by_name() -> None:
         model(x).sum().backward()
         torch.func.vmap(model)(torch.stack([x, x]))  # not sampled: nothing is attached
     assert probe.stats().sampled_steps == 1
+
+
+def test_nested_tensors_are_taken_row_by_row() -> None:
+    model, _ = pair()
+    parts = [batch()[:3], batch()[3:8]]
+    expected = torch.cat([model(part) for part in parts])
+    for layout in (torch.jagged, torch.strided):
+        found = model(torch.nested.nested_tensor(parts, layout=layout))
+        assert torch.allclose(torch.cat([*found.unbind()]), expected, rtol=0.1, atol=0.05)
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    model(jagged).values().sum().backward()
+    assert jagged.grad is not None
+
+
+def test_a_layer_without_inputs_is_skipped_by_name() -> None:
+    """torch makes an empty sum of it."""
+    model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 1))
+    with loka.Probe(model, every=1) as probe:
+        model(torch.randn(8, 0)).sum().backward()
+    stats = probe.stats()
+    assert list(stats.layers) == ["1"]
+    assert "an empty weight (4, 0)" in stats.skipped["0"]

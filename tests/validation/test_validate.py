@@ -121,6 +121,25 @@ def test_finished_runs_are_not_trained_again_and_pairs_may_grow(tmp_path):
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+def test_a_run_that_was_killed_when_it_had_ended_leaves_no_checkpoints(tmp_path, monkeypatch):
+    """Between the record and the removal of what it is no longer needed for."""
+
+    def kill(folder):
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr("loka.validation.runs._tidy", kill)
+        with pytest.raises(MemoryError):
+            run(tmp_path, pairs=1)
+    assert list(tmp_path.rglob("state.pt"))
+    run(tmp_path, pairs=1)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {
+        "run.json",
+        "held_out.safetensors",
+        "validation.json",
+    }
+
+
 def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):
     config = replace(CONFIG, checkpoint_every=5)
     whole = run(tmp_path / "whole", pairs=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,7 +45,7 @@ from loka.planner import diff as diff_plans
 from loka.planner import plan as plan_report
 from loka.probe import merge_stats
 from loka.report.progress import ProgressBars
-from loka.train.interrupt import Terminated
+from loka.train.interrupt import is_terminated, terminable
 
 _INTERRUPTED = (
     "interrupted; demo, measure, validate, bench and data convert go on where they stopped when they are "
@@ -51,15 +53,26 @@ _INTERRUPTED = (
 )
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end a command here, with what stands."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
+        raise SystemExit(143 if is_terminated(error) else 130) from None
+
+
 class _Commands(typer.core.TyperGroup):
-    """Ctrl-C ends a command here: click would say "Aborted!" and keep to itself what stands."""
+    """click would say "Aborted!" where one is interrupted, and keep to itself what stands."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        with _interruptible():
+            return super().make_context(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _interruptible():
             return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            say(f"interrupted: {error}" if error.args else _INTERRUPTED, error=True)
-            raise SystemExit(143 if isinstance(error, Terminated) else 130) from None
 
 
 app = typer.Typer(
@@ -273,7 +286,9 @@ def _forced(pairs: list[str]) -> dict[str, str]:
 def main() -> None:
     """The `loka` command: a LokaError is a message and exit status 2, not a traceback."""
     try:
-        app()
+        # A rank may wait for others in C++, where no handler of Python's runs: SIGTERM ends it as it is.
+        with _interruptible(), contextlib.nullcontext() if _several_ranks() else terminable():
+            app()  # which first makes the commands, for a tenth of a second
     except LokaError as error:
         say(f"{_whose()}{type(error).__name__}: {error}", error=True)
         raise SystemExit(2) from None
@@ -284,5 +299,8 @@ def main() -> None:
 
 def _whose() -> str:
     """Under torchrun all ranks write to one terminal."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    return f"rank {os.environ.get('RANK', '?')}: " if _several_ranks() else ""
+
+
+def _several_ranks() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -163,12 +163,12 @@ def _of_zoo(name: str, size: str, source: Source) -> nn.Module:
     )
 
 
-def steps_between(every: str) -> int | Literal["auto"]:
-    """What --every says: a number from 1 on, or auto; raises UnknownName for anything else."""
+def steps_between(every: str, option: str) -> int | Literal["auto"]:
+    """What --every or --probe-every says: a number from 1 on, or auto; UnknownName for anything else."""
     if every == "auto":
         return "auto"
     if not every.isdecimal() or int(every) < 1:
-        raise UnknownName(f"--every {every!r}", way_out="a number from 1 on, or auto")
+        raise UnknownName(f"{option} {every!r}", way_out="a number from 1 on, or auto")
     return int(every)
 
 

@@ -14,6 +14,9 @@ import torch
 
 from loka.data.batch import Batch
 
+MOST_IDS = 2**31
+"""Of one column: ids have 32 bits on the way, and no table has more rows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:

@@ -17,6 +17,7 @@ from typing import Any
 from loka.core.exceptions import DataRefused, FileRefused, LokaError, NotWritten
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
+from loka.data.block import MOST_IDS
 from loka.data.categories.encoding import ENCODING, REASONS, encoded_of, history_in
 from loka.data.categories.vocabulary import (
     HashedVocabulary,
@@ -42,7 +43,6 @@ from loka.data.source.rows import Piece, count_piece, piece_chunks, pieces_of
 from loka.data.workers import Track, as_done, in_order, processors, untracked
 
 VOCABULARY = "vocabulary.json"
-MOST_IDS = 2**31
 # A shard is made of that much input: small inputs still give every core some, large ones few files.
 LEAST_SHARD, MOST_SHARD, SHARDS = 4 << 20, 256 << 20, 64
 

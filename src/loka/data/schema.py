@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loka.core.exceptions import DataRefused
+from loka.core.storage.untrusted import Limits, parse_json, read_bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,11 @@ class Schema:
             raise DataRefused(
                 f"the separator {self.separator!r} cannot be",
                 way_out="one ASCII character that is neither a quote nor a line end",
+            )
+        if self.header not in (None, True, False) or type(self.sequence_length) is not int:
+            raise DataRefused(
+                f"header {self.header!r} and sequence_length {self.sequence_length!r} cannot be",
+                way_out="true, false or left out; and a whole number",
             )
         folded = [name.casefold() for name in self.columns]
         twice = sorted({name for name in self.columns if folded.count(name.casefold()) > 1})
@@ -90,7 +95,7 @@ class Schema:
         "type": "numeric" or "categorical", "active": true}, ...]}`; inactive features are left out.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = parse_json(read_bounded(Path(path), Limits()), Limits())
         except (OSError, ValueError, RecursionError) as error:
             raise DataRefused(f"{path}: not a readable schema file", why=[str(error)]) from error
         try:

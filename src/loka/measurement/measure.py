@@ -23,6 +23,7 @@ from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.storage.codec import encode
+from loka.core.storage.files import remove_unfinished
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
@@ -98,6 +99,7 @@ def measure(
     )
     path = Path(out) if out is not None else None
     if path is not None:
+        remove_unfinished(path.parent, path.name)
         report = continue_from(path, report)
     timer = Timer(
         machine=report.machine,

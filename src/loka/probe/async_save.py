@@ -22,6 +22,7 @@ import torch
 from loka.core.exceptions import LokaError, NotWritten
 from loka.core.exchange import ranks_of
 from loka.core.records.stats import Stats
+from loka.core.storage.files import remove_unfinished
 
 T = TypeVar("T")
 
@@ -144,7 +145,7 @@ class Saver:
                     return
                 self._writing = True
             try:
-                _remove_unfinished(self.folder)
+                remove_unfinished(self.folder)  # nobody else writes here
                 make().save(self.folder)
             except BaseException as error:
                 with self._changed:
@@ -168,10 +169,3 @@ class Saver:
             way_out="make room there or choose another folder; it still holds what was saved before, "
             "if anything, and Probe(resume=Stats.load(...)) goes on from that",
         ) from error
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """What a killed process left: nobody else writes here."""
-    for pattern in (".stats.json.*", ".tensors.staged.safetensors.*"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)

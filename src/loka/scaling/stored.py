@@ -21,7 +21,7 @@ from loka.scaling.surface import TOGETHER, Known, Shape, Surface, known
 KIND, VERSION = "loka-shape-times", 1
 FOLDER = Path(__file__).parent / "times"
 
-_WAY_OUT = "install loka again: the file comes with it"
+_WAY_OUT = "install the package anew: the file comes with it"
 _MEASURE = (
     "measure there: `loka bench gemm` times the shapes of published models, `loka probe`, `loka measure` and "
     "`loka plan` your own"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,14 +41,47 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     """Inside, the first SIGINT or SIGTERM sets `requested`. Python allows this in the main thread only."""
     interrupt = Interrupt()
     # Any other handler belongs to the caller: leave it alone.
-    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, tuple[Any, ...]] = {
+        signal.SIGINT: (signal.default_int_handler,),
+        signal.SIGTERM: (signal.SIG_DFL, _terminate),
+    }
+    with _handled(interrupt._note, usual):
+        yield interrupt
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises `Terminated` where Ctrl-C would raise KeyboardInterrupt, so that what is under
+    way saves and tidies up."""
+    _came.clear()
+    with _handled(_terminate, {signal.SIGTERM: (signal.SIG_DFL,)}):
+        yield
+
+
+def is_terminated(error: KeyboardInterrupt) -> bool:
+    """Whether SIGTERM is behind it. A library that waits in C may raise a KeyboardInterrupt of its own."""
+    return isinstance(error, Terminated) or _came.is_set()
+
+
+_came = threading.Event()
+
+
+def _terminate(number: int, frame: Any) -> None:
+    _came.set()
+    raise Terminated
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], usual: Mapping[int, tuple[Any, ...]]) -> Iterator[None]:
+    """Inside, `handler` takes the place of the handlers that are usual for these signals."""
     replaced = {}
     if threading.current_thread() is threading.main_thread():
-        replaced = {number: usual[number] for number in usual if signal.getsignal(number) is usual[number]}
+        before = {number: signal.getsignal(number) for number in usual}
+        replaced = {number: found for number, found in before.items() if found in usual[number]}
     for number in replaced:
-        signal.signal(number, interrupt._note)
+        signal.signal(number, handler)
     try:
-        yield interrupt
+        yield
     finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
+        for number, found in replaced.items():
+            signal.signal(number, found)

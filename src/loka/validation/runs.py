@@ -32,6 +32,7 @@ from loka.core.storage.files import (
     canonical,
     read_record,
     read_tensors,
+    remove_unfinished,
     sha256_of_file,
     write_record,
     write_tensors,
@@ -136,6 +137,7 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
     identity = _identity(bench, arm, config)
     done = _finished(folder, identity)
     if done is not None:
+        _tidy(folder)
         return done
     try:
         finished, held_out = _train(bench, arm, config, folder)
@@ -150,9 +152,15 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
         digest = sha256_of_file(tensors)
     content = encode(_Finished(run=finished, identity=identity, held_out=digest))
     write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    (folder / "curve.json").unlink(missing_ok=True)
+    _tidy(folder)
     return finished
+
+
+def _tidy(folder: Path) -> None:
+    """Removes what a run goes on from. One that was killed here has its record, and may still have that."""
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    remove_unfinished(folder)
+    (folder / "curve.json").unlink(missing_ok=True)
 
 
 def held_out(out: Path, arm: str, seed: int) -> HeldOut:

@@ -12,6 +12,8 @@ import torch
 from durable import folder_flushed_after, watch_disk
 
 from loka.core.exceptions import FileRefused, NotWritten
+from loka.core.storage import files
+from loka.core.storage.alone import LOCK, alone_in
 from loka.core.storage.files import (
     read_record,
     read_tensors,
@@ -70,6 +72,8 @@ def test_edited(record: Path) -> None:
     [
         ({"kind": "other"}, "it is a other"),
         ({"version": 2}, "format version 2"),
+        ({"version": True}, "format version True"),
+        ({"version": 1.0}, "format version 1.0"),
         ({"content": 3}, "checksum"),
     ],
 )
@@ -143,6 +147,22 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
     assert [what for what, _ in seen] == ["flush", "rename", "flush"]
     assert Path(seen[0][1]).name.startswith(f".{record.name}.")
     assert folder_flushed_after(seen, record)
+
+
+def test_what_a_killed_writer_left_is_removed(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as report.json's: its folder is locked by who comes next (core/storage/alone.py)."""
+
+    def killed(old: Path, new: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(files, "_forget", lambda temporary: None)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(record, b"new")
+    (record.parent / ".others").touch()
+    assert len(list(record.parent.iterdir())) == 3
+    with alone_in(record.parent, "writing"):
+        assert {path.name for path in record.parent.iterdir()} == {record.name, ".others", LOCK}
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])

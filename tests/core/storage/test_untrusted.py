@@ -49,6 +49,7 @@ def record_of(content: str) -> str:
         ('{"value": ' + "7" * 5000 + "}", "has 5000 digits"),
         ('{"value": Infinity}', "Infinity is not JSON"),
         ('{"value": ' + "[" * 5000 + "]" * 5000 + "}", "nested deeper"),
+        ('{"value": 1, "value": 1}', "has a name twice"),
         ('{"value": [' + "[]," * 2_000_001 + "[]]}", "more than 2000000 values"),
     ],
 )

@@ -76,7 +76,7 @@ def probe(
 
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
-    cadence, rate = steps_between(every), share_of_labels(base_rate)
+    cadence, rate = steps_between(every, "--every"), share_of_labels(base_rate)
     device = choose_device(device)
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
     torch.manual_seed(seed)

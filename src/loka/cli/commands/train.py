@@ -178,7 +178,7 @@ def train(
                 everything = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data).train
             callback = Auto(
                 AutoConfig(
-                    every=steps_between(probe_every),
+                    every=steps_between(probe_every, "--probe-every"),
                     most_steps=probe_steps,
                     base_rate=share_of_labels(base_rate) or _known_share(everything, batch_size),
                     budget=named_budget("default", **given) if given else None,

@@ -23,6 +23,7 @@ from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import (
     canonical,
+    is_own_file,
     read_record,
     read_tensors,
     sha256_of_file,
@@ -153,7 +154,7 @@ class Stats:
 
         def parse(content: dict[str, Any]) -> Stats:
             name = content["tensors"]["file"]
-            if Path(name).name != name:
+            if not is_own_file(name):
                 raise ValueError(f"it names a file outside its folder: {name}")
             tensors = read_tensors(folder / name, sha256=content["tensors"]["sha256"], way_out=_WAY_OUT)
             return unflatten(content, tensors)
@@ -181,8 +182,11 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
     def restored(path: str, operand: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         return {**entry, "tensors": {name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]}}
 
-    layers = {}
+    layers, named = {}, set()
     for path, layer in content["layers"].items():
+        named |= {f"{path}/{o}/{name}" for o, entry in layer["operands"].items() for name in entry["tensors"]}
         operands = {operand: restored(path, operand, entry) for operand, entry in layer["operands"].items()}
         layers[path] = {**layer, "operands": operands}
+    if strange := sorted(tensors.keys() - named):
+        raise ValueError(f"no layer names the tensor {strange[0]}")
     return decode(Stats, {**content, "layers": layers})

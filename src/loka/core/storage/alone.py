@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from loka.core.exceptions import LokaError
+from loka.core.storage.files import remove_unfinished
 
 LOCK = ".lock"
 
@@ -41,6 +42,8 @@ def alone_in(folder: Path, doing: str) -> Iterator[None]:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
         handle = None  # nobody writes where nobody may
+    else:
+        remove_unfinished(folder)
     try:
         yield
     finally:

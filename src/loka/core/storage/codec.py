@@ -21,7 +21,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ _INLINE = "its fields stand among those of its owner"
 _NAME = "called so in JSON"
 _FORM = "_form_of_record"
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a whole number", bool: "true or false"}
+_DEEPEST = 50  # of values of any type; whatever walks through them has a stack of its own
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,19 @@ def encode(value: Any) -> Any:
     return found | {name: encode(getattr(value, name)) for name in form.derived}
 
 
-def decode(kind: type[T], content: Any, *, at: str = "") -> T:
+@overload
+def decode(kind: type[T], content: Any, *, at: str = "") -> T: ...
+@overload
+def decode(kind: Any, content: Any, *, at: str = "") -> Any: ...
+def decode(kind: Any, content: Any, *, at: str = "") -> Any:
     """`content` as a `kind`, which may also be a type such as `Mapping[str, Estimate]`."""
-    found: T = _decode(kind, content, at)
-    return found
+    return _decode(kind, content, at)
 
 
 def _decode(kind: Any, content: Any, at: str) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return content
+        return _shallow(content, at)
     if origin in (types.UnionType, typing.Union):
         if content is None and type(None) in inner:
             return None
@@ -128,7 +132,10 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
         return tuple(_decode(inner[0], entry, f"{at}[{place}]") for place, entry in enumerate(entries))
     if origin is not None and issubclass(origin, Mapping):
         entries = _is(dict, content, at)
-        return {key: _decode(inner[1], entry, _below(at, key)) for key, entry in entries.items()}
+        return {
+            _key(inner[0], key, at): _decode(inner[1], entry, _below(at, key))
+            for key, entry in entries.items()
+        }
     if kind is float:
         return _number(content, at)
     if kind in (int, str, bool):
@@ -210,11 +217,27 @@ def _is(kind: type, content: Any, at: str) -> Any:
     return content
 
 
+def _key(kind: type, key: str, at: str) -> Any:
+    """JSON has texts for keys; those that are numbers are written as `str` writes them."""
+    if kind is not int:
+        return key
+    return int(key) if key == str(int(key)) else _refuse(at, "under whole numbers", key)
+
+
 def _number(content: Any, at: str) -> float:
     if isinstance(content, str) and content in ("inf", "-inf", "nan"):
         return float(content)
     if isinstance(content, bool) or not isinstance(content, (int, float)):
         _refuse(at, "a number", content)
+    return content
+
+
+def _shallow(content: Any, at: str, left: int = _DEEPEST) -> Any:
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    if not left and inner:
+        raise ValueError(f"{at or 'it'} is nested deeper than {_DEEPEST}")
+    for entry in inner:
+        _shallow(entry, at, left - 1)
     return content
 
 

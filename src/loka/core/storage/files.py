@@ -8,6 +8,7 @@ can execute code: JSON for records, safetensors for arrays.
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
 import hashlib
 import json
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LIMITS = Limits()
+_UNFINISHED = ".unfinished"
 
 
 def sha256_of_file(path: Path) -> str:
@@ -46,7 +48,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         NotWritten: the disk is full or refuses; `path` is as it was.
     """
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}{_UNFINISHED}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -63,6 +65,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Temporary files that killed processes left in `folder`, or of the file of that name; nobody else writes
+    there now."""
+    for left in folder.glob(f".{'*' if name is None else glob.escape(name) + '.*'}{_UNFINISHED}"):
+        left.unlink(missing_ok=True)
+
+
 def _forget(temporary: Path) -> None:
     with contextlib.suppress(OSError):  # such as a folder that is a file: why it failed is said already
         temporary.unlink(missing_ok=True)
@@ -76,6 +85,11 @@ def _not_written(path: Path, error: OSError) -> NotWritten:
         why=[error.strerror or str(error), standing],
         way_out="free space, or choose another folder, then run the same again",
     )
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a record may name a file of its folder so: not one elsewhere, nor what no file is called."""
+    return Path(name).name == name and name not in ("", "..") and name.isprintable()
 
 
 def sync_folder(folder: Path) -> None:
@@ -133,7 +147,7 @@ def read_record(
             raise refuse("it lacks the fields kind, version, sha256 and content")
         if record["kind"] != kind:
             raise refuse(f"it is a {str(record['kind'])[:80]}")
-        if (found := record["version"]) != version:
+        if type(found := record["version"]) is not int or found != version:  # true is 1 to Python
             raise refuse(f"it has format version {str(found)[:80]}, and this LoKA reads {version}")
         if hashlib.sha256(canonical(record["content"])).hexdigest() != record["sha256"]:
             raise refuse("its checksum differs: it was edited or damaged after LoKA wrote it")

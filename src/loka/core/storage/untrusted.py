@@ -60,11 +60,25 @@ def read_bounded(path: Path, limits: Limits) -> bytes:
 
 
 def parse_json(data: bytes, limits: Limits) -> Any:
-    """Raises ValueError or RecursionError for what is in no record: NaN, 1e999, integers of 400 digits, too
-    many values, too deep a nesting."""
+    """Raises ValueError or RecursionError for what is in no record: NaN, 1e999, integers of 400 digits, a
+    name twice in one object, too many values, too deep a nesting."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.values:
         raise ValueError(f"it holds more than {limits.values} values")
-    return json.loads(data, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+    return json.loads(
+        data,
+        parse_constant=_no_constant,
+        parse_float=_finite,
+        parse_int=_whole,
+        object_pairs_hook=_each_once,
+    )
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ on which of two values counts; one of them may be what a person saw."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
 
 
 def _no_constant(text: str) -> float:

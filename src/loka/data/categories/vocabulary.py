@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loka.core.exceptions import DataRefused
+from loka.core.storage.codec import decode
 from loka.core.storage.files import read_record, write_record
 from loka.core.storage.untrusted import Limits
 from loka.data.categories.columns import category_strings, sequence_strings
@@ -163,9 +164,9 @@ def build_vocabulary(
 def vocabulary_from_dict(content: Mapping[str, Any]) -> Vocabulary | HashedVocabulary:
     """What `to_dict` of either vocabulary wrote."""
     if content.get("kind") == "known":
-        return Vocabulary({column: tuple(known) for column, known in content["categories"].items()})
+        return Vocabulary(decode(Mapping[str, tuple[str, ...]], content["categories"], at="categories"))
     if content.get("kind") == "hashed":
-        return hashed_vocabulary(content["buckets"])
+        return hashed_vocabulary(decode(int, content["buckets"], at="buckets"))
     raise DataRefused("not a vocabulary", why=[f"kind is {content.get('kind')!r}, known: 'known', 'hashed'"])
 
 

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from loka.core.exceptions import DataRefused
+from loka.core.storage.untrusted import open_regular
 from loka.data.batch import History
-from loka.data.block import Block
+from loka.data.block import MOST_IDS, Block
 from loka.data.content import content_of
 from loka.data.order import Shuffle
 from loka.data.reader import Reader
@@ -178,7 +179,7 @@ class NpyStore:
         ]
         workers = processors()
         found = in_order(partial(_range_of, self._arrays), parts, workers=workers, ahead=2 * workers)
-        high = np.zeros(self._arrays[0][1].shape[1], np.int64)
+        high = [0] * self._arrays[0][1].shape[1]
         for (index, _), (least, most) in zip(parts, found, strict=True):
             if least < 0:
                 raise DataRefused(
@@ -186,18 +187,24 @@ class NpyStore:
                     why=["raw hashes are not yet ids of tables"],
                     way_out="pass vocab_sizes: ids are then taken modulo the size of each table",
                 )
-            high = np.maximum(high, most)
-        return tuple(int(most) + 1 for most in high)
+            if max(most, default=0) > MOST_IDS:
+                raise DataRefused(
+                    f"{self._triplets[index].sparse}: ids go up to {max(most)}",
+                    why=[f"a table has {MOST_IDS} rows at most"],
+                    way_out="pass vocab_sizes: ids are then taken modulo the size of each table",
+                )
+            high = list(map(max, high, most))
+        return tuple(most + 1 for most in high)
 
 
-def _range_of(arrays: Sequence[tuple[np.ndarray, ...]], part: tuple[int, int]) -> tuple[int, np.ndarray]:
+def _range_of(arrays: Sequence[tuple[np.ndarray, ...]], part: tuple[int, int]) -> tuple[int, list[int]]:
     ids = arrays[part[0]][1][part[1] : part[1] + _SCAN_ROWS]
-    return int(ids.min()), ids.max(axis=0)
+    return int(ids.min(initial=0)), ids.max(axis=0).tolist()
 
 
 def _mapped(triplet: Triplet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dense, sparse, labels = (_map(path) for path in (triplet.dense, triplet.sparse, triplet.labels))
-    rows = len(dense)
+    rows = len(dense) if dense.ndim else 0
     if dense.ndim != 2 or sparse.ndim != 2 or labels.size != rows or len(sparse) != rows or not rows:
         raise DataRefused(
             f"{triplet.dense}: the shapes of a triplet do not fit",
@@ -211,13 +218,19 @@ def _mapped(triplet: Triplet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         )
     if not np.issubdtype(sparse.dtype, np.integer):
         raise DataRefused(f"{triplet.sparse}: ids must be integers", why=[f"they are {sparse.dtype}"])
+    for path, array in ((triplet.dense, dense), (triplet.labels, labels)):
+        if array.dtype.kind not in "fiub":
+            raise DataRefused(f"{path}: values must be real numbers", why=[f"they are {array.dtype}"])
     return dense, sparse, labels
 
 
 def _map(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with open_regular(path):  # numpy would wait for the writer of a pipe
+            pass
+        found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return found
+    except Exception as error:  # what numpy raises on a header that it did not write has no bounds
         raise DataRefused(
             f"{path}: not a readable npy file", why=[str(error)], way_out="copy it again, or leave it out"
         ) from error

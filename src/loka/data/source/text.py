@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 4 << 20
 LONGEST_LINE = 64 << 20
+_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +213,24 @@ def _layout(file: TableFile, schema: Schema, first: bytes) -> tuple[_Layout, byt
     quote: str | bool = False if plain else '"'
     fields, places = len(schema.columns), tuple(range(len(schema.columns)))
     if schema.header if schema.header is not None else not plain:
-        line, _, first = first.partition(b"\n")
-        text = line.rstrip(b"\r").decode("utf-8", errors="replace")
-        present = next(csv.reader([text], delimiter=separator), []) if quote else text.split(separator)
+        line, *rest = _LINE_END.split(first, maxsplit=1)
+        first = rest[0] if rest else b""
+        present = _names(line.decode("utf-8", errors="replace"), separator, quote=bool(quote), file=file)
         fields, places = len(present), schema.locate(present, where=str(file.path))
     return _Layout(
         file=file, schema=schema, separator=separator, quote=quote, fields=fields, places=places
     ), first
+
+
+def _names(line: str, separator: str, *, quote: bool, file: TableFile) -> list[str]:
+    if not quote:
+        return line.split(separator)
+    try:
+        return next(csv.reader([line], delimiter=separator), [])
+    except csv.Error as error:  # a name of 128 KiB
+        raise DataRefused(
+            f"{file.path}: the header line cannot be read", why=[str(error)], way_out="correct its first line"
+        ) from error
 
 
 def _with_first(first: bytes, blocks: Iterator[bytes]) -> Iterator[bytes]:

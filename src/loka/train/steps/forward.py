@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from loka.core.exceptions import LokaError
 from loka.data.batch import Batch
 from loka.train.config import Precision
 
@@ -18,10 +19,18 @@ def arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def predict(model: nn.Module, inputs: tuple[torch.Tensor, ...], precision: Precision) -> torch.Tensor:
-    """Logits [B] in float32."""
+    """Logits [B] in float32. Raises LokaError for a model that returns anything else."""
     device = inputs[0].device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         logits = model(*inputs)
+    if not isinstance(logits, torch.Tensor) or logits.shape != inputs[0].shape[:1]:
+        shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise LokaError(
+            f"the model returns {shape}, not one logit for each of {inputs[0].shape[0]} rows",
+            why=["rows have one label here"],
+            way_out="return the logits [B] of one task; a model of several trains in a loop of yours, with "
+            "loka.Probe, loka.plan and loka.convert around it (docs/ne.md)",
+        )
     return logits.float()
 
 
