@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BROKEN = 70  # the status of a fork whose work raised, which says nothing about a mutant
-MEMORY = 10 * 2**30  # a mutant may ask for any amount
+MEMORY = 4 * 2**30  # a mutant may ask for any amount; no test needs half of it
+IMPORT = "at import"  # comes by a line before any test runs
 # Without the package, and without what starts threads when it is imported.
 PRELOADED = (
     "numpy",
@@ -55,13 +56,15 @@ class Reach:
         if not in_function:
             return None
         known = self.lines.get(file, {})
-        return self._by_speed({test for number in inner for test in known.get(number, ())})
+        tests = {test for number in inner for test in known.get(number, ())}
+        return self._by_speed(tests) if IMPORT not in tests else None
 
     def of_file(self, source: str, file: str, suites: Sequence[str]) -> list[str]:
         """Tests that reach a function of the file, and those of `suites` in files that import it."""
         tree, module = ast.parse(source), file.removeprefix("src/").removesuffix(".py").replace("/", ".")
         known = self.lines.get(file, {})
         reached = {test for line, by in known.items() if statement(tree, line)[1] for test in by}
+        reached.discard(IMPORT)
         area = [test for test in self.seconds if test.startswith(tuple(suites))]
         texts = {name: (ROOT / name).read_text() for name in {test.split("::")[0] for test in area}}
         importing = {test for test in area if module in texts[test.split("::")[0]]}
@@ -169,7 +172,7 @@ class _Measured:
         self.fixtures[item.nodeid] = list(getattr(item, "fixturenames", ()))
         self.coverage.switch_context(self.now)
         result = yield
-        self.coverage.switch_context("between")
+        self.coverage.switch_context("")
         self.seconds[item.nodeid] = time.monotonic() - began - self.within
         return result
 
@@ -207,40 +210,82 @@ class _Measured:
             for test in users:
                 self.seconds[test] += took
         passed = {test: round(took, 3) for test, took in self.seconds.items() if test not in self.failed}
-        data, lines = self.coverage.get_data(), {}
-        for file in self.files:
-            known = data.contexts_by_lineno(str(ROOT / file))
-            lines[file] = {
-                line: sorted({t for c in several for t in self.contexts.get(c, ()) if t in passed})
-                for line, several in known.items()
+        by = {name: {test for test in tests if test in passed} for name, tests in self.contexts.items()}
+        by[""] = {IMPORT}
+        data = self.coverage.get_data()
+        lines = {
+            file: {
+                line: sorted(set().union(*(by[context] for context in several)))
+                for line, several in data.contexts_by_lineno(str(ROOT / file)).items()
             }
+            for file in self.files
+        }
         return Reach(passed, lines)
 
 
 def measured(files: Sequence[str], suites: Sequence[str], *, kept: Path) -> Reach:
-    """From the file in `kept` if neither the package nor a test changed since, or else anew, in minutes."""
-    hashed = hashlib.sha256(repr((sorted(files), sorted(suites))).encode())
-    for path in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
-        if path.parent != Path(__file__).parent:
-            hashed.update(path.read_bytes())
-    out = kept / f"reach-{hashed.hexdigest()[:16]}.json"
-    if not out.exists():
-        print("measures which tests reach which lines", flush=True)
+    """What tests in `suites` reach of `files`; from `kept`, or anew for files of tests that changed since.
+
+    Where the package changed, or what tests share, all are measured anew, in minutes.
+    """
+    tests = [test for suite in suites for test in sorted((ROOT / suite).rglob("test_*.py")) or [ROOT / suite]]
+    shared = sorted({*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")} - {*_all_tests()})
+    common = _hash([path for path in shared if path.parent != Path(__file__).parent], *files)
+    names = {test.relative_to(ROOT).as_posix(): _hash([test], common) for test in tests}
+    out = kept / "reach.json"
+    known = json.loads(out.read_text()) if out.exists() else {}
+    known = {name: found for name, found in known.items() if found["of"] == names.get(name)}
+    if missing := sorted(names.keys() - known.keys()):
+        print(f"measures which lines the tests of {len(missing)} files reach", flush=True)
         kept.mkdir(parents=True, exist_ok=True)
 
         def work() -> int:
             plugin = _Measured(files)
-            status = run_tests(suites, plugin, package=ROOT / "src", temporary=kept)
-            found = plugin.reach()
-            (part := out.with_suffix(".part")).write_text(json.dumps(asdict(found)))
+            status = run_tests(missing, plugin, package=ROOT / "src", temporary=kept)
+            known.update(_by_file(plugin.reach(), {name: names[name] for name in missing}))
+            (part := out.with_suffix(".part")).write_text(json.dumps(known))
             part.rename(out)
             return status
 
         if status := fork(work, seconds=7200):
             print(f"status {status}: {kept / 'printed'} says which tests failed; no mutant gets those")
-    found = json.loads(out.read_text())
-    lines = {file: {int(line): by for line, by in known.items()} for file, known in found["lines"].items()}
-    return Reach(found["seconds"], lines)
+        known = json.loads(out.read_text())
+    return _together(known)
+
+
+def _all_tests() -> Iterable[Path]:
+    return (ROOT / "tests").rglob("test_*.py")
+
+
+def _hash(paths: Sequence[Path], *others: str) -> str:
+    hashed = hashlib.sha256(repr(others).encode())
+    for path in paths:
+        hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def _by_file(reach: Reach, names: dict[str, str]) -> dict[str, Any]:
+    """By file of tests; in each, lines that import runs."""
+    parts: dict[str, Any] = {name: {"of": of, "seconds": {}, "lines": {}} for name, of in names.items()}
+    for test, seconds in reach.seconds.items():
+        parts[test.split("::")[0]]["seconds"][test] = seconds
+    for file, known in reach.lines.items():
+        for line, tests in known.items():
+            for test in tests:
+                for name in names if test == IMPORT else [test.split("::")[0]]:
+                    parts[name]["lines"].setdefault(file, {}).setdefault(str(line), []).append(test)
+    return parts
+
+
+def _together(parts: dict[str, Any]) -> Reach:
+    seconds: dict[str, float] = {}
+    lines: dict[str, dict[int, list[str]]] = {}
+    for part in parts.values():
+        seconds |= part["seconds"]
+        for file, known in part["lines"].items():
+            for line, tests in known.items():
+                lines.setdefault(file, {}).setdefault(int(line), []).extend(tests)
+    return Reach(seconds, lines)
 
 
 # Judging
@@ -252,6 +297,7 @@ class _Chosen:
     def __init__(self, tests: dict[str, float], *, patience: float, told: Path) -> None:
         self.tests, self.patience, self.told = tests, patience, told
         self.order = {test: place for place, test in enumerate(tests)}
+        self.end = time.monotonic() + 3 * patience + 3 * sum(tests.values())
 
     def pytest_configure(self) -> None:
         from hypothesis import Phase, settings
@@ -268,7 +314,8 @@ class _Chosen:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         self._tell("runs", item.nodeid)
-        signal.setitimer(signal.ITIMER_REAL, self.patience + 10 * self.tests[item.nodeid])
+        seconds = min(self.patience + 10 * self.tests[item.nodeid], self.end - time.monotonic())
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
