@@ -152,6 +152,9 @@ def test_what_is_forced_spends_first() -> None:
     over = loka.plan(report, Budget(ne=1e-4), force={"dear": ROW})
     assert chosen(over) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
     assert any("above the budget" in note for note in over.notes)
+    just = loka.plan(report, Budget(ne=1.5e-4), force={"dear": ROW})  # all of it
+    assert chosen(just) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
+    assert not any("above the budget" in note for note in just.notes)
 
 
 def test_without_times_multiplications_are_saved() -> None:

@@ -175,7 +175,12 @@ def test_diff_names_what_changed() -> None:
     assert difference
     assert difference.sites == (("fc/output", FAST, EXACT, "fastest within the budget"),)
     assert any("min_speedup 1.05 -> 1.1" in line for line in difference.context)
+    told = str(difference).splitlines()
+    assert told[0] == difference.context[0]
+    assert any(line.split()[:3] == ["fc/output", FAST, EXACT] for line in told)
+    assert told[-1] == "1 sites differ, 0 are the same"
     assert not loka.diff(first, first)
+    assert str(loka.diff(first, first)) == "0 sites differ, 1 are the same"
     other = dataclasses.replace(H200, torch="2.12.0")
     moved = loka.plan(report({FAST: measured(28, 70)}, machine=other))
     assert any("torch: 2.12.0 here, 2.11.0 there" in line for line in loka.diff(first, moved).context)

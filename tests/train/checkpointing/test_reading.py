@@ -135,3 +135,43 @@ def test_the_layout_tells_models_apart() -> None:
     assert layout(first) == layout(nn.Linear(2, 3))
     assert layout(first)["weights"] == 9
     assert len({layout(model)["layout"] for model in (first, wider, other, nn.Sequential(first))}) == 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "says"),
+    [
+        ({"config": {"lr": 0.1}}, {}, "config: {'lr': 0.1} in the checkpoint, None now"),
+        ({}, {"config": {"lr": 0.1}}, "config: None in the checkpoint, {'lr': 0.1} now"),
+        (
+            {"plan": {"sites": {"a": "b"}}},
+            {"plan": None},
+            "plan: {'sites': {'a': 'b'}} in the checkpoint, None now",
+        ),
+        ({"beside": {"a": 1}}, {"beside": {"a": 2}}, "beside.a: 1 in the checkpoint, 2 now"),
+        ({"beside": {"a": 1, "b": 2}}, {"beside": {"a": 1}}, "beside.b: 2 in the checkpoint, None now"),
+        ({"beside": {"valve": 1}}, {"beside": {"valve": 2}}, "beside.valve: 1 in the checkpoint, 2 now"),
+    ],
+)
+def test_a_run_of_another_kind_is_told_by_what_it_lacks(
+    tmp_path: Path, saved: dict[str, Any], wanted: dict[str, Any], says: str
+) -> None:
+    save(tmp_path, step=1, state={}, identity=saved)
+    assert load_newest(tmp_path, identity=saved).step == 1
+    with pytest.raises(CheckpointRefused, match="belongs to another run") as error:
+        load_newest(tmp_path, identity=wanted)
+    assert error.value.why == (says,)
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        ({"plan": {"sites": {}, "wholes": {}, "turned": []}}, {"plan": {"sites": {}}}),
+        ({"beside": {"valve": 1, "a": {"chains": 2, "b": 3}}}, {"beside": {"a": {"b": 3}}}),
+        ({"beside": {"valve": 1, "chain_recipes": None}}, {"beside": None}),
+    ],
+)
+def test_what_earlier_versions_noted_of_layers_that_ran_alone_is_passed_over(
+    tmp_path: Path, saved: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    save(tmp_path, step=1, state={}, identity=saved)
+    assert load_newest(tmp_path, identity=wanted).step == 1
