@@ -132,7 +132,7 @@ def test_faded_samples_count_less() -> None:
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=9), st.floats(0.1, 10))
 def test_moments_are_those_of_the_terms_whatever_their_weight(terms: list[float], factor: float) -> None:
-    """The mean of n terms scatters by their variance over n; relative to the mean, that is of its logarithm."""
+    """The mean of n terms scatters by their variance over n; over its square, that is of its logarithm."""
     effect = Effect.of(terms, [[0.2]] * len(terms))
     mean = statistics.fmean(terms)
     expected = statistics.variance(terms) / len(terms) / mean**2
