@@ -11,6 +11,7 @@ import torch
 from loka.core.exceptions import DataRefused
 from loka.data import Batch, History, Reader, Shuffle, at_epoch
 from loka.data.block import Block
+from loka.data.reader import split
 from loka.data.workers import processors
 
 GROUPS = np.array([7, 7, 3, 7, 7, 7, 1, 7, 7, 2])
@@ -146,6 +147,24 @@ def test_a_row_range_is_read_and_no_other_row() -> None:
             Reader(Rows(), **wrong)
     with pytest.raises(ValueError, match="workers"):
         Reader(Rows(), workers=0)
+
+
+@pytest.mark.parametrize("holdout", [0.2, 0.5])
+def test_the_held_out_rows_are_the_last_in_their_order(holdout: float) -> None:
+    train, held_out = split(Rows(), holdout=holdout, shuffle=Shuffle(seed=4, window_rows=20))
+    rows = numbers(list(train.batches(9)))
+    last = numbers(list(held_out.batches(9)))
+    assert len(last) == round(ROWS * holdout)
+    assert sorted(rows) + last == list(range(ROWS))
+    assert rows != sorted(rows)
+    assert "made up" in train.account()
+    assert "made up" not in held_out.account()  # counted once
+
+
+@pytest.mark.parametrize("holdout", [0.0, 1.0, -0.1, 1.1, float("nan")])
+def test_neither_part_of_a_split_is_empty(holdout: float) -> None:
+    with pytest.raises(ValueError, match="holdout"):
+        split(Rows(), holdout=holdout)
 
 
 def test_a_history_travels_with_its_row() -> None:
