@@ -40,15 +40,11 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "src/loka/kernels/edge/twin.py",
             "src/loka/kernels/quantize/weight_copies.py",
         ),
-        ("tests/kernels", "tests/core/numerics/test_reference.py"),
+        ("tests/kernels", "tests/core/numerics"),
     ),
     "checkpoints": (
         ("src/loka/train/checkpointing/checkpoint.py", "src/loka/train/checkpointing/state.py"),
-        (
-            "tests/train/checkpointing/test_checkpoint.py",
-            "tests/train/checkpointing/test_resume.py",
-            "tests/train/checkpointing/test_fp8_resume.py",
-        ),
+        ("tests/train/checkpointing",),
     ),
     "core": (("src/loka/core",), ("tests/core",)),
     "planner": (("src/loka/planner",), ("tests/planner",)),

@@ -173,6 +173,20 @@ def test_without_times_multiplications_are_saved() -> None:
     assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
 
 
+@pytest.mark.parametrize("side", ["m", "n", "k"])
+def test_without_times_each_side_of_a_gemm_is_work(side: str) -> None:
+    report = model_report(
+        {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
+    )
+    site = report.sites["b/output"]
+    longer = dataclasses.replace(site.problem, **{side: 2 * getattr(site.problem, side)})
+    sites = {**report.sites, "b/output": dataclasses.replace(site, problem=longer)}
+    assert chosen(loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1e-5))) == {
+        "a": "hp",
+        "b": ROW,
+    }
+
+
 def test_the_papers_rule_has_a_name() -> None:
     paper = Budget.paper()
     assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)

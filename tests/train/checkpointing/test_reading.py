@@ -137,6 +137,18 @@ def test_the_layout_tells_models_apart() -> None:
     assert len({layout(model)["layout"] for model in (first, wider, other, nn.Sequential(first))}) == 4
 
 
+def test_the_layout_in_checkpoints_of_before_is_that_of_today() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    assert layout(model) == {"class": "Sequential", "weights": 9, "layout": "991d20f9039293b8"}
+
+
+def test_a_buffer_that_modules_share_is_there_by_each_name() -> None:
+    """A model that keeps one for each, as a copy does that was made by hand, takes both."""
+    model = small_model()
+    model.mlp[0].register_buffer("largest", model.largest, persistent=False)
+    assert set(of(model)[0]["buffers"]) == {"largest", "mlp.0.largest"}
+
+
 @pytest.mark.parametrize(
     ("saved", "wanted", "says"),
     [
