@@ -255,19 +255,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(shutil.copytree(ROOT / "src", Path(folder) / "src"))
         compileall.compile_dir(package, quiet=2)
-        for mutant in mine:
-            if mutant.name in before:
-                continue
-            found = judge(mutant, reach, package=package, patience=given.patience)
-            before[mutant.name] = found
-            with given.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-            print(
-                f"{found['status']:16} {found['seconds']:6.1f} s  {mutant.name}  {mutant.change}", flush=True
-            )
-        results = [before[mutant.name] for mutant in mine]
-        for test in unfounded(results, reach, package=package):
-            print(f"fails without a mutant, too: {test}")
+
+        def judged(mutants: Sequence[Mutant]) -> None:
+            for mutant in mutants:
+                found = judge(mutant, reach, package=package, patience=given.patience)
+                before[mutant.name] = found
+                with given.out.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                told = f"{found['status']:22} {found['seconds']:6.1f} s  {mutant.name}  {mutant.change}"
+                print(told, flush=True)
+
+        judged([mutant for mutant in mine if mutant.name not in before])
+        while failing := unfounded([before[mutant.name] for mutant in mine], reach, package=package):
+            print("fail without a mutant, too:", *sorted(failing), sep="\n  ", flush=True)
+            reach = reach.without(failing)
+            judged([mutant for mutant in mine if before[mutant.name]["by"] in failing])
+    results = [before[mutant.name] for mutant in mine]
     print(score(results))
 
 
