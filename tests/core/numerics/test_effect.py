@@ -141,6 +141,11 @@ def test_moments_are_those_of_the_terms_whatever_their_weight(terms: list[float]
     assert faded.samples == pytest.approx(effect.samples)
     assert faded.skewness == pytest.approx(effect.skewness, rel=1e-6, abs=1e-6)
     assert faded.ne().value == pytest.approx(effect.ne().value)
+    known = Effect.of(terms, [[0.2]] * len(terms), [[0.3]] * len(terms), [[0.1]] * len(terms))
+    assert known.common() == pytest.approx((3.0,))
+    assert known.faded(factor).common() == pytest.approx((3.0,))
+    assert known.faded(factor).curvatures == pytest.approx([factor * c for c in known.curvatures])
+    assert known.faded(factor).pulls == pytest.approx([factor * pull for pull in known.pulls])
     assert effect.sampling_variance < math.inf == Effect.of(terms[:1], [[0.2]]).sampling_variance
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from small_run import small_model
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
-from loka.train import load_newest, newest_step, save
+from loka.train import CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.checkpointing.checkpoint import holds_checkpoints, load_one
 from loka.train.checkpointing.state import capture, labels_in, layout, rate_in, restore, restore_model
 from loka.train.running import RunningQuality
@@ -187,3 +190,22 @@ def test_what_earlier_versions_noted_of_layers_that_ran_alone_is_passed_over(
 ) -> None:
     save(tmp_path, step=1, state={}, identity=saved)
     assert load_newest(tmp_path, identity=wanted).step == 1
+
+
+@pytest.mark.parametrize("flush", [0, 1, 2, 3])
+def test_whichever_flush_finds_the_disk_full_the_reason_is_told_and_one_can_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flush: int
+) -> None:
+    """Of the state, the manifest, the folder that they are in, and the one that holds it."""
+    flushed, sync = itertools.count(), os.fsync
+
+    def full(handle: int) -> None:
+        if next(flushed) == flush:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointNotSaved) as error:
+        save(folder, step=30, state={"step": 30}, identity={})
+    assert "No space left on device" in error.value.why[0]
+    assert load_newest(folder).step in ((20, 30) if flush == 3 else (20,))
