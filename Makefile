@@ -19,10 +19,10 @@ test: .venv/ready
 sweep: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m slow
 
-# Does a test fail where the code is wrong? 300 small mistakes, hours; SHARD=2/8 makes every eighth of them.
+# Does a test fail where the code is wrong? 300 small mistakes, an hour; SHARD=2/8 makes every eighth of them.
 SHARD ?= 1/1
 mutants: .venv/ready
-	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants-$(subst /,of,$(SHARD)).jsonl
+	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants/$(subst /,of,$(SHARD)).jsonl
 
 # Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md.
 kills: .venv/ready

@@ -3,23 +3,19 @@
 import gzip
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click_files import assert_same, gather, lines, made_up, write_csv, write_tsv
-from durable import flushed_before, folder_flushed_after, watch_disk
+from click_files import assert_same, gather, lines, write_csv, write_tsv
+from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
+from pyarrow import parquet
 
-from loka.core.exceptions import DataRefused, FileRefused
-from loka.core.storage.alone import FolderInUse
-from loka.core.storage.files import write_record
+from loka.core.exceptions import DataRefused
 from loka.data import (
     Frequency,
     Schema,
@@ -35,34 +31,11 @@ from loka.data import (
     split_shards,
 )
 from loka.data.categories.encoding import REASONS
-from loka.data.conversion import ConversionStopped
+
+pytestmark = pytest.mark.usefixtures("small_pieces")
+
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
-from pyarrow import parquet  # noqa: E402
-
-ALL = 300
-ROWS = made_up(ALL, seed=3)
-HASHED = hashed_vocabulary(99)
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 10 pieces of 300 rows, in groups of 16 rows."""
-    monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
-    monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)
-    monkeypatch.setattr("loka.data.categories.vocabulary.PIECE_BYTES", 10_000)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def criteo_parquet(path: Path) -> Path:
-    from loka.data import CRITEO
-
-    columns = dict(zip(CRITEO.columns, map(list, zip(*ROWS, strict=True)), strict=True))
-    parquet.write_table(pa.table(columns), path, row_group_size=20)
-    return path
 
 
 @pytest.mark.parametrize("kind", ["tsv", "csv", "parquet", "gz"])
@@ -176,229 +149,10 @@ def test_a_file_without_rows_and_a_wrong_value_are_refused_by_name(tmp_path: Pat
         convert(write_tsv(tmp_path / "u.tsv", rows), tmp_path / "out3", vocabulary=HASHED, workers=2)
 
 
-KILLED = """
-import os, signal, sys
-import loka.data.conversion as c
-from loka.data import Frequency, convert
-from loka.data.formats.shard_writer import ShardWriter
-c.LEAST_SHARD, c.GROUP_ROWS = 8_000, 16
-finished = [0]
-finish, flush = ShardWriter.finish, ShardWriter._flush
-def counted(self):
-    finished[0] += 1
-    return finish(self)
-def killed(self, rows):
-    flush(self, rows)
-    if finished[0] == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-ShardWriter.finish, ShardWriter._flush = counted, killed
-convert(sys.argv[1], sys.argv[2], vocabulary=Frequency(min_count=2), workers=1)
-"""
-
-
-def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, str(path), str(folder), "4"]
-    died = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert died.returncode == -signal.SIGKILL, died.stderr
-    assert list(folder.glob(".unfinished-*"))
-    with pytest.raises(DataRefused, match=r"not complete\n  3 of .* pieces"):
-        open_shards(folder)
-    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
-    steps: list[tuple[str, int]] = []
-
-    def track(items: object, description: str, total: int) -> object:
-        steps.append((description, total))
-        return items
-
-    manifest = convert(path, folder, vocabulary=Frequency(min_count=2), workers=2, track=track)
-    assert steps == [("convert", manifest.pieces - 3)]  # and no second look for a vocabulary
-    for name, changed in before.items():
-        assert (folder / name).stat().st_mtime_ns == changed
-    convert(path, tmp_path / "whole", vocabulary=Frequency(min_count=2))
-    assert contents(folder) == contents(tmp_path / "whole")
-
-
-def test_damaged_shards_are_named_and_redone(tmp_path: Path) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = contents(folder)
-    shard = folder / "shard-00002.parquet"
-    data = whole[shard.name]
-
-    shard.write_bytes(data[: len(data) // 2])
-    with pytest.raises(
-        DataRefused, match=r"shard-00002\.parquet.*truncated(.|\n)*Way out: run the conversion"
-    ):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
-
-    shard.unlink()
-    with pytest.raises(DataRefused, match=r"shard-00002\.parquet: the shard is missing"):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
-
-    flipped = bytearray(data)
-    flipped[len(data) // 3] ^= 0x40  # in a page: the size is right, the checksum is not
-    shard.write_bytes(flipped)
-    with pytest.raises(DataRefused, match=r"shard-00002\.parquet: row group \d+ cannot be read(.|\n)*delete"):
-        gather(open_shards(folder))
-
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(FileRefused, match=r"manifest\.json"):
-        open_shards(folder)
-    with pytest.raises(FileRefused, match=r"delete .* and convert again"):
-        convert(path, folder, vocabulary=HASHED)
-
-
-def test_a_folder_converted_again_is_read_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    for rows in (ROWS, ROWS[::-1]):
-        path = write_tsv(tmp_path / "t.tsv", rows)
-        convert(path, folder, vocabulary=HASHED)
-        assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
-        shutil.rmtree(folder)
-
-
-def test_a_damaged_input_is_named(tmp_path: Path) -> None:
-    path = criteo_parquet(tmp_path / "t.parquet")
-    data = bytearray(path.read_bytes())
-    data[4 : len(data) // 3] = bytes(len(data) // 3 - 4)
-    path.write_bytes(data)
-    with pytest.raises(DataRefused, match=r"t\.parquet: the parquet file is damaged"):
-        convert(path, tmp_path / "out", vocabulary=HASHED)
-
-
 def test_ids_beyond_32_bits_are_refused(tmp_path: Path) -> None:
     path = write_tsv(tmp_path / "t.tsv", ROWS[:5])
     with pytest.raises(DataRefused, match=r"C1 has 2147483649 ids(.|\n)*fewer buckets"):
         convert(path, tmp_path / "out", vocabulary=hashed_vocabulary(2**31))
-
-
-def test_another_conversion_is_not_mixed_in(tmp_path: Path) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    with pytest.raises(
-        DataRefused, match=r"holds another conversion\n  vocabulary: .*99.* there, .*98.* now"
-    ):
-        convert(path, folder, vocabulary=hashed_vocabulary(98))
-    other = write_tsv(tmp_path / "u.tsv", ROWS[:10])
-    with pytest.raises(DataRefused, match=r"files: .*t\.tsv.*u\.tsv"):
-        convert(other, folder, vocabulary=HASHED)
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "rows.parquet").write_bytes(b"")
-    with pytest.raises(DataRefused, match="holds parquet files and no manifest"):
-        convert(path, foreign, vocabulary=HASHED)
-
-
-def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
-    path = write_tsv(tmp_path / "t.tsv", ROWS)
-
-    def track(items: object, description: str, total: int) -> object:
-        with pytest.raises(FolderInUse, match="another process is converting"):
-            convert(path, tmp_path / "out", vocabulary=HASHED)
-        return items
-
-    convert(path, tmp_path / "out", vocabulary=HASHED, track=track)
-
-
-def test_a_shard_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    seen = watch_disk(monkeypatch)
-    convert(path, folder, vocabulary=HASHED, workers=1)
-    for shard in folder.glob("shard-*"):
-        assert flushed_before(seen, shard, f"/.unfinished-{shard.name}")
-        assert folder_flushed_after(seen, shard)
-
-
-@pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]])
-def test_a_shard_of_another_size_is_refused_and_redone(tmp_path: Path, change: Callable) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = contents(folder)
-    shard = folder / "shard-00001.parquet"
-    shard.write_bytes(change(whole[shard.name]))
-    with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated or overwritten"):
-        open_shards(folder)
-    convert(path, folder, vocabulary=HASHED)
-    assert contents(folder) == whole
-
-
-@pytest.mark.parametrize("name", ["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None])
-def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: object) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    shutil.copy(folder / "shard-00001.parquet", tmp_path / "outside.parquet")
-    content = json.loads((folder / "manifest.json").read_text())["content"]
-    content["shards"]["1"]["file"] = name
-    write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=content)
-    with pytest.raises(
-        FileRefused, match=r"shard 1 .* is no file of the folder|shards\.1\.file has to be a text"
-    ):
-        open_shards(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}],
-)
-def test_a_manifest_of_impossible_numbers_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    whole = json.loads((folder / "manifest.json").read_text())["content"]
-    content = {**whole, "shards": {**whole["shards"], "1": {**whole["shards"]["1"], **change}}}
-    for wrong in (content, {**whole, "group_rows": 0}, {**whole, "vocab_sizes": [0] * 26}):
-        write_record(folder / "manifest.json", kind="manifest of prepared clicks", version=1, content=wrong)
-        with pytest.raises(FileRefused, match="not that of a manifest"):
-            open_shards(folder)
-
-
-def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path: Path) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    convert(path, folder, vocabulary=HASHED)
-    (folder / "shard-00001.parquet").unlink()
-    os.mkfifo(folder / "shard-00001.parquet")
-    with pytest.raises(DataRefused, match=r"shard-00001\.parquet: the shard was truncated"):
-        open_shards(folder)
-
-
-def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    with monkeypatch.context() as context:
-        calls = iter([True] * 5)
-
-        def full(name: Path) -> None:
-            if not next(calls, False):
-                raise OSError(28, "No space left on device")
-
-        context.setattr("loka.data.formats.shard_writer.sync_folder", full)
-        with pytest.raises(ConversionStopped, match=r"No space left(.|\n)*goes on where this one stopped"):
-            convert(path, folder, vocabulary=HASHED, workers=1)
-    kept = {path: path.stat().st_mtime_ns for path in sorted(folder.glob("shard-*"))[:5]}
-    convert(path, folder, vocabulary=HASHED)
-    assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
-
-
-def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path: Path) -> None:
-    path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-
-    def track(items: object, description: str, total: int) -> object:
-        for count, item in enumerate(items):
-            if count == 3:
-                raise KeyboardInterrupt
-            yield item
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(path, folder, vocabulary=HASHED, workers=2, track=track)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loka-data")]
-    assert not list(folder.glob(".unfinished-*"))
-    convert(path, folder, vocabulary=HASHED)
-    assert open_shards(folder).rows == ALL
 
 
 def test_any_parquet_reader_sees_the_rows(tmp_path: Path) -> None:

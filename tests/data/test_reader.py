@@ -11,6 +11,7 @@ import torch
 from loka.core.exceptions import DataRefused
 from loka.data import Batch, History, Reader, Shuffle, at_epoch
 from loka.data.block import Block
+from loka.data.reader import split
 from loka.data.workers import processors
 
 GROUPS = np.array([7, 7, 3, 7, 7, 7, 1, 7, 7, 2])
@@ -115,6 +116,19 @@ def test_ranks_are_disjoint_with_equal_batches_in_every_epoch() -> None:
     assert len(set(seen)) == 3
 
 
+@pytest.mark.parametrize("world", [1, 3, 4, 7])
+@pytest.mark.parametrize("first_row", [0, 5, 11])
+def test_rows_that_no_rank_reads_are_in_the_account(world: int, first_row: int) -> None:
+    readers = [
+        Reader(Rows(), shuffle=Shuffle(rank=r, world=world), first_row=first_row) for r in range(world)
+    ]
+    (left_out,) = {
+        reader.account()["rows left out of each epoch, ranks get equally many"] for reader in readers
+    }
+    assert sum(reader.rows for reader in readers) + left_out == ROWS - first_row
+    assert 0 <= left_out < world
+
+
 def test_an_epoch_is_no_other_source_but_another_order() -> None:
     reader = Reader(Rows(), shuffle=Shuffle(seed=0))
     later = at_epoch(reader, 3)
@@ -133,6 +147,24 @@ def test_a_row_range_is_read_and_no_other_row() -> None:
             Reader(Rows(), **wrong)
     with pytest.raises(ValueError, match="workers"):
         Reader(Rows(), workers=0)
+
+
+@pytest.mark.parametrize("holdout", [0.2, 0.5])
+def test_the_held_out_rows_are_the_last_in_their_order(holdout: float) -> None:
+    train, held_out = split(Rows(), holdout=holdout, shuffle=Shuffle(seed=4, window_rows=20))
+    rows = numbers(list(train.batches(9)))
+    last = numbers(list(held_out.batches(9)))
+    assert len(last) == round(ROWS * holdout)
+    assert sorted(rows) + last == list(range(ROWS))
+    assert rows != sorted(rows)
+    assert "made up" in train.account()
+    assert "made up" not in held_out.account()  # counted once
+
+
+@pytest.mark.parametrize("holdout", [0.0, 1.0, -0.1, 1.1, float("nan")])
+def test_neither_part_of_a_split_is_empty(holdout: float) -> None:
+    with pytest.raises(ValueError, match="holdout"):
+        split(Rows(), holdout=holdout)
 
 
 def test_a_history_travels_with_its_row() -> None:

@@ -144,3 +144,13 @@ def test_hash_fills_its_buckets_evenly() -> None:
 def test_no_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match="buckets=0"):
         hashed_vocabulary(0)
+
+
+def test_a_digest_is_of_the_content_and_stays_what_it_was() -> None:
+    """Shards and checkpoints name it. The order in which columns were counted is no content."""
+    first = vocabulary_module.Vocabulary(categories={"a": ("x", "y"), "b": ("z",)})
+    second = vocabulary_module.Vocabulary(categories={"b": ("z",), "a": ("x", "y")})
+    other = vocabulary_module.Vocabulary(categories={"a": ("x",), "b": ("y", "z")})
+    assert first.digest == second.digest != other.digest
+    assert first.digest == "300a4277d6bbf3a69ec416415aeb49b6c716868ef62a653113cae288ced950e9"
+    assert hashed_vocabulary(10).digest != hashed_vocabulary(11).digest

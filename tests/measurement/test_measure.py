@@ -16,6 +16,7 @@ import loka
 from loka.core.exceptions import FileRefused, UnknownName
 from loka.core.numerics.reference import scaled_mm
 from loka.core.recipe import Gemm
+from loka.kernels.gemm.registry import all_candidates
 from loka.measurement import Settings
 
 QUICK = Settings(max_draws=4)
@@ -49,6 +50,9 @@ def test_every_candidate_at_every_site(stats: loka.Stats) -> None:
         assert errors["mere"].value > 0
         assert site.measurements[name].microseconds is None
     assert "no blockwise kernel" in site.measurements["torch:blockwise_e4m3"].unsupported
+    slow = {candidate.name for candidate in all_candidates() if candidate.on_request}
+    assert slow
+    assert not any(slow & set(found.measurements) for found in report.sites.values()), "nobody asked"
     assert not report.timed
     assert "Not timed" in str(report)
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -29,8 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-COUNT, SEED, PATIENCE = 300, 0, 300.0
+import pytest
+from reach import BROKEN, ROOT, Reach, measured, preload, run_chosen
+
+COUNT, SEED, PATIENCE = 300, 0, 20.0
 # What is changed, and the tests that ought to notice.
 AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "twins": (
@@ -39,15 +40,11 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "src/loka/kernels/edge/twin.py",
             "src/loka/kernels/quantize/weight_copies.py",
         ),
-        ("tests/kernels", "tests/core/numerics/test_reference.py"),
+        ("tests/kernels", "tests/core/numerics"),
     ),
     "checkpoints": (
         ("src/loka/train/checkpointing/checkpoint.py", "src/loka/train/checkpointing/state.py"),
-        (
-            "tests/train/checkpointing/test_checkpoint.py",
-            "tests/train/checkpointing/test_resume.py",
-            "tests/train/checkpointing/test_fp8_resume.py",
-        ),
+        ("tests/train/checkpointing",),
     ),
     "core": (("src/loka/core",), ("tests/core",)),
     "planner": (("src/loka/planner",), ("tests/planner",)),
@@ -168,52 +165,40 @@ def chosen(mutants: Sequence[Mutant], *, count: int = COUNT, seed: int = SEED) -
     return [mutant for several in rounds for mutant in several if mutant is not None][:count]
 
 
-def suite_of(mutant: Mutant, root: Path = ROOT) -> list[str]:
-    """Files of the area's tests, those first that import what is changed."""
-    module = mutant.file.removeprefix("src/").removesuffix(".py").replace("/", ".")
-    files: list[Path] = []
-    for place in AREAS[mutant.area][1]:
-        path = root / place
-        files += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-    near = [file for file in files if module in file.read_text()]
-    return [str(file) for file in [*near, *(file for file in files if file not in near)]]
+def tests_of(mutant: Mutant, reach: Reach) -> list[str]:
+    """The area's tests that reach the statement; if it runs at import, those that use or import the file."""
+    suites = AREAS[mutant.area][1]
+    source = (ROOT / mutant.file).read_text()
+    found = reach.of_statement(source, mutant.file, mutant.line)
+    if found is None:
+        found = reach.of_file(source, mutant.file, suites)
+    return [test for test in found if test.startswith(suites)]
 
 
-def judge(mutant: Mutant, *, patience: float = PATIENCE) -> dict[str, Any]:
-    """Runs the tests on a copy of the package with that change."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        file = Path(folder) / mutant.file
-        file.write_text(mutated(file.read_text(), mutant.number))
-        paths = [
-            f"{folder}/src",
-            str(ROOT / "tests"),
-            *(str(ROOT / p) for p in AREAS[mutant.area][1] if p[-3:] != ".py"),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            *suite_of(mutant),
-        ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience
-            )
-            status = {0: "survived", 1: "killed"}.get(done.returncode, "killed at import")
-            by = next((line[7:] for line in done.stdout.splitlines() if line.startswith("FAILED ")), "")
-        except subprocess.TimeoutExpired:
-            status, by = "killed", f"no end after {patience:.0f} s"
+def judge(mutant: Mutant, reach: Reach, *, package: Path, patience: float) -> dict[str, Any]:
+    """Runs the tests on the copy of the package with that change, and takes the change back."""
+    began, by, tests = time.monotonic(), "", tests_of(mutant, reach)
+    status = f"survived {len(tests)} tests" if tests else "survived: not reached"
+    if tests:
+        file, source = package.parent / mutant.file, ROOT / mutant.file
+        file.write_text(mutated(source.read_text(), mutant.number))
+        ended, told = run_chosen(tests, reach, package=package, temporary=package.parent, patience=patience)
+        shutil.copy2(source, file)
+        if ended not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            assert ended != BROKEN, (package.parent / "printed").read_text()
+            status = "killed" if ended > 0 else f"killed, {signal.Signals(-ended).name}"
+            by = told[-1][1] if told else "import"
     seconds = round(time.monotonic() - began, 1)
-    return {**asdict(mutant), "name": mutant.name, "status": status, "by": by[:200], "seconds": seconds}
+    return {**asdict(mutant), "name": mutant.name, "status": status, "by": by, "seconds": seconds}
+
+
+def unfounded(results: Sequence[dict[str, Any]], reach: Reach, *, package: Path) -> set[str]:
+    """Tests that killed a mutant and fail on the package as it is, in the same way of running them."""
+    killers = sorted({entry["by"] for entry in results} & set(reach.seconds))
+    if not killers:
+        return set()
+    _, told = run_chosen(killers, reach, package=package, temporary=package.parent, patience=300, all_of=True)
+    return {test for what, test in told if what == "failed"} | (set(killers) - {test for _, test in told})
 
 
 def done_before(out: Path) -> dict[str, dict[str, Any]]:
@@ -221,20 +206,19 @@ def done_before(out: Path) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in map(json.loads, filter(None, lines))}
 
 
+def alive(entry: dict[str, Any]) -> bool:
+    return entry["status"].startswith("survived")
+
+
 def score(results: Sequence[dict[str, Any]]) -> str:
-    counts = Counter((entry["area"], entry["status"] != "survived") for entry in results)
+    counts = Counter((entry["area"], alive(entry)) for entry in results)
+    counts.update(("all", alive(entry)) for entry in results)
     lines = []
-    for area in AREAS:
-        killed, alive = counts[area, True], counts[area, False]
-        if killed + alive:
-            lines.append(
-                f"{area:12} {killed:4} of {killed + alive:4} killed, {100 * killed / (killed + alive):.0f} %"
-            )
-    killed = sum(entry["status"] != "survived" for entry in results)
-    lines.append(
-        f"{'all':12} {killed:4} of {len(results):4} killed, {100 * killed / max(len(results), 1):.0f} %"
-    )
-    lines += [f"survived: {e['name']}  {e['change']}" for e in results if e["status"] == "survived"]
+    for area in [*AREAS, "all"]:
+        killed, of = counts[area, False], counts[area, False] + counts[area, True]
+        if of:
+            lines.append(f"{area:12} {killed:4} of {of:4} killed, {100 * killed / of:.0f} %")
+    lines += [f"{e['status']}: {e['name']}  {e['change']}" for e in results if alive(e)]
     return "\n".join(lines)
 
 
@@ -242,11 +226,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/mutants.jsonl"), help="a line a mutant")
+    parser.add_argument("--out", type=Path, default=Path("runs/mutants/1of1.jsonl"), help="a line a mutant")
     parser.add_argument("--shard", default="1/1", help="I/N: every N-th, from the I-th")
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for the tests of a mutant")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds beyond ten times a test's")
+    parser.add_argument("--again", action="store_true", help="judge those anew that survived before")
     parser.add_argument(
         "--score", type=Path, nargs="*", help="files of shards: print their score, run nothing"
     )
@@ -258,18 +243,35 @@ def main() -> None:
         print(score(list(known.values())))
         return
     index, of = map(int, given.shard.split("/"))
-    mine = chosen(all_mutants(), count=given.count, seed=given.seed)[index - 1 :: of]
+    every = all_mutants()
+    mine = chosen(every, count=given.count, seed=given.seed)[index - 1 :: of]
     before = done_before(given.out)
+    if given.again:
+        before = {name: entry for name, entry in before.items() if not alive(entry)}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    for mutant in mine:
-        if mutant.name in before:
-            continue
-        found = judge(mutant, patience=given.patience)
-        before[mutant.name] = found
-        with given.out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(f"{found['status']:16} {found['seconds']:6.1f} s  {mutant.name}  {mutant.change}", flush=True)
-    print(score([before[mutant.name] for mutant in mine]))
+    preload()
+    suites = [place for _, places in AREAS.values() for place in places]
+    reach = measured(sorted({mutant.file for mutant in every}), suites, kept=given.out.parent.absolute())
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(shutil.copytree(ROOT / "src", Path(folder) / "src"))
+        compileall.compile_dir(package, quiet=2)
+
+        def judged(mutants: Sequence[Mutant]) -> None:
+            for mutant in mutants:
+                found = judge(mutant, reach, package=package, patience=given.patience)
+                before[mutant.name] = found
+                with given.out.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+                told = f"{found['status']:22} {found['seconds']:6.1f} s  {mutant.name}  {mutant.change}"
+                print(told, flush=True)
+
+        judged([mutant for mutant in mine if mutant.name not in before])
+        while failing := unfounded([before[mutant.name] for mutant in mine], reach, package=package):
+            print("fail without a mutant, too:", *sorted(failing), sep="\n  ", flush=True)
+            reach = reach.without(failing)
+            judged([mutant for mutant in mine if before[mutant.name]["by"] in failing])
+    results = [before[mutant.name] for mutant in mine]
+    print(score(results))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,13 @@ from sites import convert_layers
 from torch import nn
 
 import loka
+from loka.core.device import fingerprint
 from loka.core.exceptions import NotConverted, PlanMismatch
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision
 from loka.measurement import Settings
-from loka.nn import sites_of
+from loka.nn import signature, sites_of
 from loka.nn.site import site_forwards
 
 QUICK = Settings(max_draws=4)
@@ -192,3 +196,30 @@ def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) 
     towers = nn.ModuleDict({"a": loka.convert(odd_mlp(), mlp_plan), "b": loka.convert(odd_mlp(), mlp_plan)})
     loka.revert(towers)
     assert not site_forwards(towers)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "regions", "joins"),
+    [("rowwise_e4m3_pow2", True, True), ("rowwise_e4m3_pow2", False, False), ("rowwise_e4m3", True, False)],
+)
+def test_the_compiler_learns_of_regions_once_one_gemm_can_be_in_one(
+    recipe: str, regions: bool, joins: bool
+) -> None:
+    from torch._inductor import config
+
+    model = nn.Sequential(nn.Linear(16, 16))
+    problem = linear_problem(
+        Gemm.OUTPUT, rows=4, in_features=16, out_features=16, dtype="float32", target="cpu"
+    )
+    decision = Decision(path="0", problem=problem, candidate=f"emulated:{recipe}", reason="")
+    plan = loka.Plan(
+        model=signature(model),
+        machine=fingerprint("cpu"),
+        budget=loka.Budget(),
+        timed=False,
+        decisions={decision.site: decision},
+    )
+    assert set(plan.candidates("0").values()) == {decision.candidate, "hp"}
+    with config.patch(joint_custom_pre_pass=None):
+        loka.convert(model, plan, regions=regions)
+        assert (config.joint_custom_pre_pass is not None) == joins

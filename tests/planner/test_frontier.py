@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ne_reports import ROW, THREE, costing, effect, model_report, outputs
 from reports import measured
 
@@ -13,7 +18,9 @@ import loka
 from loka.core.exceptions import LokaError
 from loka.core.recipe import Gemm
 from loka.core.storage.codec import decode
-from loka.planner.frontier import Frontier, base_time, frontier, saved_time
+from loka.planner.frontier import Frontier, Point, base_time, frontier, saved_time
+
+module = importlib.import_module("loka.planner.frontier")
 
 
 def test_every_step_of_the_frontier_is_there() -> None:
@@ -78,3 +85,62 @@ def test_saved_as_json(tmp_path: Path) -> None:
     assert content["points"][1]["fp8"] == {"cheap/output": ROW}
     assert [point["knee"] for point in content["points"]].count(True) == 1
     assert decode(Frontier, content) == found
+
+
+def made_of(bought: list[tuple[float, float]]) -> tuple[Point, ...]:
+    """Points of (spent, time), as planning would leave them."""
+    return tuple(
+        Point(budget=spent, kl=effect(spent), spent=spent, time=time, fp8={}) for spent, time in bought
+    )
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 100)), min_size=1, max_size=6)
+
+
+@given(STEPS, st.integers(0, 5000))
+def test_the_knee_lies_farthest_below_the_line_between_the_ends(
+    steps: list[tuple[int, int]], start: int
+) -> None:
+    """Wherever the frontier starts: limits of one's own need not begin at 0."""
+    spent = [start, *itertools.accumulate((ne for ne, _ in steps), initial=start)][1:]
+    times = list(itertools.accumulate((-saved for _, saved in steps), initial=1000))
+    points = made_of([(float(s), float(t)) for s, t in zip(spent, times, strict=True)])
+    (s0, t0), (s1, t1) = (spent[0], times[0]), (spent[-1], times[-1])
+    below = [(t0 - t) * (s1 - s0) - (t0 - t1) * (s - s0) for s, t in zip(spent, times, strict=True)]
+    place = points.index(module._knee(points))
+    assert below[place] == pytest.approx(max(below), abs=1e-6 * (s1 - s0) * (t0 - t1))
+
+
+def test_the_table_says_what_each_step_buys() -> None:
+    """cheap and slow save 40 and 10 of 300 us for 1e-5 each: 1.33 and 0.333 % for each 1e-6."""
+    lines = [line.split() for line in str(frontier(outputs(**THREE))).splitlines()]
+    told = [(line[3], *line[-3:]) for line in lines if line and line[0][0].isdigit()]
+    assert [line[1:] for line in told] == [
+        ("300", "1.000x", "-"),
+        ("1.154x", "1.33", "%"),
+        ("0.333", "%", "knee"),
+        ("1.500x", "0.111", "%"),
+    ]
+
+
+def test_limits_are_in_even_ratios_from_the_cheapest_site_to_all() -> None:
+    """Layers that cost 1, 2, 4, ...: a limit of those that double admits one more, or the next does."""
+    count = 12
+    cost = [1e-6 * 2**n for n in range(count)]
+    report = outputs(**{f"layer{n:02}": {ROW: costing(50, effect(ne))} for n, ne in enumerate(cost)})
+    found = frontier(report, count=count + 1)
+    assert found.points[0].budget == 0
+    assert found.points[1].budget == pytest.approx(cost[0])
+    assert found.points[-1].budget == pytest.approx(sum(cost), rel=1e-8)
+    assert len(found.points[-1].fp8) == count
+    ratio = (sum(cost) / cost[0]) ** (1 / count)
+    steps = [math.log(point.budget / cost[0], ratio) for point in found.points[1:]]
+    assert steps == pytest.approx([round(step) for step in steps], abs=1e-6)
+    assert len(steps) >= count  # nearly every limit buys something
+
+
+def test_limits_cover_four_decades_at_most() -> None:
+    report = outputs(a={ROW: costing(50, effect(1e-12))}, b={ROW: costing(50, effect(1e-3))})
+    found = frontier(report)
+    assert [len(point.fp8) for point in found.points] == [0, 1, 2]
+    assert found.points[1].budget == pytest.approx(1e-7)

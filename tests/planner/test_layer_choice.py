@@ -13,7 +13,8 @@ from reports import layer_report, measured
 import loka
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
-from loka.planner.layer_choice import Option, choose, combine, earns
+from loka.core.records.report import HP, REGION
+from loka.planner.layer_choice import Option, choose, combine, earns, region_choice
 
 ROW, TENSOR = "torch:rowwise_e4m3", "torch:tensorwise_e4m3"
 SHARED_ROW = "e4m3_row+e4m3_row"
@@ -166,3 +167,14 @@ def test_never_slower_than_hp() -> None:
     options[OUT]["k"] = slow
     assert choose(options, {}, min_speedup=1.0).options[OUT].name == "hp"
     assert pytest.approx(100.1) == choose({OUT: {"k": slow}}, {}, min_speedup=1.0, fixed={OUT}).microseconds
+
+
+def test_a_region_is_a_choice_only_where_it_and_hp_were_timed() -> None:
+    hp = {gemm: Option(name=HP, time=exactly(100.0), casts=None) for gemm in Gemm}
+    timed, untimed = measured(28, 60.0), measured(28)
+    made = region_choice(hp, {REGION: timed, HP: measured(55, 100.0)})
+    assert made is not None
+    assert made.region == timed.speedup
+    lacking = [{}, {HP: timed}, {REGION: timed}, {REGION: untimed, HP: timed}, {REGION: timed, HP: untimed}]
+    lacking.append({REGION: dataclasses.replace(timed, speedup=None), HP: timed})
+    assert [region_choice(hp, times) for times in lacking] == [None] * len(lacking)

@@ -152,6 +152,9 @@ def test_what_is_forced_spends_first() -> None:
     over = loka.plan(report, Budget(ne=1e-4), force={"dear": ROW})
     assert chosen(over) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
     assert any("above the budget" in note for note in over.notes)
+    just = loka.plan(report, Budget(ne=1.5e-4), force={"dear": ROW})  # all of it
+    assert chosen(just) == {"cheap": "hp", "dear": ROW, "slow": "hp"}
+    assert not any("above the budget" in note for note in just.notes)
 
 
 def test_without_times_multiplications_are_saved() -> None:
@@ -168,6 +171,20 @@ def test_without_times_multiplications_are_saved() -> None:
     both = {ROW: costing(None, effect(1e-5)), TENSOR: costing(None, effect(3e-6))}
     exact = model_report({"a": {Gemm.OUTPUT: both}}, timed=False)
     assert chosen(loka.plan(exact, Budget(ne=1e-4))) == {"a": TENSOR}
+
+
+@pytest.mark.parametrize("side", ["m", "n", "k"])
+def test_without_times_each_side_of_a_gemm_is_work(side: str) -> None:
+    report = model_report(
+        {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
+    )
+    site = report.sites["b/output"]
+    longer = dataclasses.replace(site.problem, **{side: 2 * getattr(site.problem, side)})
+    sites = {**report.sites, "b/output": dataclasses.replace(site, problem=longer)}
+    assert chosen(loka.plan(dataclasses.replace(report, sites=sites), Budget(ne=1e-5))) == {
+        "a": "hp",
+        "b": ROW,
+    }
 
 
 def test_the_papers_rule_has_a_name() -> None:

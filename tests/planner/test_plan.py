@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 
@@ -175,7 +176,12 @@ def test_diff_names_what_changed() -> None:
     assert difference
     assert difference.sites == (("fc/output", FAST, EXACT, "fastest within the budget"),)
     assert any("min_speedup 1.05 -> 1.1" in line for line in difference.context)
+    told = str(difference).splitlines()
+    assert told[0] == difference.context[0]
+    assert any(line.split()[:3] == ["fc/output", FAST, EXACT] for line in told)
+    assert told[-1] == "1 sites differ, 0 are the same"
     assert not loka.diff(first, first)
+    assert str(loka.diff(first, first)) == "0 sites differ, 1 are the same"
     other = dataclasses.replace(H200, torch="2.12.0")
     moved = loka.plan(report({FAST: measured(28, 70)}, machine=other))
     assert any("torch: 2.12.0 here, 2.11.0 there" in line for line in loka.diff(first, moved).context)
@@ -205,3 +211,15 @@ def test_planning_for_a_package() -> None:
     assert loka.plan(nothing, target="package").decisions["fc/output"].candidate == "hp"
     untimed = dataclasses.replace(nothing, sites={})
     assert "package take" not in "\n".join(loka.plan(untimed, target="package").notes)
+
+
+def test_without_times_the_runner_up_is_the_next_in_exactness() -> None:
+    names = ("torch:rowwise_e4m3", "torch:rowwise_e4m3_pow2", "torch:tensorwise_e4m3")
+    for errors in itertools.permutations((34.0, 31.0, 28.0)):
+        found = {name: measured(error) for name, error in zip(names, errors, strict=True)}
+        decision = loka.plan(report(found, timed=False)).decisions["fc/output"]
+        ranked = sorted(found, key=lambda name: -found[name].errors["sqnr_db"].value)
+        assert [decision.candidate, decision.runner_up] == ranked[:2]
+        assert set(decision.rejected) == set(ranked[1:])
+    alone = loka.plan(report({names[0]: measured(34.0)}, timed=False)).decisions["fc/output"]
+    assert (alone.candidate, alone.runner_up) == (names[0], "hp")

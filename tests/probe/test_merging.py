@@ -386,3 +386,15 @@ def test_an_effect_that_one_of_them_lacks() -> None:
     odd = replace(other, layers={**other.layers, "1": replace(layer, effects={"rowwise_e4m3": two_tasks})})
     with pytest.raises(PlanMismatch, match="1 has effects on 2 tasks, 1 tasks in statistics 1"):
         merge_stats([one, odd])
+
+
+def test_layers_keep_the_earliest_place_that_a_rank_saw() -> None:
+    """A rank on which a layer ran first, before others, says where it stands."""
+    first = learnt(0)
+    layers = {path: replace(layer, order=layer.order + 5) for path, layer in first.layers.items()}
+    later = replace(first, layers=layers)
+    for parts in ([first, later], [later, first]):
+        found = merge_stats(parts)
+        assert {path: layer.order for path, layer in found.layers.items()} == {
+            path: layer.order for path, layer in first.layers.items()
+        }

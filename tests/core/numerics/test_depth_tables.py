@@ -124,6 +124,14 @@ def test_what_is_beyond_its_amax_is_no_amax() -> None:
     assert table[ZEROS, 0] == 1
 
 
+@pytest.mark.parametrize(("steps", "is_amax"), [(0, True), (1, True), (2, True), (3, True), (4, False)])
+def test_three_float32_steps_above_the_amax_are_rounding(steps: int, is_amax: bool) -> None:
+    step = torch.tensor(448.0).view(torch.int32) + steps
+    hp = torch.stack([torch.tensor(448.0), step.view(torch.float32)]).view(1, 2)
+    table = depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor([[448.0]])).table
+    assert table[TOP, 0] == 1 + is_amax
+
+
 def test_any_nan_spoils_its_group_and_no_other() -> None:
     bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, -0x400000], dtype=torch.int32)
     hp = torch.ones(7, 3)

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loka.core.error import student_t_95
 from loka.core.numerics.effect import Effect, joint_loss, merged
@@ -126,6 +129,25 @@ def test_faded_samples_count_less() -> None:
     variance = (0.5 * 5 + 20) / 1.5 - both.loss().value ** 2
     half = 1.973 * math.sqrt(variance / (180 - 1)) / both.loss().value
     assert math.log(both.loss().high / both.loss().value) == pytest.approx(half, rel=1e-3)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=9), st.floats(0.1, 10))
+def test_moments_are_those_of_the_terms_whatever_their_weight(terms: list[float], factor: float) -> None:
+    """The mean of n terms scatters by their variance over n; over its square, that is of its logarithm."""
+    effect = Effect.of(terms, [[0.2]] * len(terms))
+    mean = statistics.fmean(terms)
+    expected = statistics.variance(terms) / len(terms) / mean**2
+    assert effect.sampling_variance == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    faded = effect.faded(factor)
+    assert faded.samples == pytest.approx(effect.samples)
+    assert faded.skewness == pytest.approx(effect.skewness, rel=1e-6, abs=1e-6)
+    assert faded.kl().value == pytest.approx(effect.kl().value)
+    known = Effect.of(terms, [[0.2]] * len(terms), [[0.3]] * len(terms), [[0.1]] * len(terms))
+    assert known.common() == pytest.approx((3.0,))
+    assert known.faded(factor).common() == pytest.approx((3.0,))
+    assert known.faded(factor).curvatures == pytest.approx([factor * c for c in known.curvatures])
+    assert known.faded(factor).pulls == pytest.approx([factor * pull for pull in known.pulls])
+    assert effect.sampling_variance < math.inf == Effect.of(terms[:1], [[0.2]]).sampling_variance
 
 
 def test_samples_that_are_not_finite_are_left_out() -> None:

@@ -230,3 +230,12 @@ def test_windows_that_say_nothing_open_no_valve() -> None:
     ranges = without(window(), "a", effects_alone=True)
     never = drift(BOTH, ranges, before=ranges)  # its effect was never known: ranges have to do
     assert drift_guard([closed, never, never, never]) == frozenset()
+
+
+@pytest.mark.parametrize("numbers", [{}, {"count": 0}])
+def test_a_scatter_of_no_rows_has_no_rms(numbers: dict[str, float]) -> None:
+    blind = window()
+    uncounted = replace(blind.layers["a"].operands["input"], numbers=numbers)
+    layer = replace(blind.layers["a"], operands={**blind.layers["a"].operands, "input": uncounted})
+    shift = drift(BOTH, replace(blind, layers={**blind.layers, "a": layer}), before=blind).layers["a"].shifts
+    assert (shift["input"].amax, shift["input"].rms) == (0.0, None)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,16 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WORST, *map(str, paths)], capture_output=True, text=True)
     assert int(done.stdout) < 500, done.stderr
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path, suffix: str) -> None:
+    """A vocabulary may have 16 GiB, which `read` sets aside at once when it is asked for so many bytes."""
+    path = tmp_path / f"thing.json{suffix}"
+    path.write_bytes(gzip.compress(b"[1]" * 1000) if suffix else b"[1]" * 1000)
+    tracemalloc.start()
+    try:
+        assert read_bounded(path, Limits(bytes=16 << 30)) == b"[1]" * 1000
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_PART = 1 << 20
 _DIGITS = 20  # of 2^64; int() of a text takes time that grows with the square of its length
 
 
@@ -50,13 +51,22 @@ def read_bounded(path: Path, limits: Limits) -> bytes:
         EOFError, zlib.error: the gzip data are not whole.
     """
     with open_regular(path) as file:
-        data = file.read(limits.bytes + 1)
+        data = _at_most(file, limits.bytes + 1)
     if path.suffix == ".gz" and len(data) <= limits.bytes:
         with gzip.open(io.BytesIO(data)) as unpacked:
-            data = unpacked.read(limits.bytes + 1)
+            data = _at_most(unpacked, limits.bytes + 1)
     if len(data) > limits.bytes:
         raise ValueError(f"it holds more than {limits.bytes >> 20} MiB")
     return data
+
+
+def _at_most(file: BinaryIO | gzip.GzipFile, most: int) -> bytes:
+    """By parts: `read` sets aside all that it may return, and a limit may be more than there is memory."""
+    parts = []
+    while most > 0 and (part := file.read(min(most, _PART))):
+        parts.append(part)
+        most -= len(part)
+    return b"".join(parts)
 
 
 def parse_json(data: bytes, limits: Limits) -> Any:

@@ -1,0 +1,65 @@
+"""What a plan says of its cost in KL/H: known, asked for, or neither."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from loka.core.budget import Budget
+from loka.core.device import fingerprint
+from loka.core.error import Estimate
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.plan import Decision, Plan
+from loka.core.signature import LinearShape, ModelSignature
+
+LOW = "emulated:rowwise_e4m3"
+KNOWN, WILD = Estimate(1e-5, 0.0, 2e-5), Estimate(1e-5, 0.0, math.inf)
+
+
+def plan(*effects: Estimate | None, candidate: str = LOW, ne: float | None = None) -> Plan:
+    """A layer for each effect, whose `output` runs by the candidate."""
+    shape = LinearShape(in_features=8, out_features=8, bias=False)
+    layers = {f"layer{place}": shape for place in range(len(effects))}
+    problem = linear_problem(
+        Gemm.OUTPUT, rows=8, in_features=8, out_features=8, dtype="bfloat16", target="cpu"
+    )
+    decisions = [
+        Decision(path=path, problem=problem, candidate=candidate, reason="", kl=effect)
+        for path, effect in zip(layers, effects, strict=True)
+    ]
+    return Plan(
+        model=ModelSignature(name="Net", layers=layers),
+        machine=fingerprint("cpu"),
+        budget=Budget(ne=ne),
+        timed=False,
+        decisions={decision.site: decision for decision in decisions},
+    )
+
+
+def told(plan: Plan) -> str:
+    return plan.summary().partition("no speed is claimed.")[2]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (plan(None), ""),
+        (plan(None, candidate="hp", ne=1e-4), ""),
+        (plan(None, None, ne=1e-4), " Predicted KL/H: unknown, 2 without an estimate; the budget is 0.0001."),
+        (plan(WILD), " Predicted KL/H: unknown, 1 without an estimate."),
+        (plan(KNOWN), f" Predicted KL/H: {KNOWN}."),
+        (plan(KNOWN, None), f" Predicted KL/H: {KNOWN}, and 1 without an estimate."),
+        (plan(KNOWN, ne=1e-4), f" Predicted KL/H: {KNOWN}; the budget is 0.0001."),
+    ],
+)
+def test_what_is_known_or_was_asked_for_is_told(made: Plan, says: str) -> None:
+    assert told(made) == says
+
+
+def test_effects_add_up() -> None:
+    both = plan(KNOWN, KNOWN)
+    assert (both.kl.value, both.kl.high, both.kl_unknown) == (2e-5, 4e-5, ())
+    assert plan(KNOWN, WILD).kl == KNOWN
+    assert plan(KNOWN, WILD).kl_unknown == ("layer1/output",)

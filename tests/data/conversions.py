@@ -1,0 +1,33 @@
+"""Rows to convert, and what a conversion left."""
+
+from pathlib import Path
+
+import pytest
+from click_files import made_up
+from pyarrow import parquet
+
+from loka.data import (
+    hashed_vocabulary,
+)
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
+
+ALL = 300
+
+
+ROWS = made_up(ALL, seed=3)
+
+
+HASHED = hashed_vocabulary(99)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def criteo_parquet(path: Path) -> Path:
+    from loka.data import CRITEO
+
+    columns = dict(zip(CRITEO.columns, map(list, zip(*ROWS, strict=True)), strict=True))
+    parquet.write_table(pa.table(columns), path, row_group_size=20)
+    return path

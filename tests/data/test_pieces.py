@@ -1,0 +1,54 @@
+"""Files in pieces: wherever they are cut, every row is in one piece, and pieces know how many they have."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loka.data import Schema
+from loka.data.files import TableFile, open_files
+from loka.data.source.rows import count_piece, count_rows, piece_chunks, pieces_of, read_rows
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
+from pyarrow import parquet  # noqa: E402
+
+SCHEMA = Schema(label="y", dense=("d",), sparse=("c",))
+ROWS = 211
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TableFile]:
+    """The row number is its dense value; groups of 10 rows in parquet."""
+    folder = tmp_path_factory.mktemp("pieces")
+    table = pa.table({"y": [0] * ROWS, "d": list(range(ROWS)), "c": ["x"] * ROWS})
+    parquet.write_table(table, folder / "t.parquet", row_group_size=10)
+    (folder / "t.csv").write_text("y,d,c\n" + "".join(f"0,{row},x\n" for row in range(ROWS)))
+    return {kind: open_files(folder / f"t.{kind}")[0] for kind in ("parquet", "csv")}
+
+
+def numbers(chunks: object) -> list[int]:
+    return [int(number) for chunk in chunks for number in chunk.table.column("d").to_pylist()]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(target=st.integers(40, 4000))
+def test_pieces_have_all_rows_once_in_order(files: dict[str, TableFile], kind: str, target: int) -> None:
+    pieces = pieces_of(files[kind], SCHEMA, target=target)
+    read = [numbers(piece_chunks(piece, SCHEMA)) for piece in pieces]
+    assert [count_piece(piece, SCHEMA) for piece in pieces] == [len(rows) for rows in read]
+    assert list(itertools.chain(*read)) == list(range(ROWS))
+    assert count_rows(files[kind], SCHEMA) == ROWS
+    if target < 200:
+        assert len(pieces) > 5
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.tuples(st.integers(0, 2 * ROWS), st.integers(0, 2 * ROWS)).map(sorted))
+def test_a_range_may_span_files_and_formats(files: dict[str, TableFile], cut: list[int]) -> None:
+    rows = [*range(ROWS), *range(ROWS)]
+    both = (files["csv"], files["parquet"])
+    assert numbers(read_rows(both, SCHEMA, first=cut[0], last=cut[1])) == rows[slice(*cut)]
