@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from converted import error, fp8_sites, gradients, plan_for, run
+from joint import JointBackend
 from small_models import made
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import codecache, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import loka
@@ -114,7 +115,7 @@ def test_switched_off_every_site_runs_by_itself() -> None:
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(model), x)
     loka.convert(model, plan, regions=False)
-    run(torch.compile(model), x)
+    run(torch.compile(model, backend=JointBackend()), x)
     listed = loka.regions(model)
     assert not listed.applied
     assert set(listed.apart) == fp8_sites(plan)
@@ -145,6 +146,7 @@ _SECOND = """
 import copy, sys, torch, loka
 sys.path[:0] = [{tests!r}, {here!r}]
 from converted import plan_for, run
+from joint import JointBackend
 from small_models import made
 from torch._dynamo.utils import counters
 model = made("relu")
@@ -159,11 +161,14 @@ print(int(hits > 0), y.double().sum().item())
 
 def test_a_second_process(tmp_path: Path) -> None:
     """It finds the graph in the cache on disk, computes the same, and knows the regions."""
-    here = Path(__file__).parent
+    here, shared = Path(__file__).parent, tmp_path / "shared"
+    shared.mkdir()
+    Path(codecache._HEADER_DIR).mkdir(parents=True, exist_ok=True)
+    (shared / "precompiled_headers").symlink_to(codecache._HEADER_DIR)  # they take longer than the graph
     script = _SECOND.format(tests=str(here.parent), here=str(here))
     environment = {
         **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "shared"),
+        "TORCHINDUCTOR_CACHE_DIR": str(shared),
         "PYTHONPATH": str(ROOT / "src"),
     }
     told = []
