@@ -46,7 +46,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError, AttributeError):  # no triton, or one with another interpreter
         _without_repeated_work()
 
-# Inductor compiles a file to see whether the machine has the instructions that it says it has, in every new cache.
+# In every new cache Inductor compiles a file to see whether the machine has the instructions that it names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 gc.freeze()  # torch and triton stay to the end: no collection of garbage needs to look through them
