@@ -62,3 +62,16 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     for page in PAGES[1:]:
         path = page.relative_to(ROOT / "docs").as_posix()
         assert path == "README.md" or f"]({path})" in listed, path
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    """A page that says which test shows something is believed without a look."""
+    names = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    gone = []
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            linked = [page.parent / name for name in re.findall(r"\]\(([^)#]*tests/[^)#]*\.py)", line)]
+            text = "".join(path.read_text() for path in linked if path.is_file())
+            told = set(re.findall(r"`(test_\w+)`", line)) - names if linked else set()
+            gone += [f"{page.name}: {name}" for name in told if f"def {name}(" not in text]
+    assert not gone
