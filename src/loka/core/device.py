@@ -20,7 +20,6 @@ LIBRARIES = {
     "fbgemm": "fbgemm-gpu-genai",
     "deep_gemm": "sgl-deep-gemm",
     "cublaslt": "nvmath-python",
-    "mslk": "mslk",
     "triton": "triton",
 }
 

@@ -113,7 +113,7 @@ _FBGEMM = {  # schemas read from fbgemm-gpu-genai 1.6.0
 }
 
 
-def fake_fbgemm(patch: pytest.MonkeyPatch, namespace: str, calls: list[tuple[str, bool | None]]) -> Any:
+def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]]) -> Any:
     """The ops on CPU tensors, noting (op, use_fast_accum). Keep what is returned alive."""
 
     def operands(a: torch.Tensor, b: torch.Tensor, n_multiple: int = 8) -> None:
@@ -185,15 +185,12 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, namespace: str, calls: list[tuple[str
         return product(a, b, flat_x.t().repeat_interleave(128, 1), scale_b).bfloat16()
 
     functions = (tensorwise, rowwise, blockwise, groupwise)
-    library = torch.library.Library(namespace, "FRAGMENT")
+    library = torch.library.Library("fbgemm", "FRAGMENT")
     for (name, schema), function in zip(_FBGEMM.items(), functions, strict=True):
-        if not hasattr(getattr(torch.ops, namespace), name):  # the real one may be loaded
+        if not hasattr(torch.ops.fbgemm, name):  # the real one may be loaded
             library.define(name + schema)
         library.impl(name, function, "CPU")
-    if namespace == "fbgemm":
-        module(patch, "fbgemm_gpu.experimental.gen_ai")
-    else:
-        module(patch, "mslk.gemm")
+    module(patch, "fbgemm_gpu.experimental.gen_ai")
     return library
 
 

@@ -35,7 +35,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     fbgemm_calls: list[Any] = []
     deep_calls: list[Any] = []
     fake_torchao(monkeypatch)
-    kept = [fake_fbgemm(monkeypatch, name, fbgemm_calls) for name in ("fbgemm", "mslk")]
+    kept = fake_fbgemm(monkeypatch, fbgemm_calls)
     fake_deep_gemm(monkeypatch, deep_calls)
     lt = fake_cublaslt(monkeypatch)
     monkeypatch.setattr(cublaslt, "_stream", lambda device: 7)
@@ -46,8 +46,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     for cached in (cublaslt._plan, cublaslt._handle, libraries.why_missing):
         cached.cache_clear()
     assert not lt.objects, "cuBLASLt's objects outlive their plans"
-    for library in kept:
-        library._destroy()
+    kept._destroy()
 
 
 def lay(scale: torch.Tensor, cast: Cast, kind: str) -> torch.Tensor:
@@ -122,13 +121,13 @@ def test_each_kernel_calls_what_its_name_says(fakes: dict[str, Any]) -> None:
         candidate = candidate_named(name)
         candidate.run(*operands(candidate, gemm, (64, 32, 256), "gpu"), torch.bfloat16)
 
-    for name in ("fbgemm", "fbgemm_fast", "mslk", "mslk_fast"):
+    for name in ("fbgemm", "fbgemm_fast"):
         run(f"{name}:rowwise_e4m3", Gemm.OUTPUT)
     for name in ("fbgemm:tensorwise_e4m3", "fbgemm_fast:tensorwise_e4m3", "fbgemm:blockwise_e4m3"):
         run(name, Gemm.OUTPUT)
     run("fbgemm:block128_e4m3", Gemm.GRAD_WEIGHT)
     assert fakes["fbgemm"] == [
-        *(("f8f8bf16_rowwise", fast) for fast in (False, True, False, True)),
+        *(("f8f8bf16_rowwise", fast) for fast in (False, True)),
         ("f8f8bf16", False),
         ("f8f8bf16", True),
         ("f8f8bf16_groupwise", None),
@@ -271,7 +270,6 @@ def test_right_layouts_are_not_copied() -> None:
         ("torchao:tensorwise_e4m3", Gemm.OUTPUT, (64, 64, 64), torch.bfloat16, "cpu", "needs a CUDA GPU"),
         ("torchao_block:blockwise_e4m3", Gemm.OUTPUT, (63, 65, 128), torch.bfloat16, "sm_90", None),
         ("torchao_block:blockwise_e4m3", Gemm.OUTPUT, (63, 65, 120), torch.bfloat16, "sm_90", "K=120"),
-        ("mslk:rowwise_e4m3", Gemm.OUTPUT, (64, 64, 600), torch.bfloat16, "sm_90", "K=600"),
     ],
 )
 def test_legality_without_the_library(
@@ -336,11 +334,9 @@ def test_doctor_names_every_library(monkeypatch: pytest.MonkeyPatch, fresh: None
     for name in (*libraries.ADAPTED, *libraries.WITHOUT_ADAPTER):
         assert f"\n{name} " in text
     assert "does not load: ImportError" in text
-    assert "never run: written from the op's public schema" in text
     lines = {line.strip().partition(":")[0]: line for line in text.splitlines()}
     assert "blockwise_e4m3 grad_weight: has no GEMM of two operands" in lines["fbgemm"]
     assert lines["deep_gemm"].strip() == "deep_gemm: blockwise_e4m3"
-    assert "mslk (never run)" in lines
     assert "fbgemm:rowwise_e4m3" not in text, "a missing library takes one line a kernel"
     assert "built for sm_90, not for sm_100" in diagnose("sm_100")
     reasons["fbgemm"] = None  # type: ignore[assignment]

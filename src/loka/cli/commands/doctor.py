@@ -76,8 +76,7 @@ def _kernel_libraries(missing: dict[str, str | None]) -> list[tuple[str, str, st
     for name, library in ADAPTED.items():
         version = versions.get(LIBRARIES[name], "-")
         state = missing[name] or f"works; known to: {library.known}"
-        unproven = next((k.never_run for k in KERNELS.values() if k.library == name and k.never_run), None)
-        rows.append((name, version, f"{state}; never run: {unproven}" if unproven else state))
+        rows.append((name, version, state))
     rows += [(name, "-", f"no adapter: {reason}") for name, reason in WITHOUT_ADAPTER.items()]
     return rows
 
@@ -114,12 +113,8 @@ def _would_run(kernels: Iterable[Kernel], target: str) -> list[str]:
         sentences = [", ".join(runs)] if runs else []
         for answer, what in refused.items():
             sentences.append(f"not {', '.join(what)}: {answer}" if runs else answer)
-        lines.append(f"  {_shown(kernel.name, kernel)}: {'; '.join(sentences)}")
+        lines.append(f"  {kernel.name}: {'; '.join(sentences)}")
     return lines
-
-
-def _shown(name: str, kernel: Kernel) -> str:
-    return f"{name} (never run)" if kernel.never_run else name
 
 
 def _once(answers: list[str]) -> list[str]:

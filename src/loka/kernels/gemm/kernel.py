@@ -58,7 +58,6 @@ class Kernel:
         packaged: recipes by which `run` is aten ops that AOTInductor can call without loka.
         emulates: True for a stand-in that shows the numerics and has no speed.
         on_request: why it is measured only when asked for by name.
-        never_run: why the authors could not run it anywhere; shown wherever it is listed.
     """
 
     name: str
@@ -76,4 +75,3 @@ class Kernel:
     packaged: tuple[str, ...] = ()
     emulates: bool = False
     on_request: str | None = None
-    never_run: str | None = None

@@ -61,12 +61,6 @@ def _cublaslt() -> object:
     return importlib.import_module("nvmath.bindings.cublasLt").get_version()  # opens libcublasLt
 
 
-def _mslk() -> object:
-    importlib.import_module("mslk")
-    importlib.import_module("mslk.gemm")
-    return torch.ops.mslk.f8f8bf16_rowwise
-
-
 ADAPTED: dict[str, Library] = {
     library.name: library
     for library in (
@@ -100,18 +94,12 @@ ADAPTED: dict[str, Library] = {
             install="pip install 'loka[cublaslt]'",
             known="nvmath-python 1.0.0 with cuda-core 1.2.2",
         ),
-        Library(
-            name="mslk",
-            module="mslk",
-            load=_mslk,
-            install="wheels come with PyTorch's own index, not with the public registry",
-            known="none: never run by us",
-        ),
     )
 }
 
 WITHOUT_ADAPTER: dict[str, str] = {
     "transformer_engine": "its PyTorch half comes as source only and its GEMM needs its own tensor classes",
+    "mslk": "FBGEMM GenAI moved there; its wheels come with PyTorch's own index, and we never ran one",
     "hipblaslt": "AMD GPUs: nothing of LoKA was run on one",
     "aiter": "AMD GPUs: nothing of LoKA was run on one",
 }

@@ -20,7 +20,6 @@ from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST
 from loka.kernels.gemm.adapters.deep_gemm import DEEP_GEMM
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.adapters.fbgemm import FBGEMM, FBGEMM_FAST
-from loka.kernels.gemm.adapters.mslk import MSLK, MSLK_FAST
 from loka.kernels.gemm.adapters.split_gemm import LOKA_SPLIT, LOKA_SPLIT_FAST
 from loka.kernels.gemm.adapters.torch_int8 import TORCH_INT8
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
@@ -43,8 +42,6 @@ KERNELS: dict[str, Kernel] = {
         TORCHAO,
         TORCHAO_FAST,
         TORCHAO_BLOCK,
-        MSLK,
-        MSLK_FAST,
         LOKA_SPLIT,
         LOKA_SPLIT_FAST,
     )

@@ -56,22 +56,12 @@ def multiples(problem: Problem, recipe: Recipe) -> Multiples:
     return (1, 16, 128 if both[0] in _BLOCKS else 16)
 
 
-def run_rowwise(
-    a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool, namespace: str
-) -> torch.Tensor:
-    """`f8f8bf16_rowwise` of torch.ops.<namespace>: FBGEMM and its successor MSLK share it."""
-    ops = getattr(torch.ops, namespace)
-    with torch.cuda.device_of(a.data):  # the op launches on the current device, whatever its operands
-        out = ops.f8f8bf16_rowwise(a.data, b.data, vector(a.scale), vector(b.scale), use_fast_accum=fast)
-    return out.to(dtype)
-
-
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0, fast: bool) -> torch.Tensor:
-    if a.cast.granularity is Granularity.ROW:
-        return run_rowwise(a, b, dtype, fast=fast, namespace="fbgemm")
     ops = torch.ops.fbgemm
-    with torch.cuda.device_of(a.data):
-        if a.cast.granularity is Granularity.TENSOR:
+    with torch.cuda.device_of(a.data):  # the op launches on the current device, whatever its operands
+        if a.cast.granularity is Granularity.ROW:
+            out = ops.f8f8bf16_rowwise(a.data, b.data, vector(a.scale), vector(b.scale), use_fast_accum=fast)
+        elif a.cast.granularity is Granularity.TENSOR:
             out = ops.f8f8bf16(a.data, b.data, scalar(a.scale) * scalar(b.scale), use_fast_accum=fast)
         elif a.cast.granularity is Granularity.BLOCK_128X128:
             scale_a, scale_b = row_major(a.scale), row_major(b.scale)
