@@ -82,7 +82,7 @@ def _kernel_libraries(missing: dict[str, str | None]) -> list[tuple[str, str, st
 
 
 def _candidates(candidates: Iterable[Candidate], target: str) -> list[tuple[str, ...]]:
-    return [(_shown(c.name, c.kernel), *_once(_answers(c, target))) for c in candidates]
+    return [(c.name, *_once(_answers(c, target))) for c in candidates]
 
 
 def _answers(candidate: Candidate, target: str) -> list[str]:
