@@ -123,7 +123,6 @@ def test_switched_off_every_site_runs_by_itself() -> None:
     assert all(count["runs"] for count in loka.health_of(model).values())
 
 
-@pytest.mark.slow  # a second process finds it in the cache in every run of the tests
 def test_a_graph_from_the_cache_is_joined_and_says_so() -> None:
     plain = made("relu")
     x = torch.randn(64, 64)
@@ -159,6 +158,7 @@ print(int(hits > 0), y.double().sum().item())
 """
 
 
+@pytest.mark.slow  # the same process finds a graph in the cache in every run of the tests
 def test_a_second_process(tmp_path: Path) -> None:
     """It finds the graph in the cache on disk, computes the same, and knows the regions."""
     here, shared = Path(__file__).parent, tmp_path / "shared"

@@ -96,6 +96,7 @@ def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
     assert torch.equal(torch.get_rng_state(), before), "a training that measures in between goes on alike"
 
 
+@pytest.mark.slow  # a cell that is trained is compiled and timed in every run of the tests
 def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
     layer = layer_of((32, 16), frozen=True)
     found = time_region(layer, shape((32, 16), bias=False), device=CPU, settings=QUICK)

@@ -121,7 +121,7 @@ def test_frozen_weight_and_input_without_gradient() -> None:
     assert health_of(linear)["it/grad_weight"]["runs"] == 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None:
     torch._dynamo.reset()
     model = odd_mlp()

@@ -118,25 +118,30 @@ def normed_input(
         return None
     inside = writer.cone.inside | {product.node}
     readers = {user for node in inside for user in node.users} - inside
-    if not all(_does_without(user, site.x, joined) for user in readers):
+    if not _do_without(readers, site.x, joined):
         return None
     if _misfit(product, found.epilogue) is not None:
         return None
     return _emitted(emitter, product, found.epilogue, writer, keep=site.backward is not None)
 
 
-def _does_without(user: Node, x: Node, joined: set[Node]) -> bool:
-    """Whether it is a site that reads x, or backward, or code for backward alone, or asks for a size.
+def _do_without(readers: set[Node], x: Node, joined: set[Node]) -> bool:
+    """Whether each is a site that reads x, or backward, or code for backward alone, or asks for a size.
 
     One node reads the outputs of a graph, forward's among them; what writes a tensor outside has no reader.
     """
-    if user in joined:
-        return args_of(user)[0] is x
-    if user.op == "output" or user.is_impure():
-        return False
-    if user.target is SIZE or in_backward(user):
-        return True
-    return all(_does_without(each, x, joined) for each in user.users)
+    waiting, seen = list(readers), set(readers)
+    while waiting:
+        user = waiting.pop()
+        if user in joined:
+            if args_of(user)[0] is not x:
+                return False
+        elif user.op == "output" or user.is_impure():
+            return False
+        elif user.target is not SIZE and not in_backward(user):
+            waiting += user.users.keys() - seen
+            seen |= user.users.keys()
+    return True
 
 
 def _misfit(product: Product, epilogue: Epilogue) -> str | None:

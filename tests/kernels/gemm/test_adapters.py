@@ -343,6 +343,7 @@ def test_doctor_names_every_library(monkeypatch: pytest.MonkeyPatch, fresh: None
     assert "fbgemm:rowwise_e4m3" in diagnose("sm_90")
 
 
+@pytest.mark.slow  # five processes
 def test_precompile_compiles_each_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own, which have no DeepGEMM here: what they cannot compile stays to do."""
     monkeypatch.setattr(deep_gemm, "_compiled", set())
