@@ -1,0 +1,84 @@
+"""What no interpreter sees: the kernel as Triton compiles it for sm_90, on a machine without a GPU.
+
+The compiler refuses what the interpreter lets pass (types that differ between branches, shapes of tiles,
+inline assembly), and tells how much shared memory a program takes, of which a multiprocessor has 227 KiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+SCRIPT = """
+import itertools, json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from loka.kernels.gemm.epilogue import Activation
+from loka.kernels.gemm.triton import gemm
+
+names = gemm._gemm.arg_names
+
+def built(config, norm, keep, rows, activation):
+    width = max(norm, config.block_n)
+    part = config.block_m, width // config.parts
+    tile = lambda kind, sides: f"tensordesc<{kind}[{sides[0]},{sides[1]}]>"
+    types = {
+        "a": tile("fp8e4nv", (config.block_m, config.block_k)), "w": tile("fp8e4nv", (width, config.block_k)),
+        "out": tile("fp8e4nv", part), "z": tile("u8" if keep else "fp8e4nv", part), "eps": "fp32",
+        **dict.fromkeys(("inverse_ptr", "steps_ptr", "scale_a_ptr", "scale_w_ptr"), "*fp32"),
+        **dict.fromkeys(("rows", "columns", "inner"), "i32"),
+    }
+    constants = dict(
+        NORM=norm, ACTIVATION=gemm._ACTIVATIONS[activation].value, INVERSE=16.0, KEEP=keep, ROWS=rows,
+        FAST=True, HARDWARE=True, TMA=True, BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
+        PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten, SPECIALIZE=config.specialize,
+        PROGRAMS=132,
+    )
+    pointers = [place for place, name in enumerate(names) if types.get(name) == "*fp32"]
+    source = ASTSource(
+        fn=gemm._gemm,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(place,): [["tt.divisibility", 16]] for place in pointers},
+    )
+    options = dict(num_warps=config.warps, num_stages=config.stages)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+found = {}
+for name, norm, keep, rows, activation in json.loads(sys.argv[1]):
+    kernel = built(gemm.CONFIGS[name], norm, keep, rows, Activation(activation))
+    text = kernel.asm["ptx"]
+    told = kernel.metadata.shared, "wgmma.mma_async" in text, ".local" in text
+    found[f"{name} {norm} {activation}"] = told
+print(json.dumps(found))
+"""
+SHARED = 227 * 1024
+CHOSEN = [  # all that `choose` may give: name, block, is Z kept, are scales of rows, activation
+    ("one pipeline", 256, True, True, "hard_swish"),
+    ("whole", 128, False, False, "relu"),
+    ("low, in halves", 64, True, False, "gelu"),
+    ("low", 256, False, True, "swish"),
+]
+
+
+@pytest.mark.slow  # half a minute
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs there, in test_triton_gemm.py")
+def test_each_chosen_configuration_compiles_and_fits() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(CHOSEN)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(CHOSEN)
+    for name, (shared, by_tensor_cores, spills) in found.items():
+        assert shared <= SHARED, name
+        assert by_tensor_cores, name
+        assert not spills, name
