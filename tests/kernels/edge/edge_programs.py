@@ -189,6 +189,18 @@ def block_norm(features: int, block: int) -> Case:
     return w.done(gradient=g, transposed=w.step("mul", normal, gate), sums=(g, shown))
 
 
+def rounded_norm(features: int, block: int) -> Case:
+    """Backward of a root mean square over blocks and of ReLU, whose input was kept in eight bits."""
+    w = Writing(features, block)
+    dy, byte = w.leaf(), w.leaf(dtype=torch.uint8)
+    step, inverse = w.leaf(Kind.BLOCK, torch.float32), w.leaf(Kind.BLOCK, torch.float32)
+    normal = w.step("mul", w.step("mul", w.step("sub", byte, 0.5), step), inverse)
+    shown = w.step("where", w.step("le", normal, 0.0), 0.0, dy)
+    along = w.step("div", w.step("block_sum", w.step("mul", shown, normal)), float(block))
+    g = w.step("mul", w.step("sub", shown, w.step("mul", normal, along)), inverse)
+    return w.done(gradient=g, transposed=w.step("relu", normal))
+
+
 def gated(features: int) -> Case:
     """The gradient of one factor of a product: the other's is a program of its own."""
     w = Writing(features)
@@ -258,6 +270,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "silu": silu,
     "gelu": gelu,
     "tanh": tanh,
+    "rounded_norm": lambda n: rounded_norm(n, BLOCKS.get(n, n)),
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
     "block_norm": lambda n: block_norm(n, BLOCKS.get(n, 8 if n % 32 else 32)),
