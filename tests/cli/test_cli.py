@@ -110,7 +110,7 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(
     end = text[text.index("\nfound\n") :].strip().splitlines()
     assert len(end) < 25, "one screen"
     assert all(f"\n{title}\n" in text for title in ("found", "saves", "costs", "next"))
-    for part in ("GEMMs may run in eight bits", "times need a GPU", "over 2 pairs", "out/report.html", "--verbose"):
+    for part in ("may run in eight bits", "times need a GPU", "over 2 pairs", "out/report.html", "--verbose"):
         assert part in text
     for command in (line.partition("  ")[0] for line in end if line.startswith("loka ")):
         name, arguments_of = typer.main.get_command(app.app).commands[command.split()[1]], command.split()[2:]

@@ -88,7 +88,9 @@ def _found(model: Shown) -> tuple[str, ...]:
     decisions = model.plan.decisions.values()
     low = [decision for decision in decisions if decision.candidate != HP]
     kinds = sorted({decision.candidate for decision in low})
-    summary = f"{len(low)} of {len(decisions)} GEMMs may run in eight bits" if low else "no GEMM is worth eight bits here"
+    summary = "no GEMM is worth eight bits here"
+    if low:
+        summary = f"{len(low)} of {len(decisions)} GEMMs may run in eight bits"
     lines = model.plan.coverage_lines()
     share = lines[0].partition(" run in FP8")[0] if low and lines else ""
     return model.name, summary, share, ", ".join(kinds[:2]) + (", ..." if len(kinds) > 2 else "")
