@@ -180,7 +180,9 @@ def unflatten(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -
     """Of what `flatten` made. Raises LookupError, TypeError or ValueError for anything else."""
 
     def restored(path: str, operand: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        return {**entry, "tensors": {name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]}}
+        numbers = decode(Mapping[str, float | None], entry["numbers"], at=f"layers.{path}.{operand}.numbers")
+        named = {name: tensors[f"{path}/{operand}/{name}"] for name in entry["tensors"]}
+        return {**entry, "numbers": numbers, "tensors": named}
 
     layers, named = {}, set()
     for path, layer in content["layers"].items():
