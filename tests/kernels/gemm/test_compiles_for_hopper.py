@@ -38,8 +38,7 @@ def built(config, norm, keep, rows, activation):
     constants = dict(
         NORM=norm, ACTIVATION=gemm._ACTIVATIONS[activation].value, INVERSE=16.0, KEEP=keep, ROWS=rows,
         FAST=True, HARDWARE=True, TMA=True, BLOCK_M=config.block_m, BLOCK_N=width, BLOCK_K=config.block_k,
-        PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten, SPECIALIZE=config.specialize,
-        PROGRAMS=132,
+        PARTS=config.parts, GROUP=config.group, FLATTEN=config.flatten, PROGRAMS=132,
     )
     pointers = [place for place, name in enumerate(names) if types.get(name) == "*fp32"]
     source = ASTSource(

@@ -10,8 +10,8 @@ steps of each row and block (rounded.py). Twin: kernels/gemm/normed_gemm.py.
 The epilogue costs what the tensor cores wait for it: 128 x 256 accumulators take 256 cycles for
 one instruction an element, and their 512 products each 4096. So factors of a row (the norm, the
 scales) are multiplied first and an element pays once; and epilogues overlap with products, by
-two programs on a multiprocessor (`per_sm`), by loads of the next tile (`flatten`) or by
-warps that only load (`specialize`).
+two programs on a multiprocessor (`per_sm`) or by loads of the next tile (`flatten`). Warps that only
+load (triton 3.6's warp_specialize) gave wrong rows with scales of rows on an H200; they are not offered.
 
 The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.py), NaN among them, so there
 the kernel reads and writes float32 and the casts are torch's; all else is the same code.
@@ -57,8 +57,6 @@ class Config:
         per_sm: programs on a multiprocessor.
         parts: 2 writes a tile in two halves of its columns, for half the shared memory.
         flatten: the loops over tiles and over K are one pipeline.
-        specialize: warps that load, and warps that compute, for which triton 3.6 wants 4 `warps`,
-            one part, no `flatten`, and descriptors that the kernel makes itself.
         group: rows of tiles that are worked through together, for the L2 cache.
         tma: tensor memory accelerator; without it plain loads and stores.
     """
@@ -71,7 +69,6 @@ class Config:
     per_sm: int = 1
     parts: int = 1
     flatten: bool = True
-    specialize: bool = False
     group: int = 8
     tma: bool = True
 
@@ -268,7 +265,6 @@ def _gemm(
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """A program takes every PROGRAMS-th tile. NORM: features a norm reduces over. INVERSE: 1 / the result's
@@ -276,17 +272,11 @@ def _gemm(
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tiles_n = tl.cdiv(columns, BLOCK_N)
     scale_w = tl.load(scale_w_ptr)
-    if TMA and SPECIALIZE:  # its passes cut the tiles of a descriptor, and cannot those of an argument
-        a = tl.make_tensor_descriptor(a, [rows, inner], [inner, 1], [BLOCK_M, BLOCK_K])
-        w = tl.make_tensor_descriptor(w, [columns, inner], [inner, 1], [BLOCK_N, BLOCK_K])
-        out = tl.make_tensor_descriptor(out, [rows, columns], [columns, 1], [BLOCK_M, BLOCK_N // PARTS])
-        if KEEP:
-            z = tl.make_tensor_descriptor(z, [rows, columns], [columns, 1], [BLOCK_M, BLOCK_N // PARTS])
     begin = tl.program_id(0)
     # Counted apart from the loop, so that in one pipeline the loads of the next tile need not wait
     # for the epilogue of this one.
     written = begin - PROGRAMS
-    for tile in tl.range(begin, tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    for tile in tl.range(begin, tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(tl.cdiv(inner, BLOCK_K)):
@@ -349,7 +339,6 @@ CONFIGS = {
     "whole": Config(stages=3),
     "low": Config(block_m=64, stages=4, warps=4, flatten=False),
     "low, in halves": Config(block_m=64, stages=4, warps=4, parts=2),
-    "loading warps": Config(stages=3, warps=4, flatten=False, specialize=True),
 }
 EXACT = Config(block_n=128, stages=3)
 EXACT_WIDE = Config(block_m=64, stages=3, parts=2)
@@ -414,14 +403,10 @@ def _launch(
 ) -> None:
     norm = epilogue.block
     block_n = max(norm, min(config.block_n, triton.next_power_of_2(max(out.shape[1], 64))))
-    if config.specialize:
-        block_n = norm  # triton 3.6 cannot cut a tile of several blocks between its warps
     programs = _PROGRAMS_INTERPRETED if _INTERPRETED else config.per_sm * multiprocessors(a.device)
     tiles = triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], block_n)
     operands: list[Any] = [a, w, out, z.values if z is not None else out]
-    if config.tma and config.specialize:
-        triton.set_allocator(_workspace)
-    elif config.tma:
+    if config.tma:
         part = (config.block_m, block_n // config.parts)
         tiling = ((config.block_m, config.block_k), (block_n, config.block_k), part, part)
         operands = [
@@ -451,13 +436,7 @@ def _launch(
         PARTS=config.parts,
         GROUP=config.group,
         FLATTEN=config.flatten,
-        SPECIALIZE=config.specialize,
         PROGRAMS=programs,
         num_warps=config.warps,
         num_stages=config.stages,
     )
-
-
-def _workspace(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Where a kernel's own descriptors lie; the allocator's 512 bytes satisfy every alignment."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
