@@ -39,12 +39,12 @@ def table(records: Iterable[Record]) -> str:
 def _cells(record: Record) -> list[str]:
     arms = record["arms"]
     plan = record.get("plan") or {}
-    speedup, best = record.get("speedup"), record.get("best_bf16")
+    speedup, ratios = record.get("speedup"), record.get("speedups") or {}
     over = "-"
     if speedup:
         value, low, high = speedup
         over = f"**{value:.3f}x**" + (f" [{low:.3f}, {high:.3f}]" if low is not None else "")
-    torchao = [(record["us"][best] / record["us"][arm], arm) for arm in TORCHAO if arm in record["us"]]
+    torchao = [(ratios[arm][0], arm) for arm in TORCHAO if arm in ratios]
     fastest = max(torchao, default=None)
     output = arms.get(LOKA, {}).get("errors", {}).get("output")
     return [
