@@ -209,5 +209,5 @@ def test_commands_that_write_into_a_folder_are_alone_in_it(net: str, tmp_path: P
             ("demo", "--model", net, *SMALL),
         ):
             text = loka(*command, "--out", "out", cwd=tmp_path, fails=2)
-            assert "FolderInUse: another process is" in text
+            assert "InUse: another process is" in text
             assert "choose another folder" in text

@@ -16,7 +16,7 @@ from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
 from durable import flushed_before, folder_flushed_after, watch_disk
 
 from loka.core.exceptions import DataRefused, FileRefused
-from loka.core.storage.alone import FolderInUse
+from loka.core.storage.alone import InUse
 from loka.core.storage.files import write_record
 from loka.data import (
     Frequency,
@@ -148,7 +148,7 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -
     path = write_tsv(tmp_path / "t.tsv", ROWS)
 
     def track(items: object, description: str, total: int) -> object:
-        with pytest.raises(FolderInUse, match="another process is converting"):
+        with pytest.raises(InUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
         return items
 

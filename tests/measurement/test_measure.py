@@ -1,4 +1,4 @@
-""""""
+"""Reports of statistics: errors of every candidate at every site, and how measuring stops and goes on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import loka
 from loka.core.exceptions import FileRefused, UnknownName
 from loka.core.numerics.reference import scaled_mm
 from loka.core.recipe import Gemm
+from loka.core.storage.alone import InUse
 from loka.kernels.gemm.registry import all_candidates
 from loka.measurement import Settings
 
@@ -146,6 +147,25 @@ def test_interrupted_measuring_goes_on(stats: loka.Stats, tmp_path: Path) -> Non
     assert whole.sites["3/output"] == part.sites["3/output"]
     assert whole == loka.Report.load(out)
     assert whole.sites == loka.measure(stats, device="cpu", settings=QUICK).sites
+
+
+def test_one_measurement_at_a_time_writes_a_report(stats: loka.Stats, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    refused = []
+
+    def meanwhile(items, description, total):
+        for index, item in enumerate(items):
+            if index == 1:
+                with pytest.raises(InUse, match=r"another process is measuring into .*report\.json") as error:
+                    loka.measure(stats, device="cpu", settings=QUICK, out=out)
+                refused.append(error.value)
+                loka.measure(stats, device="cpu", settings=QUICK, out=tmp_path / "another.json")
+            yield item
+
+    whole = loka.measure(stats, device="cpu", settings=QUICK, out=out, track=meanwhile)
+    assert len(refused) == 1
+    assert whole == loka.Report.load(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another.json", "report.json"]
 
 
 def test_unknown_candidates_and_damaged_reports(stats: loka.Stats, tmp_path: Path) -> None:

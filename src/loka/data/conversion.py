@@ -87,7 +87,7 @@ def convert(
 
     Raises:
         DataRefused: rows that cannot be read, or the folder holds a conversion of something else.
-        FolderInUse: another process is converting into it.
+        InUse: another process is converting into it.
         ConversionStopped: the disk is full or refuses.
     """
     opened, folder = open_files(files, format=format), Path(folder)

@@ -9,6 +9,7 @@ asks first where FP8 is safe measures errors only.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,8 @@ from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
+from loka.core.storage.alone import alone_with
 from loka.core.storage.codec import encode
-from loka.core.storage.files import remove_unfinished
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
@@ -72,6 +73,7 @@ def measure(
     Raises:
         UnknownName: a candidate that does not exist.
         LokaError: no step was sampled, so nothing was learnt.
+        InUse: another process measures into `out`.
     """
     if not stats.layers:
         raise LokaError(
@@ -98,26 +100,26 @@ def measure(
         complete=False,
     )
     path = Path(out) if out is not None else None
-    if path is not None:
-        remove_unfinished(path.parent, path.name)
-        report = continue_from(path, report)
-    timer = Timer(
-        machine=report.machine,
-        device=device,
-        settings=settings,
-        candidates=names,
-        cache=TimesCache(Path(cache) if cache is not None else None),
-        deadline=deadline,
-    )
-    work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
-    try:
-        if timed:
-            _compile_ahead(work, track or untracked)
-        jobs = agenda(stats, timed=timed)
-        for job in (track or untracked)(jobs, "measuring", len(jobs)):
-            _DO[job.kind](work, job.path)
-    finally:
-        work.save(now=True)
+    with contextlib.nullcontext() if path is None else alone_with(path, "measuring into"):
+        if path is not None:
+            report = continue_from(path, report)
+        timer = Timer(
+            machine=report.machine,
+            device=device,
+            settings=settings,
+            candidates=names,
+            cache=TimesCache(Path(cache) if cache is not None else None),
+            deadline=deadline,
+        )
+        work = _Work(stats=stats, timer=timer, time_limit=time_limit, out=path, report=report)
+        try:
+            if timed:
+                _compile_ahead(work, track or untracked)
+            jobs = agenda(stats, timed=timed)
+            for job in (track or untracked)(jobs, "measuring", len(jobs)):
+                _DO[job.kind](work, job.path)
+        finally:
+            work.save(now=True)
     return work.report
 
 

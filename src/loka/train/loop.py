@@ -149,7 +149,7 @@ def train(
         CheckpointRefused: the folder's checkpoints are unusable or of another run.
         CheckpointNotSaved: the last state could not be written. Earlier on, that is a warning, the
             checkpoint before stays, and training goes on.
-        FolderInUse: another process trains in the folder of checkpoints.
+        InUse: another process trains in the folder of checkpoints.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
         RankFailed: another rank raised, between two steps.
         KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so.

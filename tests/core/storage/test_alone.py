@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from loka.core.storage.alone import LOCK, FolderInUse, alone_in
+from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 
 HOLDS = """
 import sys, time
@@ -31,7 +31,7 @@ def test_another_process_is_refused_until_the_holder_is_gone(tmp_path: Path) -> 
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(FolderInUse, match="another process is training in") as refused, entered(tmp_path):
+        with pytest.raises(InUse, match="another process is training in") as refused, entered(tmp_path):
             pass
         assert f"process {holder.pid} on " in refused.value.why[0]
         assert "choose another folder" in refused.value.way_out
@@ -53,7 +53,7 @@ def test_nothing_is_left_and_the_folder_is_free_again(tmp_path: Path) -> None:
     for _ in range(2):
         with entered(folder):
             assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
-            with pytest.raises(FolderInUse), entered(folder):
+            with pytest.raises(InUse), entered(folder):
                 pass
         assert list(folder.iterdir()) == []
 
@@ -64,12 +64,12 @@ LEFT = [b"", b"junk", b'{"pid": "x"}', b'{"pid": 1, "host": "elsewhere"}', b"[" 
 @pytest.mark.parametrize("left", LEFT)
 def test_a_file_that_is_left_is_no_lock(tmp_path: Path, left: bytes) -> None:
     (tmp_path / LOCK).write_bytes(left)
-    with entered(tmp_path), pytest.raises(FolderInUse), entered(tmp_path):
+    with entered(tmp_path), pytest.raises(InUse), entered(tmp_path):
         pass
     handle = os.open(tmp_path / LOCK, os.O_CREAT | os.O_RDWR)
     os.write(handle, left)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(FolderInUse), entered(tmp_path):
+    with pytest.raises(InUse), entered(tmp_path):
         pass
     os.close(handle)
 
@@ -90,7 +90,7 @@ def test_a_lock_on_a_name_that_is_gone_is_taken_again(
     monkeypatch.setattr(fcntl, "flock", removed_first)
     with entered(tmp_path):
         assert len(calls) == 2
-        with pytest.raises(FolderInUse), entered(tmp_path):
+        with pytest.raises(InUse), entered(tmp_path):
             pass
 
 
@@ -109,7 +109,7 @@ def test_many_at_once_leave_one(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from loka.core.storage.alone import FolderInUse, alone_in
+from loka.core.storage.alone import InUse, alone_in
 folder = Path(sys.argv[1])
 done = 0
 while done < 40:
@@ -119,7 +119,7 @@ while done < 40:
             time.sleep(0.0005)
             (folder / "count").write_text(str(count + 1))
             done += 1
-    except FolderInUse:
+    except InUse:
         time.sleep(0.0003)
 """
     (tmp_path / "count").write_text("0")
@@ -127,3 +127,21 @@ while done < 40:
     workers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
     assert [worker.wait(timeout=60) for worker in workers] == [0, 0, 0]
     assert (tmp_path / "count").read_text() == "120", time.monotonic() - started
+
+
+def test_files_of_one_folder_are_locked_each_by_itself(tmp_path: Path) -> None:
+    (tmp_path / ".one.json.a1b2.unfinished").touch()
+    (tmp_path / ".two.json.a1b2.unfinished").touch()
+    one = tmp_path / "one.json"
+    with alone_in(tmp_path / "elsewhere", "training"), alone_with(one, "measuring into"):
+        with alone_with(tmp_path / "two.json", "measuring into"):
+            pass
+        with (
+            pytest.raises(InUse, match="another process is measuring") as refused,
+            alone_with(one, "measuring"),
+        ):
+            pass
+        assert refused.value.way_out == "wait for it, stop it, or choose another file"
+    with alone_with(one, "measuring into"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]

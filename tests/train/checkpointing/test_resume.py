@@ -10,7 +10,7 @@ import torch
 from small_run import RandomRows, small_model
 
 from loka.core.exceptions import CheckpointRefused
-from loka.core.storage.alone import FolderInUse
+from loka.core.storage.alone import InUse
 from loka.train import TrainConfig, train
 from loka.train.interrupt import Terminated
 
@@ -186,7 +186,7 @@ def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(tmp_path):
         if step == 5:
             unfinished = tmp_path / ".unfinished-step-00000008"
             unfinished.mkdir()
-            with pytest.raises(FolderInUse, match="another process is training in") as error:
+            with pytest.raises(InUse, match="another process is training in") as error:
                 train(small_model(), RandomRows(), config=CONFIG, checkpoints=tmp_path)
             assert unfinished.exists()
             refused.append(error.value)

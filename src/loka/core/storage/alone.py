@@ -1,4 +1,4 @@
-"""A folder that one process writes to at a time.
+"""A folder, or a file, that one process writes to at a time.
 
 The lock is the kernel's (flock), on a file `.lock` that says who holds it. It ends with the process, however
 that ends, so a file that a killed process left is no lock. Where a file system knows no locks, as some that
@@ -23,8 +23,8 @@ from loka.core.storage.files import remove_unfinished
 LOCK = ".lock"
 
 
-class FolderInUse(LokaError):
-    """Another process writes to a folder."""
+class InUse(LokaError):
+    """Another process writes to a folder, or a file."""
 
 
 @contextmanager
@@ -32,18 +32,35 @@ def alone_in(folder: Path, doing: str) -> Iterator[None]:
     """Inside, this process is the only one that is `doing` that (such as "training") in `folder`.
 
     Raises:
-        FolderInUse: another one is, or this one already.
+        InUse: another one is, or this one already.
     """
-    path = folder / LOCK
+    with _alone(folder / LOCK, f"{doing} in {folder}", of=None):
+        yield
+
+
+@contextmanager
+def alone_with(file: Path, doing: str) -> Iterator[None]:
+    """Inside, this process is the only one that is `doing` that to `file`, which need not be there.
+
+    Raises:
+        InUse: as `alone_in`.
+    """
+    with _alone(file.with_name(f".{file.name}{LOCK}"), f"{doing} {file}", of=file.name):
+        yield
+
+
+@contextmanager
+def _alone(path: Path, doing: str, *, of: str | None) -> Iterator[None]:
+    """`of`: the file whose unfinished writes are removed, or None for all in the folder."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         handle = _locked(path, doing)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS):
             raise
         handle = None  # nobody writes where nobody may
     else:
-        remove_unfinished(folder)
+        remove_unfinished(path.parent, of)
     try:
         yield
     finally:
@@ -60,12 +77,12 @@ def _locked(path: Path, doing: str) -> int | None:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(handle)
+            holder, kind = _holder(handle), "folder" if path.name == LOCK else "file"
             os.close(handle)
-            raise FolderInUse(
-                f"another process is {doing} in {path.parent}",
+            raise InUse(
+                f"another process is {doing}",
                 why=[holder] if holder else (),
-                way_out="wait for it, stop it, or choose another folder",
+                way_out=f"wait for it, stop it, or choose another {kind}",
             ) from None
         except OSError as error:
             os.close(handle)
@@ -73,10 +90,10 @@ def _locked(path: Path, doing: str) -> int | None:
                 raise
             path.unlink(missing_ok=True)
             warnings.warn(
-                f"the file system of {path.parent} has no locks ({error.strerror}): nothing keeps a second "
-                f"process from {doing} there",
+                f"the file system of {path.parent} has no locks ({error.strerror}): nothing keeps a "
+                f"second process from {doing}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
             return None
         if _is_named(path, handle):
