@@ -1,14 +1,15 @@
-"""Gradients on the wire: what a rank sends of a float32 number, and sums of what arrives.
+"""Gradients and rows of tables on the wire: what a rank sends of float32 numbers, and sums of what comes.
 
-    scatter   rank r sends block j of its gradients to rank j       all-to-all of codes
-    sum       rank j decodes what came and adds it in float32       in the order of ranks, rounded nowhere
-    else gather    rank j sends its sum to all                           all-gather of codes
+    scatter   rank r sends block j of its gradients to rank j    all-to-all of codes
+    sum       rank j decodes what came and adds it in float32    in the order of ranks, rounded nowhere else
+    gather    rank j sends its sum to all                        all-gather of codes
 
 Every number is rounded once in each shot, whatever the number of ranks. Sums in eight bits round at every
 addition (FP8-LM, arXiv 2310.18313, adds e4m3 in NCCL): their error grows with ranks, and is measured beside
 these codecs in docs/distributed.md.
 
-Eight-bit codes have a float32 scale for each 128 elements: 1.03 bytes an element, 0.516 of bf16's.
+Eight-bit codes have a float32 scale for each 128 elements: 1.03 bytes an element, 0.516 of bf16's. Rows of a
+table have one each (row_sync.py).
 
     int8   code = round(x / s),  s = max|x| / 127         evenly spaced: less error where a block has no tail
     e4m3   code = e4m3(x / s),   s = max|x| / 448
@@ -32,31 +33,34 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """`encode` float32 [R, C] to uint8 [R, width(C)], `decode` back; C is a multiple of BLOCK."""
+    """`encode` float32 [R, C] to uint8 [R, width(C)], `decode` back; C is a multiple of `block`."""
 
     name: str
     bits: int
+    block: int
     encode: Callable[[torch.Tensor], torch.Tensor]
     decode: Callable[[torch.Tensor], torch.Tensor]
 
     def width(self, columns: int) -> int:
         """Bytes of a row of `columns` elements."""
-        return columns * self.bits // 8 + (columns // BLOCK * 4 if self.bits == 8 else 0)
+        return columns * self.bits // 8 + (columns // self.block * 4 if self.bits == 8 else 0)
 
 
-def _plain(name: str, dtype: torch.dtype) -> Codec:
+def _plain(name: str, dtype: torch.dtype, block: int) -> Codec:
     def encode(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).contiguous().view(torch.uint8)
 
     def decode(code: torch.Tensor) -> torch.Tensor:
         return code.contiguous().view(dtype).float()
 
-    return Codec(name=name, bits=8 * dtype.itemsize, encode=encode, decode=decode)
+    return Codec(name=name, bits=8 * dtype.itemsize, block=block, encode=encode, decode=decode)
 
 
-def _blockwise(name: str, dtype: torch.dtype, largest: float) -> Codec:
+def _blockwise(name: str, dtype: torch.dtype, block: int) -> Codec:
+    largest = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+
     def encode(x: torch.Tensor) -> torch.Tensor:
-        blocks = x.reshape(x.shape[0], -1, BLOCK)
+        blocks = x.reshape(x.shape[0], x.shape[1] // block, block)
         scale = blocks.abs().amax(2, keepdim=True) / largest
         # Of a block of zeros, or of numbers so small that their scale is none: they become zeros.
         scale = torch.where(scale > 0, scale, torch.where(scale.isnan(), scale, 1.0))
@@ -65,32 +69,37 @@ def _blockwise(name: str, dtype: torch.dtype, largest: float) -> Codec:
         return torch.cat([code.view(torch.uint8).flatten(1), scale.view(torch.uint8).flatten(1)], dim=1)
 
     def decode(code: torch.Tensor) -> torch.Tensor:
-        columns = code.shape[1] * BLOCK // (BLOCK + 4)
-        values = code[:, :columns].contiguous().view(dtype).float().view(code.shape[0], -1, BLOCK)
+        columns = code.shape[1] * block // (block + 4)
+        values = (
+            code[:, :columns].contiguous().view(dtype).float().view(code.shape[0], columns // block, block)
+        )
         scale = code[:, columns:].contiguous().view(torch.float32).unsqueeze(2)
         # Zero times infinity is NaN: a block that was not finite cannot come out as numbers.
         return (values * scale).flatten(1)
 
-    return Codec(name=name, bits=8, encode=encode, decode=decode)
+    return Codec(name=name, bits=8, block=block, encode=encode, decode=decode)
 
 
-FP32 = _plain("fp32", torch.float32)
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        FP32,
-        _plain("bf16", torch.bfloat16),
-        _blockwise("int8", torch.int8, 127.0),
-        _blockwise("e4m3", torch.float8_e4m3fn, 448.0),
-    )
+CODECS: dict[str, tuple[Callable[[str, torch.dtype, int], Codec], torch.dtype]] = {
+    "fp32": (_plain, torch.float32),
+    "bf16": (_plain, torch.bfloat16),
+    "int8": (_blockwise, torch.int8),
+    "e4m3": (_blockwise, torch.float8_e4m3fn),
 }
 
 
-def codec_named(name: str) -> Codec:
-    """Raises UnknownName, listing the known codecs."""
+def codec_named(name: str, block: int = BLOCK) -> Codec:
+    """With a scale for each `block` elements where it has eight bits.
+
+    Raises UnknownName, listing the known codecs.
+    """
     if name not in CODECS:
-        raise UnknownName(f"no codec of gradients is called {name!r}", way_out=f"one of {', '.join(CODECS)}")
-    return CODECS[name]
+        raise UnknownName(f"no codec is called {name!r}", way_out=f"one of {', '.join(CODECS)}")
+    made, dtype = CODECS[name]
+    return made(name, dtype, block)
+
+
+FP32 = codec_named("fp32")
 
 
 def padded_columns(elements: int, ranks: int) -> int:

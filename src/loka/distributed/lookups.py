@@ -1,0 +1,145 @@
+"""Tables of a model, and the rows of them that it is about to look up.
+
+nn.Embedding and nn.EmbeddingBag, which TorchRec's EmbeddingBagCollection holds, and fbgemm's table-batched
+embeddings, which its sharded forms hold. These update their rows in backward, so who wants rows as they were
+has to look before forward. Nothing here imports TorchRec or fbgemm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from loka.core.exceptions import LokaError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_BATCHED = "SplitTableBatchedEmbeddingBagsCodegen"
+_IN_MEMORY = ("DEVICE", "HOST", "MTIA")  # else rows lie in a cache while they are trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """A table, and who looks rows of it up.
+
+    Attributes:
+        name: of the weight in the model; of table-batched embeddings with the table's place in it.
+        tensors: reads the weight [rows, D], and the state that is updated with it, each [rows, ...].
+        module: whose forward looks up.
+        ids: of the arguments of that forward, the rows, in any order and number, int64.
+    """
+
+    name: str
+    tensors: Callable[[], tuple[torch.Tensor, ...]]
+    module: nn.Module
+    ids: Callable[[Arguments], torch.Tensor]
+
+
+def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Lookup]:
+    """Every table of `model`, one that several modules share as often as they are; by name.
+
+    Args:
+        optimizer: of the tables that are plain parameters; their state goes with them.
+
+    Raises:
+        LokaError: a table's rows cannot be read or written here; each is named.
+    """
+    found: list[Lookup] = []
+    refused: list[str] = []
+    for path, module in _modules(model, ""):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            name = f"{path}.weight".lstrip(".")
+            if isinstance(module.weight, DTensor):
+                refused.append(f"{name}: its rows are shared out over ranks by FSDP2")
+            elif module.weight.requires_grad:
+                found.append(_plain(name, module, optimizer))
+        elif type(module).__name__ == _BATCHED:
+            kinds = {spec[2].name for spec in module.embedding_specs}  # type: ignore[union-attr]
+            if kinds - set(_IN_MEMORY):
+                refused.append(f"{path}: its rows lie in {', '.join(sorted(kinds))}")
+            else:
+                found += _batched(path, module)
+    for one in found:
+        weight, *states = one.tensors()
+        if not weight.is_floating_point() or weight.element_size() not in (2, 4):
+            refused.append(f"{one.name}: it holds {weight.dtype}")
+        if isinstance(one.module, nn.Embedding | nn.EmbeddingBag) and optimizer is not None and not states:
+            refused.append(f"{one.name}: the optimizer has no state of it, before its first step or at all")
+    if refused:
+        raise LokaError(
+            "rows of these tables cannot be synchronized",
+            why=refused,
+            way_out="keep tables whole in a device's or the host's memory, in 16 or 32 bits; pass optimizer= "
+            "only with state from its beginning (Adagrad's); or synchronize them whole (DMPCollection.sync)",
+        )
+    return found
+
+
+def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Those that TorchRec's sharded modules keep out of `named_modules` too: their lookups."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(child, f"{path}.{name}".lstrip("."))
+    if type(module).__module__.startswith("torchrec."):
+        for place, child in enumerate(module.__dict__.get("_lookups") or ()):
+            yield from _modules(child, f"{path}._lookups.{place}".lstrip("."))
+
+
+def _plain(
+    name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: torch.optim.Optimizer | None
+) -> Lookup:
+    def tensors() -> tuple[torch.Tensor, ...]:
+        weight = module.weight
+        state = optimizer.state.get(weight, {}) if optimizer is not None else {}
+        return (weight.detach(), *_of_rows(state.values(), weight))
+
+    def ids(arguments: Arguments) -> torch.Tensor:
+        args, kwargs = arguments
+        return args[0] if args else kwargs["input"]
+
+    return Lookup(name=name, tensors=tensors, module=module, ids=ids)
+
+
+def _of_rows(state: Iterable[Any], weight: torch.Tensor) -> list[torch.Tensor]:
+    """Those with something for each row."""
+    return [value for value in state if torch.is_tensor(value) and value.shape[:1] == weight.shape[:1]]
+
+
+def _batched(path: str, module: Any) -> list[Lookup]:
+    """A table has features of its own; a call has all indices, those of feature f between two offsets."""
+
+    def tensors(place: int) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def read() -> tuple[torch.Tensor, ...]:
+            weight = module.split_embedding_weights()[place].detach()
+            states = module.split_optimizer_states()
+            return (
+                weight,
+                *(s for s in (states[place] if states else ()) if s.shape[:1] == weight.shape[:1]),
+            )
+
+        return read
+
+    def ids(place: int) -> Callable[[Arguments], torch.Tensor]:
+        features = [f for f, table in enumerate(module.feature_table_map) if table == place]
+
+        def of(arguments: Arguments) -> torch.Tensor:
+            args, kwargs = arguments
+            indices, offsets = (*args, *(kwargs[name] for name in ("indices", "offsets")[len(args) :]))[:2]
+            ragged = kwargs.get("batch_size_per_feature_per_rank")
+            each = (offsets.numel() - 1) // len(module.feature_table_map)
+            rows = [sum(sizes) for sizes in ragged] if ragged else [each] * len(module.feature_table_map)
+            begins = [sum(rows[:f]) for f in range(len(rows) + 1)]
+            parts = [indices[offsets[begins[f]] : offsets[begins[f + 1]]] for f in features]
+            return torch.cat(parts) if parts else indices[:0]
+
+        return of
+
+    return [
+        Lookup(name=f"{path}.{place}".lstrip("."), tensors=tensors(place), module=module, ids=ids(place))
+        for place in range(len(module.embedding_specs))
+    ]

@@ -1,0 +1,329 @@
+"""Tables that replicas train on rows of their own, brought together by what changed.
+
+In two-dimensional sparse parallelism (TorchRec's DMPCollection) groups of ranks hold the same tables, and the
+means over groups are taken now and then, of whole tables. Between two of them a replica changes few rows:
+
+    before     each replica has w0, the rows that all agreed upon; it saves a row when it first looks it up
+    send       x_r = w_r - w0 + e_r for the rows it changed, as codes q_r, a scale a row; x_r - q_r is e_r
+    agree      w0 = w0 + sum_r q_r / R, added in the order of replicas: the same bits on all
+    late       what a replica did since it sent is added on top: w_r = w0 + (w_r - w_r then)
+
+Never weights in eight bits: a delta's rounding error is a part of one step's change, and e_r brings it later
+(error feedback); a weight's is a part of the weight. State of optimizers is sent in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from loka.core.exceptions import LokaError
+from loka.core.exchange import gather, ranks_of
+from loka.distributed.changed_rows import Sent, Table, agree, places
+from loka.distributed.gradient_codec import Codec, codec_named
+from loka.distributed.lookups import Lookup, lookups_of
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What this replica received, in bytes, and what an all-reduce of the tables would have sent it.
+
+    Attributes:
+        syncs: exchanges so far.
+        rows: that this replica sent.
+        received: bytes from the other replicas.
+        whole: bytes that a ring's all-reduce of weights and states receives: 2 (R - 1) / R of them, a sync.
+    """
+
+    syncs: int = 0
+    rows: int = 0
+    received: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flight:
+    """An exchange under way."""
+
+    sent: list[Sent]
+    counts: list[list[int]]
+    exact: bool
+    bytes: torch.Tensor
+    work: dist.Work | None
+    begun: int
+
+
+class RowSync:
+    """Made by `row_sync`. Call `step` after each training step, `flush` before tables are read or saved."""
+
+    def __init__(
+        self,
+        lookups: Sequence[Lookup],
+        group: dist.ProcessGroup | None,
+        *,
+        every: int,
+        exact_every: int,
+        staleness: int,
+        codec: str,
+    ) -> None:
+        self.traffic = Traffic()
+        self._group, self._codec_name = group, codec
+        self._every, self._exact_every, self._staleness = every, exact_every, staleness
+        self._steps = 0
+        self._flight: _Flight | None = None
+        self._tables: dict[str, Table] = {}
+        self._hooks: list[RemovableHandle] = []
+        shared: dict[int, Table] = {}
+        for lookup in lookups:
+            weight = lookup.tensors()[0]
+            empty = torch.empty(0, dtype=torch.int64, device=weight.device)
+            table = shared.setdefault(
+                weight.data_ptr() or id(weight),
+                Table(
+                    lookup=lookup,
+                    seen=torch.zeros(len(weight), dtype=torch.bool, device=weight.device),
+                    left_ids=empty,
+                    left=torch.empty(0, weight.shape[1], device=weight.device),
+                ),
+            )
+            if table.lookup is lookup:
+                self._tables[lookup.name] = table
+            self._hooks.append(_before_forward(lookup, table))
+
+    def step(self) -> None:
+        """After a training step of this replica. A collective in every `every`-th call."""
+        self._steps += 1
+        flight = self._flight
+        if flight is not None and self._steps - flight.begun >= self._staleness:
+            self._finish()
+        if self._steps % self._every == 0:
+            self._finish()
+            self._begin(exact=(self._steps // self._every) % self._exact_every == 0)
+            if self._staleness == 0:
+                self._finish()
+
+    def flush(self) -> None:
+        """Brings all replicas to the same tables, bit for bit, with nothing left over. A collective."""
+        self._finish()
+        self._begin(exact=True)
+        self._finish()
+
+    def remove(self) -> None:
+        """Looks at no further lookups; tables stay as they are. `flush` first, or replicas differ."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _begin(self, *, exact: bool) -> None:
+        sent, parts, counts = [], [], [self._steps, int(exact)]
+        for table in self._tables.values():
+            taken = table.take(table.left_ids if exact else table.left_ids[:0])
+            code = self._encoded(table, taken, exact=exact)
+            states = [after - was for after, was in zip(taken.then[1:], taken.before[1:], strict=True)]
+            parts += [_bytes(taken.ids), _bytes(code), *(_bytes(state) for state in states)]
+            sent.append(taken)
+            counts.append(len(taken.ids))
+        mine = torch.cat(parts)
+        device, ranks = mine.device, ranks_of(self._group)
+        told = torch.empty(ranks, len(counts), dtype=torch.int64, device=device)
+        _all_gather(told, torch.tensor([counts], device=device), group=self._group)
+        all_counts = told.tolist()
+        if any(other[:2] != counts[:2] for other in all_counts):
+            raise LokaError(
+                "replicas synchronize at different steps",
+                why=[f"replica {r}: step {other[0]}" for r, other in enumerate(all_counts)],
+                way_out="call step() as often on every replica, with the same settings",
+            )
+        sizes = [sum(self._sizes(other[2:], exact=exact)) for other in all_counts]
+        came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
+        padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
+        work = _all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
+        self._flight = _Flight(
+            sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps
+        )
+        self.traffic.syncs += 1
+        self.traffic.rows += sum(counts[2:])
+        self.traffic.received += sum(sizes) - len(mine)
+        whole = sum(
+            t.numel() * t.element_size() for one in self._tables.values() for t in one.lookup.tensors()
+        )
+        self.traffic.whole += 2 * (ranks - 1) * whole // ranks
+
+    def _finish(self) -> None:
+        """Waits for what was sent, and brings each table to what all agree upon."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if flight.work is not None:
+            flight.work.wait()
+        ranks = len(flight.counts)
+        at = [0] * ranks
+        for place, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
+            counts = [told[2 + place] for told in flight.counts]
+            came: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+            for r, count in enumerate(counts):
+                sizes = self._sizes_of(table, count, exact=flight.exact)
+                ids, *codes = flight.bytes[r, at[r] : at[r] + sum(sizes)].split(sizes)
+                at[r] += sum(sizes)
+                came.append((_as(ids, torch.int64), self._decoded(table, codes, count, exact=flight.exact)))
+            agree(table, own, came)
+
+    def _encoded(self, table: Table, taken: Sent, *, exact: bool) -> torch.Tensor:
+        """Codes of what a weight's rows changed by, [rows, bytes]; what they leave is kept for the next."""
+        x = taken.then[0] - taken.before[0]
+        place, known = places(table.left_ids, taken.ids)
+        x[known] += table.left[place[known]]
+        codec = codec_named("fp32") if exact else self._codec(table)
+        code = codec.encode(x)
+        left = torch.zeros_like(x) if exact else (x - codec.decode(code)).nan_to_num(0.0, 0.0, 0.0)
+        kept = torch.ones(len(table.left_ids), dtype=torch.bool, device=x.device)
+        kept[place[known]] = False
+        ids = torch.cat([table.left_ids[kept], taken.ids])
+        rows = torch.cat([table.left[kept], left])
+        some = (rows != 0).any(dim=1)
+        table.left_ids, order = ids[some].sort()
+        table.left = rows[some][order]
+        return code
+
+    def _decoded(
+        self, table: Table, codes: list[torch.Tensor], rows: int, *, exact: bool
+    ) -> list[torch.Tensor]:
+        weight, *states = table.lookup.tensors()
+        codec = codec_named("fp32") if exact else self._codec(table)
+        changed = codec.decode(codes[0].clone().view(rows, codec.width(weight.shape[1])))
+        return [
+            changed,
+            *(_as(c, torch.float32).view(rows, *s.shape[1:]) for c, s in zip(codes[1:], states, strict=True)),
+        ]
+
+    def _codec(self, table: Table) -> Codec:
+        return codec_named(self._codec_name, block=table.lookup.tensors()[0].shape[1])
+
+    def _sizes(self, counts: Sequence[int], *, exact: bool) -> list[int]:
+        tables = self._tables.values()
+        return [
+            sum(self._sizes_of(table, count, exact=exact))
+            for table, count in zip(tables, counts, strict=True)
+        ]
+
+    def _sizes_of(self, table: Table, rows: int, *, exact: bool) -> list[int]:
+        """Bytes of the ids, the weight's codes and each state of so many rows."""
+        weight, *states = table.lookup.tensors()
+        codec = codec_named("fp32") if exact else self._codec(table)
+        return [8 * rows, rows * codec.width(weight.shape[1]), *(4 * rows * s[:1].numel() for s in states)]
+
+
+def row_sync(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    every: int = 16,
+    exact_every: int = 64,
+    staleness: int = 0,
+    codec: str = "e4m3",
+    optimizer: torch.optim.Optimizer | None = None,
+) -> RowSync:
+    """Keeps the tables of replicas together by the rows that they changed, in eight bits with error feedback.
+
+    Replicas are the ranks of `group`, each with all of `model`'s tables, or with the same shards of them, and
+    rows of its own; in TorchRec's DMPCollection the replica group, where this stands for `sync`. They agree
+    upon the mean of what each made of a row, of those that left it included. Weights that are no tables are
+    not looked at. Call it on every replica when the model is on its device, with equal tables.
+
+    Args:
+        every: training steps from one exchange to the next.
+        exact_every: exchanges from one in float32 to the next, which leaves no rounding error anywhere.
+            Between them a row's error is held, in float32.
+        staleness: training steps that an exchange may take, while training goes on: fewer than `every`.
+        codec: of what weights changed by: e4m3, int8, bf16, fp32. A scale a row.
+        optimizer: of tables that are plain parameters, whose state is then exchanged. The state of
+            table-batched embeddings always is.
+
+    Raises:
+        LokaError: no table was found; one cannot be synchronized; replicas differ in their tables.
+        UnknownName: `codec`.
+    """
+    codec_named(codec)
+    if every < 1 or exact_every < 1 or not 0 <= staleness < every:
+        raise LokaError(
+            f"every={every}, exact_every={exact_every} and staleness={staleness} do not fit together",
+            why=["an exchange has to end before the next one begins"],
+            way_out="every >= 1, exact_every >= 1, 0 <= staleness < every",
+        )
+    lookups = lookups_of(model, optimizer)
+    if not lookups:
+        raise LokaError(
+            "the model has no table to synchronize",
+            why=["neither nn.Embedding, nn.EmbeddingBag nor table-batched embeddings that are trained"],
+            way_out="pass the model whose tables are replicated",
+        )
+    devices = {one.tensors()[0].device for one in lookups}
+    if len(devices) > 1 or not dist.is_initialized():
+        raise LokaError(
+            "tables cannot be exchanged",
+            why=["there is no process group"]
+            if not dist.is_initialized()
+            else [f"they lie on {', '.join(sorted(map(str, devices)))}"],
+            way_out="torchrun, and init_process_group; a model on one device a replica",
+        )
+    _equal_on_all(lookups, group)
+    return RowSync(lookups, group, every=every, exact_every=exact_every, staleness=staleness, codec=codec)
+
+
+def _before_forward(lookup: Lookup, table: Table) -> RemovableHandle:
+    @torch.compiler.disable  # it keeps tensors in lists: Dynamo would trace that, and bake them in
+    def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                table.note(lookup.ids((args, kwargs)))
+
+    return lookup.module.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _as(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return code.clone().view(dtype)
+
+
+def _equal_on_all(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> None:
+    """Raises where the replicas' tables differ in name, shape, dtype or value."""
+    told = [
+        f"{one.name} {tuple(w.shape)} {w.dtype}, {len(states)} states, bits {_sum_of_bits(w)}"
+        for one in lookups
+        for w, *states in (one.tensors(),)
+    ]
+    answers = [text.decode().split("\n") for text in gather("\n".join(told).encode(), group)]
+    differing = [
+        f"replica {r}: {mine}, replica 0: {first}"
+        for r, answer in enumerate(answers)
+        for mine, first in zip(answer, answers[0], strict=False)
+        if mine != first
+    ] + [f"replica {r} has {len(a)} tables" for r, a in enumerate(answers) if len(a) != len(answers[0])]
+    if differing:
+        raise LokaError(
+            "replicas have different tables",
+            why=differing,
+            way_out="give all the same weights first: the same seed, a checkpoint, or a broadcast from one",
+        )
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
+    bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+    column = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    rows = max(1, (1 << 20) // max(1, bits.shape[1]))
+    for begin in range(0, len(bits), rows):
+        part = (bits[begin : begin + rows] * column).sum(dim=1)
+        found += (part * torch.arange(begin + 1, begin + 1 + len(part), device=bits.device)).sum()
+    return int(found)

@@ -1,0 +1,179 @@
+"""What replicas do in the tests of row_sync: train tables on rows of their own, and tell what came of it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.distributed import row_sync
+
+ROWS, WIDTH = 200, 24
+module: Any = importlib.import_module("loka.distributed.row_sync")  # the function has its name
+
+
+class Tables(nn.Module):
+    """Two tables, one looked up in bags; the loss is linear in them, so steps do not depend on them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.one = nn.Embedding(ROWS, WIDTH, dtype=dtype)
+        self.bag = nn.EmbeddingBag(ROWS // 2, WIDTH, mode="sum", dtype=dtype)
+        self.frozen = nn.Embedding(3, WIDTH).requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+        return (self.one(ids) * direction).sum() + (self.bag(ids[:, None] // 2) * direction).sum()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(0, ROWS // 4, (16,), generator=generator) + rank * ROWS // 8
+    return ids, torch.randn(16, WIDTH, generator=generator)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """So many steps of SGD, or Adagrad, with the settings of `row_sync`."""
+
+    steps: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    adagrad: bool = False
+
+    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = Tables(self.dtype)
+        first = copy.deepcopy(model.state_dict())
+        if self.adagrad:
+            optimizer: torch.optim.Optimizer = torch.optim.Adagrad(
+                [model.one.weight, model.bag.weight], lr=0.01
+            )
+        else:
+            optimizer = torch.optim.SGD([model.one.weight, model.bag.weight], lr=0.01)
+        sync = row_sync(model, optimizer=optimizer if self.adagrad else None, **self.settings)
+        counted = []
+        for step in range(self.steps):
+            optimizer.zero_grad()
+            model(*batch(rank, step)).backward()
+            optimizer.step()
+            sync.step()
+            counted.append(model.one.weight.double().sum().item())
+        before = copy.deepcopy(model.state_dict())
+        sync.flush()
+        sync.remove()
+        return {
+            "sums": counted,
+            "before": told(before),
+            "after": told(model.state_dict()),
+            "states": [told(state) for state in optimizer.state.values()],
+            "first": told(first),
+            "traffic": vars(sync.traffic),
+        }
+
+
+def told(state: dict[str, torch.Tensor]) -> dict[str, list[list[float]]]:
+    return {name: tensor.double().tolist() for name, tensor in state.items()}
+
+
+def mean_of_whole_tables(rank: int, folder: Path) -> dict[str, Any]:
+    """Without LoKA: the mean of whole tables over replicas after each step."""
+    torch.manual_seed(0)
+    model = Tables()
+    optimizer = torch.optim.SGD([model.one.weight, model.bag.weight], lr=0.01)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(*batch(rank, step)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for weight in (model.one.weight, model.bag.weight):
+                dist.all_reduce(weight)
+                weight /= dist.get_world_size()
+    return {"after": told(model.state_dict())}
+
+
+def not_a_number(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, WIDTH)
+    sync = row_sync(table, every=1)
+    table(torch.tensor([3 + rank, 50]))
+    with torch.no_grad():
+        table.weight[3 + rank, 5] = torch.nan if rank else 1.0
+    sync.step()
+    first = table.weight.isnan().any(dim=1).nonzero().flatten().tolist()
+    sync.flush()
+    return {"first": first, "after": table.weight.isnan().any(dim=1).nonzero().flatten().tolist()}
+
+
+def lookups_that_train_nothing(rank: int, folder: Path) -> dict[str, Any]:
+    """Under no_grad; twice in one step; of indices that are none."""
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, WIDTH)
+    sync = row_sync(table, every=1)
+    with torch.no_grad():
+        table(torch.arange(50))
+    sync.step()
+    none = sync.traffic.rows
+    for _ in range(2):
+        table(torch.tensor([7, 7, 9]))
+    sync.step()
+    return {
+        "none": none,
+        "rows": sync.traffic.rows,
+        "left": bool(next(iter(sync._tables.values())).seen.any()),
+    }
+
+
+def refused(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, str] = {}
+
+    def tried(name: str, call: Any) -> None:
+        try:
+            call()
+            found[name] = "nothing was refused"
+        except LokaError as error:
+            found[name] = str(error)
+
+    torch.manual_seed(0)
+    table = nn.Embedding(8, 4)
+    adam = torch.optim.Adam(table.parameters())
+    tried("late", lambda: row_sync(table, every=4, staleness=4))
+    tried("no table", lambda: row_sync(nn.Linear(2, 2)))
+    tried("codec", lambda: row_sync(table, codec="e5m2"))
+    tried("no state", lambda: row_sync(table, optimizer=adam))
+    tried("float64", lambda: row_sync(nn.Embedding(8, 4).double()))
+    torch.manual_seed(rank)
+    tried("values", lambda: row_sync(nn.Embedding(8, 4)))
+    tried("shapes", lambda: row_sync(nn.Embedding(8 + rank, 4)))
+    torch.manual_seed(0)
+    sync = row_sync(nn.Embedding(8, 4), every=2 + rank)
+    tried("steps", lambda: [sync.step() for _ in range(2 + rank)])
+    return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes that collectives of `Trained` really take in from other ranks."""
+
+    job: Trained
+
+    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+        real, received = module._all_gather, [0]
+
+        def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if output.dtype is torch.uint8:
+                received[0] += output.numel() - output[0].numel()
+            return real(output, *args, **kwargs)
+
+        module._all_gather = counting
+        try:
+            found = self.job(rank, folder)
+        finally:
+            module._all_gather = real
+        return {**found, "received": received[0]}

@@ -1,0 +1,140 @@
+"""Replicas of tables that are kept together by the rows they changed: over gloo, two and three of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+from row_jobs import (
+    ROWS,
+    WIDTH,
+    Counted,
+    Trained,
+    lookups_that_train_nothing,
+    mean_of_whole_tables,
+    not_a_number,
+    refused,
+)
+
+TRAINED = ("one.weight", "bag.weight")
+STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once
+HALF = 2.0**-4  # of e4m3, relative, in the middle of its range
+
+
+def values(found: dict[str, Any], when: str = "after") -> dict[str, np.ndarray]:
+    return {name: np.array(found[when][name]) for name in TRAINED}
+
+
+def alike(answers: list[dict[str, Any]]) -> None:
+    for answer in answers[1:]:
+        assert answer["after"] == answers[0]["after"], "replicas differ after flush"
+
+
+def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path: Path) -> None:
+    """w0 + (d0 + d1) / 2 for (w0 + d0 + w0 + d1) / 2: 12 times some roundings of numbers up to 4."""
+    answers = on_ranks(Trained(12, {"every": 1, "codec": "fp32"}), 2, tmp_path)
+    alike(answers)
+    assert answers[0]["sums"] == answers[1]["sums"], "after every step"
+    expected = on_ranks(mean_of_whole_tables, 2, tmp_path)[0]
+    for name, found in values(answers[0]).items():
+        assert np.abs(found - np.array(expected["after"][name])).max() <= 12 * 4 * 2.0**-22
+        changed = (found != np.array(answers[0]["first"][name])).any(axis=1)
+        assert 0.2 * len(found) < changed.sum() < 0.9 * len(found)
+    assert answers[0]["after"]["frozen.weight"] == answers[0]["first"]["frozen.weight"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_rounding_leaves_comes_later(ranks: int, tmp_path: Path) -> None:
+    """Steps do not depend on the weights here, so both sums are of the same changes: what is missing at any
+    time is one rounding a replica, and nothing after a flush but float32's."""
+    exact = on_ranks(Trained(24, {"every": 3, "codec": "fp32"}), ranks, tmp_path)
+    coarse = on_ranks(Trained(24, {"every": 3, "codec": "e4m3", "exact_every": 1000}), ranks, tmp_path)
+    alike(coarse)
+    for name in TRAINED:
+        late = np.abs(values(coarse[0], "before")[name] - values(exact[0], "before")[name]).max()
+        assert 1e-5 < late <= 3 * 4 * STEP * HALF, (
+            "an e4m3 rounding of three steps, each of up to four lookups"
+        )
+        over = np.abs(values(coarse[0])[name] - values(exact[0])[name]).max()
+        assert over <= 24 * 4 * 2.0**-22
+
+
+@pytest.mark.parametrize("codec", ["e4m3", "int8", "bf16"])
+def test_every_so_often_it_is_exact(codec: str, tmp_path: Path) -> None:
+    """The third of three exchanges is: without a flush, replicas stand where float32 brings them."""
+    exact = on_ranks(Trained(12, {"every": 4, "codec": "fp32"}), 2, tmp_path)
+    found = on_ranks(Trained(12, {"every": 4, "codec": codec, "exact_every": 3}), 2, tmp_path)
+    for name in TRAINED:
+        assert (
+            np.abs(values(found[1], "before")[name] - values(exact[0], "before")[name]).max() <= 48 * 2.0**-22
+        )
+    assert found[0]["sums"][7] != exact[0]["sums"][7], "the second is not"
+
+
+def test_an_exchange_that_takes_steps_loses_none_of_them(tmp_path: Path) -> None:
+    now = on_ranks(Trained(21, {"every": 4, "codec": "fp32"}), 2, tmp_path)
+    late = on_ranks(Trained(21, {"every": 4, "codec": "fp32", "staleness": 3}), 2, tmp_path)
+    alike(late)
+    for name in TRAINED:
+        assert np.abs(values(late[0])[name] - values(now[0])[name]).max() <= 21 * 4 * 2.0**-22
+    assert late[0]["sums"][4] != now[0]["sums"][4], "at that step it was under way"
+    coarse = on_ranks(Trained(21, {"every": 4, "codec": "e4m3", "staleness": 2}), 2, tmp_path)
+    alike(coarse)
+    for name in TRAINED:
+        assert np.abs(values(coarse[0])[name] - values(now[0])[name]).max() <= 21 * 4 * 2.0**-22
+
+
+def test_adagrads_state_goes_with_the_rows(tmp_path: Path) -> None:
+    answers = on_ranks(Trained(10, {"every": 5}, adagrad=True), 2, tmp_path)
+    alike(answers)
+    sums = [np.array(state["sum"]) for state in answers[0]["states"]]
+    assert all(
+        state["sum"] == other["sum"] for state, other in zip(*(a["states"] for a in answers), strict=True)
+    )
+    assert all((one > 0).any(axis=1).sum() > 20 for one in sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tables_of_sixteen_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    answers = on_ranks(Trained(8, {"every": 2}, dtype=dtype), 2, tmp_path)
+    alike(answers)
+    assert all((now != np.array(answers[0]["first"][name])).any() for name, now in values(answers[0]).items())
+
+
+def test_bytes_are_those_that_arrive(tmp_path: Path) -> None:
+    answers = on_ranks(Counted(Trained(16, {"every": 4, "exact_every": 100})), 2, tmp_path)
+    for answer, other in zip(answers, answers[::-1], strict=True):
+        traffic = answer["traffic"]
+        assert traffic["syncs"] == 5
+        assert traffic["received"] <= answer["received"], "which is padded to the longer one"
+        # Ids of 8 bytes; 24 bytes and a scale in four exchanges, 24 float32 in the last, which is a flush's.
+        coarse = other["traffic"]["rows"] * (8 + WIDTH + 4)
+        assert coarse < traffic["received"] < 4 * coarse
+        assert traffic["whole"] == 5 * 4 * WIDTH * (ROWS + ROWS // 2)
+
+
+def test_a_number_that_is_none_reaches_all_and_stays_in_its_row(tmp_path: Path) -> None:
+    for answer in on_ranks(not_a_number, 2, tmp_path):
+        assert answer == {"first": [4], "after": [4]}
+
+
+def test_rows_are_counted_once_and_only_where_they_may_change(tmp_path: Path) -> None:
+    for answer in on_ranks(lookups_that_train_nothing, 2, tmp_path):
+        assert answer == {"none": 0, "rows": 2, "left": False}
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    for found in on_ranks(refused, 2, tmp_path):
+        assert "staleness < every" in found["late"]
+        assert "no table" in found["no table"]
+        assert "e4m3" in found["codec"]
+        assert "weight: the optimizer has no state of it" in found["no state"]
+        assert "torch.float64" in found["float64"]
+        assert "replica 1: weight (8, 4)" in found["values"]
+        assert "replica 1: weight (9, 4)" in found["shapes"]
+        assert "replica 0: step 2" in found["steps"]
+        assert "replica 1: step 3" in found["steps"]

@@ -1,0 +1,201 @@
+"""TorchRec's sharded tables, trained by fbgemm's fused row-wise AdaGrad, kept together by row_sync.
+
+DMPCollection runs on GPUs alone; here its groups are made by hand, of ranks of one gloo world.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from loka.distributed import momentum_scaled, row_sync
+
+pytest.importorskip("torchrec")
+pytest.importorskip("fbgemm_gpu")
+
+ROWS, WIDTH, BATCH = 60, 8, 32
+NAMES = ("a", "b", "c")
+
+
+class Model(nn.Module):
+    """Tables of three features, two of which share one; a layer with fixed weights behind them."""
+
+    def __init__(self) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        super().__init__()
+        shared = EmbeddingBagConfig(
+            name="t0", embedding_dim=WIDTH, num_embeddings=ROWS, feature_names=["a", "b"]
+        )
+        alone = EmbeddingBagConfig(
+            name="t1", embedding_dim=WIDTH, num_embeddings=2 * ROWS, feature_names=["c"]
+        )
+        self.tables = EmbeddingBagCollection(tables=[shared, alone])
+        self.top = nn.Linear(WIDTH * len(NAMES), 1).requires_grad_(False)
+
+    def forward(self, features: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.top(self.tables(features).values()).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+def rows(step: int, part: slice) -> tuple[Any, torch.Tensor]:
+    """A part of a step's rows; lengths of bags differ, and some are empty."""
+    from torchrec import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(0, 4, (len(NAMES), BATCH), generator=generator)
+    bags = [[torch.randint(0, ROWS, (int(n),), generator=generator) for n in key] for key in lengths]
+    labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
+    values = torch.cat([bag for key in bags for bag in key[part]])
+    return KeyedJaggedTensor.from_lengths_sync(list(NAMES), values, lengths[:, part].flatten()), labels[part]
+
+
+def grid(size: int) -> DeviceMesh:
+    """Groups that hold the tables, `size` ranks each, as DMPCollection makes them."""
+    step = dist.get_world_size() // size
+    sides = [[step * r + g for r in range(size)] for g in range(step)]
+    return DeviceMesh("cpu", sides, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh, how: str, options: dict[str, float]) -> nn.Module:
+    """The model in DistributedModelParallel over its group of the mesh."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingEnv2D, ShardingPlan
+    from torchrec.optim import RowWiseAdagrad
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    model = Model()
+    apply_optimizer_in_backward(RowWiseAdagrad, model.tables.parameters(), options)
+    group = mesh.get_group("shard")
+    world = dist.get_world_size(group)
+    where = {
+        name: row_wise() if how == "rows" else table_wise(rank=place % world)
+        for place, name in enumerate(("t0", "t1"))
+    }
+    sides = {"local_size": world, "world_size": world, "device_type": "cpu"}
+    placed = construct_module_sharding_plan(model.tables, where, **sides)
+    for sharding in placed.values():  # as DMPCollection does: from ranks of the group to those of the world
+        sharding.ranks = [dist.get_global_rank(group, r) for r in sharding.ranks]
+        for shard in sharding.sharding_spec.shards:
+            shard.placement._rank = dist.get_global_rank(group, shard.placement.rank())
+    env = ShardingEnv2D(
+        global_pg=dist.group.WORLD,
+        sharding_pg=group,
+        replica_pg=mesh.get_group("replicate"),
+        device_mesh=mesh,
+    )
+    return DistributedModelParallel(
+        model,
+        env=env,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"tables": placed}),
+        sharders=[EmbeddingBagCollectionSharder()],
+        init_data_parallel=False,
+    )
+
+
+def batched(model: nn.Module) -> list[Any]:
+    from loka.distributed.lookups import lookups_of
+
+    return list({id(one.module): one.module for one in lookups_of(model)}.values())
+
+
+def start(model: nn.Module) -> None:
+    """The same rows on every replica: sharding draws them anew."""
+    for one in batched(model):
+        for table in one.split_embedding_weights():
+            generator = torch.Generator().manual_seed(len(table))
+            table.copy_(torch.randn(table.shape, generator=generator) * 0.1)
+
+
+def told(model: nn.Module) -> dict[str, Any]:
+    return {
+        "weights": [w.tolist() for one in batched(model) for w in one.split_embedding_weights()],
+        "momentum": [m.tolist() for one in batched(model) for (m,) in one.split_optimizer_states()],
+    }
+
+
+def two_replicas_of_two_shards(rank: int, folder: Path) -> dict[str, Any]:
+    """Ranks 0 and 2 hold the tables, 1 and 3 hold them too; each rank has a quarter of the rows."""
+    mesh = grid(2)
+    part = slice(rank * BATCH // 4, (rank + 1) * BATCH // 4)
+    found = {}
+    for how in ("tables", "rows"):
+        torch.manual_seed(0)
+        model = sharded(mesh, how, {"lr": 0.1, "eps": 1e-8})
+        start(model)
+        sync = row_sync(model, mesh.get_group("replicate"), every=4, staleness=2)
+        first = told(model)
+        for step in range(13):
+            model(*rows(step, part)).backward()
+            sync.step()
+        sync.flush()
+        found[how] = {**told(model), "first": first["weights"], "traffic": vars(sync.traffic)}
+    return found
+
+
+def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path: Path) -> None:
+    answers = on_ranks(two_replicas_of_two_shards, 4, tmp_path)
+    for how in ("tables", "rows"):
+        for shard in (0, 2):
+            mine, other = answers[shard][how], answers[shard + 1][how]
+            assert mine["weights"] == other["weights"] != mine["first"]
+            assert mine["momentum"] == other["momentum"]
+            assert mine["traffic"]["received"] > 0
+    assert answers[0]["rows"]["weights"] != answers[2]["rows"]["weights"], "shards of a table are its parts"
+
+
+def by_replicas(rank: int, folder: Path) -> dict[str, Any]:
+    """Momentum of two replicas of half of the rows each, and of one group with all of them."""
+    mesh = grid(1)
+    found = {}
+    for name, part, scale in (
+        ("one", slice(None), 1.0),
+        ("two", slice(rank * BATCH // 2, (rank + 1) * BATCH // 2), 2.0),
+    ):
+        torch.manual_seed(0)
+        options = momentum_scaled(lr=0.02, eps=1e-8, c=scale)
+        model = sharded(mesh, "tables", options)
+        start(model)
+        sync = row_sync(model, every=1, codec="fp32")
+        for step in range(400):
+            model(*rows(step, part)).backward()
+            if name == "two":
+                sync.step()
+        found[name] = told(model)
+    return found
+
+
+def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path: Path) -> None:
+    """A row in one of two halves has a gradient twice as large there, so four times the square, halved by the
+    mean over replicas: c = 2. Labels and bags are random, so rows that both halves have add no covariance."""
+    found = on_ranks(by_replicas, 2, tmp_path)[0]
+    one, two = (
+        torch.cat([torch.tensor(table) for table in found[name]["momentum"]]).sum() for name in ("one", "two")
+    )
+    assert abs(float(two / 2.0 / one) - 1) < 0.02
+    apart = torch.cat([torch.tensor(found["one"]["weights"][0]) - torch.tensor(found["two"]["weights"][0])])
+    went = (
+        torch.tensor(found["one"]["weights"][0])
+        - torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(ROWS)) * 0.1
+    )
+    assert float(apart.norm() / went.norm()) < 0.2, "and steps are as long"
+
+
+def test_scaling_the_rate_is_scaling_the_momentum() -> None:
+    """lr g / (sqrt(v / c) + eps) for any v."""
+    v, g = torch.rand(100).double() * 10, torch.randn(100).double()
+    scaled = momentum_scaled(lr=0.3, eps=0.01, c=5.0)
+    fused = scaled["lr"] * g / (v.sqrt() + scaled["eps"])
+    torch.testing.assert_close(fused, 0.3 * g / ((v / 5.0).sqrt() + 0.01))
+    with pytest.raises(ValueError, match="c"):
+        momentum_scaled(lr=0.1, eps=1e-8, c=0.0)
