@@ -14,6 +14,7 @@ from torch import nn
 
 from loka.core.exceptions import LokaError
 from loka.distributed import row_sync
+from loka.train.optim import RowwiseAdagrad
 
 ROWS, WIDTH = 200, 24
 module: Any = importlib.import_module("loka.distributed.row_sync")  # the function has its name
@@ -45,19 +46,15 @@ class Trained:
     steps: int
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    adagrad: bool = False
+    optimizer: str = "SGD"
 
     def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Tables(self.dtype)
         first = copy.deepcopy(model.state_dict())
-        if self.adagrad:
-            optimizer: torch.optim.Optimizer = torch.optim.Adagrad(
-                [model.one.weight, model.bag.weight], lr=0.01
-            )
-        else:
-            optimizer = torch.optim.SGD([model.one.weight, model.bag.weight], lr=0.01)
-        sync = row_sync(model, optimizer=optimizer if self.adagrad else None, **self.settings)
+        kind: Any = RowwiseAdagrad if self.optimizer == "row-wise" else getattr(torch.optim, self.optimizer)
+        optimizer = kind([model.one.weight, model.bag.weight], lr=0.01)
+        sync = row_sync(model, optimizer=optimizer, **self.settings)
         counted = []
         for step in range(self.steps):
             optimizer.zero_grad()
@@ -142,12 +139,11 @@ def refused(rank: int, folder: Path) -> dict[str, Any]:
 
     torch.manual_seed(0)
     table = nn.Embedding(8, 4)
-    adam = torch.optim.Adam(table.parameters())
     tried("late", lambda: row_sync(table, every=4, staleness=4))
     tried("no table", lambda: row_sync(nn.Linear(2, 2)))
     tried("codec", lambda: row_sync(table, codec="e5m2"))
-    tried("no state", lambda: row_sync(table, optimizer=adam))
     tried("float64", lambda: row_sync(nn.Embedding(8, 4).double()))
+    tried("all rows", lambda: Trained(20, {"every": 4}, optimizer="Adam")(rank, folder))
     torch.manual_seed(rank)
     tried("values", lambda: row_sync(nn.Embedding(8, 4)))
     tried("shapes", lambda: row_sync(nn.Embedding(8 + rank, 4)))

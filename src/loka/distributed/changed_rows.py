@@ -37,10 +37,7 @@ class Table:
         tensors = self.lookup.tensors()
         ids = torch.cat([*self.ids, also[:0]])
         ids, order = ids.sort()
-        before = tuple(
-            torch.cat([*(saved[place] for saved in self.before), tensor[:0].float()])[order]
-            for place, tensor in enumerate(tensors)
-        )
+        before = tuple(_saved(self.before, place, tensor)[order] for place, tensor in enumerate(tensors))
         self.seen[ids] = False
         self.ids, self.before = [], []
         return Sent(ids=ids, before=before, then=tuple(tensor[ids].float() for tensor in tensors))
@@ -64,7 +61,7 @@ def agree(table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, list[torch
     in_fresh, changed_since = places(fresh_ids, ids)
     saved: list[torch.Tensor] = []
     for place, tensor in enumerate(table.lookup.tensors()):
-        fresh = torch.cat([*(rows[place] for rows in table.before), tensor[:0].float()])[order]
+        fresh = _saved(table.before, place, tensor)[order]
         now = tensor[ids].float()
         then = now.clone()  # of rows that this replica neither sent nor changed since: as all have them
         then[changed_since] = fresh[in_fresh[changed_since]]
@@ -80,6 +77,15 @@ def agree(table: Table, own: Sent, came: Sequence[tuple[torch.Tensor, list[torch
         saved.append(fresh)
     if len(fresh_ids):
         table.ids, table.before = [fresh_ids], [tuple(saved)]
+
+
+def _saved(before: Sequence[tuple[torch.Tensor, ...]], place: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of one tensor that were saved. State that an optimizer has made since was zero before."""
+    rows = [
+        saved[place] if place < len(saved) else tensor.new_zeros(len(saved[0]), *tensor.shape[1:]).float()
+        for saved in before
+    ]
+    return torch.cat([*rows, tensor[:0].float()])
 
 
 def places(known: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,15 +7,17 @@ has to look before forward. Nothing here imports TorchRec or fbgemm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from loka.core.exceptions import LokaError
+from loka.core.exchange import gather
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _BATCHED = "SplitTableBatchedEmbeddingBagsCodegen"
@@ -28,7 +30,8 @@ class Lookup:
 
     Attributes:
         name: of the weight in the model; of table-batched embeddings with the table's place in it.
-        tensors: reads the weight [rows, D], and the state that is updated with it, each [rows, ...].
+        tensors: reads the weight [rows, D] and the state that is updated with it, each [rows, ...], as far
+            as the optimizer has made it.
         module: whose forward looks up.
         ids: of the arguments of that forward, the rows, in any order and number, int64.
     """
@@ -64,17 +67,15 @@ def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
             else:
                 found += _batched(path, module)
     for one in found:
-        weight, *states = one.tensors()
+        weight = one.tensors()[0]
         if not weight.is_floating_point() or weight.element_size() not in (2, 4):
             refused.append(f"{one.name}: it holds {weight.dtype}")
-        if isinstance(one.module, nn.Embedding | nn.EmbeddingBag) and optimizer is not None and not states:
-            refused.append(f"{one.name}: the optimizer has no state of it, before its first step or at all")
     if refused:
         raise LokaError(
             "rows of these tables cannot be synchronized",
             why=refused,
-            way_out="keep tables whole in a device's or the host's memory, in 16 or 32 bits; pass optimizer= "
-            "only with state from its beginning (Adagrad's); or synchronize them whole (DMPCollection.sync)",
+            way_out="keep tables in a device's or the host's memory, in 16 or 32 bits, or synchronize them "
+            "whole (DMPCollection.sync)",
         )
     return found
 
@@ -143,3 +144,33 @@ def _batched(path: str, module: Any) -> list[Lookup]:
         Lookup(name=f"{path}.{place}".lstrip("."), tensors=tensors(place), module=module, ids=ids(place))
         for place in range(len(module.embedding_specs))
     ]
+
+
+def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> list[str]:
+    """Where replicas' tables differ in name, shape, dtype or value. A collective; it reads all of them."""
+    told = [
+        f"{one.name} {tuple(weight.shape)} {weight.dtype}, bits {_sum_of_bits(weight)}"
+        for one in lookups
+        for weight in one.tensors()[:1]
+    ]
+    answers = [text.decode().split("\n") for text in gather("\n".join(told).encode(), group)]
+    found = [
+        f"replica {r}: {its}; replica 0: {first}"
+        for r, answer in enumerate(answers)
+        for its, first in zip(answer, answers[0], strict=False)
+        if its != first
+    ]
+    numbers = [f"replica {r} has {len(a)} tables" for r, a in enumerate(answers) if len(a) != len(answers[0])]
+    return numbers + found
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
+    bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+    column = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    rows = max(1, (1 << 20) // max(1, bits.shape[1]))
+    for begin in range(0, len(bits), rows):
+        part = (bits[begin : begin + rows] * column).sum(dim=1)
+        found += (part * torch.arange(begin + 1, begin + 1 + len(part), device=bits.device)).sum()
+    return int(found)

@@ -23,12 +23,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.core.exceptions import LokaError
-from loka.core.exchange import gather, ranks_of
+from loka.core.exchange import ranks_of
 from loka.distributed.changed_rows import Sent, Table, agree, places
 from loka.distributed.gradient_codec import Codec, codec_named
-from loka.distributed.lookups import Lookup, lookups_of
+from loka.distributed.lookups import Lookup, differences, lookups_of
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+
+_TOLD = 3  # numbers before those of rows: the step, whether exact, how many weights and states
 
 
 @dataclass(kw_only=True)
@@ -98,22 +101,44 @@ class RowSync:
             self._hooks.append(_before_forward(lookup, table))
 
     def step(self) -> None:
-        """After a training step of this replica. A collective in every `every`-th call."""
+        """After a training step of this replica. A collective in every `every`-th call.
+
+        Raises:
+            LokaError: replicas call it at different steps; rows changed that nothing looked up, which the
+                second exchange and all exact ones check.
+        """
         self._steps += 1
-        flight = self._flight
-        if flight is not None and self._steps - flight.begun >= self._staleness:
+        if self._flight is not None and self._steps - self._flight.begun >= self._staleness:
             self._finish()
         if self._steps % self._every == 0:
             self._finish()
-            self._begin(exact=(self._steps // self._every) % self._exact_every == 0)
-            if self._staleness == 0:
+            exact = (self._steps // self._every) % self._exact_every == 0
+            self._begin(exact=exact)
+            if exact or self._staleness == 0 or self.traffic.syncs == 2:
                 self._finish()
+            if exact or self.traffic.syncs == 2:
+                self._check()
 
     def flush(self) -> None:
-        """Brings all replicas to the same tables, bit for bit, with nothing left over. A collective."""
+        """Brings all replicas to the same tables, bit for bit, with nothing left over. A collective.
+
+        Raises:
+            LokaError: as `step`.
+        """
         self._finish()
         self._begin(exact=True)
         self._finish()
+        self._check()
+
+    def _check(self) -> None:
+        differing = differences([table.lookup for table in self._tables.values()], self._group)
+        if differing:
+            raise LokaError(
+                "tables of replicas differ after an exchange: rows changed that nothing had looked up",
+                why=differing,
+                way_out="an optimizer that moves only rows with a gradient (RowWiseAdagrad, SparseAdam) and "
+                "decays no weights; write to tables between flush() and a new row_sync; or DMPCollection.sync",
+            )
 
     def remove(self) -> None:
         """Looks at no further lookups; tables stay as they are. `flush` first, or replicas differ."""
@@ -122,7 +147,8 @@ class RowSync:
         self._hooks = []
 
     def _begin(self, *, exact: bool) -> None:
-        sent, parts, counts = [], [], [self._steps, int(exact)]
+        tensors = [tensor for table in self._tables.values() for tensor in table.lookup.tensors()]
+        sent, parts, counts = [], [], [self._steps, int(exact), len(tensors)]
         for table in self._tables.values():
             taken = table.take(table.left_ids if exact else table.left_ids[:0])
             code = self._encoded(table, taken, exact=exact)
@@ -135,13 +161,17 @@ class RowSync:
         told = torch.empty(ranks, len(counts), dtype=torch.int64, device=device)
         _all_gather(told, torch.tensor([counts], device=device), group=self._group)
         all_counts = told.tolist()
-        if any(other[:2] != counts[:2] for other in all_counts):
+        if any(other[:_TOLD] != counts[:_TOLD] for other in all_counts):
             raise LokaError(
-                "replicas synchronize at different steps",
-                why=[f"replica {r}: step {other[0]}" for r, other in enumerate(all_counts)],
-                way_out="call step() as often on every replica, with the same settings",
+                "replicas do not synchronize the same",
+                why=[
+                    f"replica {r}: step {step}, {'exact' if exact else 'coded'}, {held} weights and states"
+                    for r, (step, exact, held, *_) in enumerate(all_counts)
+                ],
+                way_out="call step() as often on every replica, with the same settings, once the optimizers "
+                "of all have stepped",
             )
-        sizes = [sum(self._sizes(other[2:], exact=exact)) for other in all_counts]
+        sizes = [sum(self._sizes(other[_TOLD:], exact=exact)) for other in all_counts]
         came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
         padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
         work = _all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
@@ -149,7 +179,7 @@ class RowSync:
             sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps
         )
         self.traffic.syncs += 1
-        self.traffic.rows += sum(counts[2:])
+        self.traffic.rows += sum(counts[_TOLD:])
         self.traffic.received += sum(sizes) - len(mine)
         whole = sum(
             t.numel() * t.element_size() for one in self._tables.values() for t in one.lookup.tensors()
@@ -166,7 +196,7 @@ class RowSync:
         ranks = len(flight.counts)
         at = [0] * ranks
         for place, (table, own) in enumerate(zip(self._tables.values(), flight.sent, strict=True)):
-            counts = [told[2 + place] for told in flight.counts]
+            counts = [told[_TOLD + place] for told in flight.counts]
             came: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for r, count in enumerate(counts):
                 sizes = self._sizes_of(table, count, exact=flight.exact)
@@ -243,7 +273,7 @@ def row_sync(
             Between them a row's error is held, in float32.
         staleness: training steps that an exchange may take, while training goes on: fewer than `every`.
         codec: of what weights changed by: e4m3, int8, bf16, fp32. A scale a row.
-        optimizer: of tables that are plain parameters, whose state is then exchanged. The state of
+        optimizer: of tables that are plain parameters: its state is exchanged too, in float32, as that of
             table-batched embeddings always is.
 
     Raises:
@@ -273,7 +303,13 @@ def row_sync(
             else [f"they lie on {', '.join(sorted(map(str, devices)))}"],
             way_out="torchrun, and init_process_group; a model on one device a replica",
         )
-    _equal_on_all(lookups, group)
+    differing = differences(lookups, group)
+    if differing:
+        raise LokaError(
+            "replicas have different tables",
+            why=differing,
+            way_out="give all the same weights first: the same seed, a checkpoint, or a broadcast from one",
+        )
     return RowSync(lookups, group, every=every, exact_every=exact_every, staleness=staleness, codec=codec)
 
 
@@ -293,37 +329,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _as(code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return code.clone().view(dtype)
-
-
-def _equal_on_all(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> None:
-    """Raises where the replicas' tables differ in name, shape, dtype or value."""
-    told = [
-        f"{one.name} {tuple(w.shape)} {w.dtype}, {len(states)} states, bits {_sum_of_bits(w)}"
-        for one in lookups
-        for w, *states in (one.tensors(),)
-    ]
-    answers = [text.decode().split("\n") for text in gather("\n".join(told).encode(), group)]
-    differing = [
-        f"replica {r}: {mine}, replica 0: {first}"
-        for r, answer in enumerate(answers)
-        for mine, first in zip(answer, answers[0], strict=False)
-        if mine != first
-    ] + [f"replica {r} has {len(a)} tables" for r, a in enumerate(answers) if len(a) != len(answers[0])]
-    if differing:
-        raise LokaError(
-            "replicas have different tables",
-            why=differing,
-            way_out="give all the same weights first: the same seed, a checkpoint, or a broadcast from one",
-        )
-
-
-def _sum_of_bits(weight: torch.Tensor) -> int:
-    """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
-    bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
-    column = torch.arange(1, bits.shape[1] + 1, device=bits.device)
-    found = torch.zeros((), dtype=torch.int64, device=bits.device)
-    rows = max(1, (1 << 20) // max(1, bits.shape[1]))
-    for begin in range(0, len(bits), rows):
-        part = (bits[begin : begin + rows] * column).sum(dim=1)
-        found += (part * torch.arange(begin + 1, begin + 1 + len(part), device=bits.device)).sum()
-    return int(found)
