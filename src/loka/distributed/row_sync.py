@@ -137,7 +137,7 @@ class RowSync:
                 "tables of replicas differ after an exchange: rows changed that nothing had looked up",
                 why=differing,
                 way_out="an optimizer that moves only rows with a gradient (RowWiseAdagrad, SparseAdam) and "
-                "decays no weights; write to tables between flush() and a new row_sync; or DMPCollection.sync",
+                "decays no weights; write to tables before a new row_sync alone; or DMPCollection.sync",
             )
 
     def remove(self) -> None:
