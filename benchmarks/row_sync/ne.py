@@ -17,7 +17,6 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,10 @@ def trained(rank: int, arm: str, seed: int, rows: int) -> tuple[dict[str, Any], 
     sparse_optimizer = RowwiseAdagrad(tables, **scaled)
     dense_optimizer = torch.optim.Adam(dense, lr=2e-3)
     steps = rows // BATCH
-    decay: Callable[[int], float] = lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def decay(step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * step / steps))
+
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, decay) for o in (sparse_optimizer, dense_optimizer)]
     settings = dict(ARMS[arm])
     in_eight_bits = settings.pop("weights", False)
@@ -164,27 +166,24 @@ def table(known: dict[tuple[str, int], dict[str, Any]], out: Path) -> str:
         if arm != "whole" and ("whole", seed) in known:
             mine, whole = (np.load(_losses(out, name, seed)) for name in (arm, "whole"))
             by_arm[arm].append(float(100 * (mine - whole).mean() / whole.mean()))
-    lines = [
-        "| arm | NE against whole tables at every step | pairs | bytes of whole tables' | V of one group |",
-        "|" + "---|" * 5,
-    ]
+    head = ("arm", "NE against `whole`", "pairs", "bytes of whole tables'", "V / c of one group's")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    ones = {seed: record["momentum"] for (name, seed), record in known.items() if name == "one"}
     for arm in ARMS:
         records = [record for (name, _), record in known.items() if name == arm]
         if not records:
             continue
-        share = np.mean([r["received"] / r["whole"] for r in records]) if records[0].get("whole") else None
-        ones = {s: known["one", s]["momentum"] for (name, s) in known if name == "one"}
-        ratios = [
-            r["momentum"] / REPLICAS / ones[r["seed"]] for r in records if r["seed"] in ones and arm != "one"
-        ]
         found = estimate_mean(by_arm[arm]) if len(by_arm[arm]) > 1 else None
-        ne = f"{found.value:+.3f} % [{found.low:+.3f}, {found.high:+.3f}]" if found else "0"
-        lines.append(
-            f"| {arm} | {ne} | {len(by_arm[arm])} | {'-' if share is None else f'{share:.3f}'} | "
-            f"{np.mean(ratios):.3f} |"
-            if ratios
-            else f"| {arm} | {ne} | {len(by_arm[arm])} | - | 1 |"
+        shares = [record["received"] / record["whole"] for record in records if "whole" in record]
+        ratios = [r["momentum"] / REPLICAS / ones[r["seed"]] for r in records if r["seed"] in ones]
+        cells = (
+            arm,
+            f"{found.value:+.3f} % [{found.low:+.3f}, {found.high:+.3f}]" if found else "-",
+            str(len(by_arm[arm])),
+            f"{np.mean(shares):.3f}" if shares else "-",
+            f"{np.mean(ratios):.3f}" if ratios and arm != "one" else "-",
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
