@@ -102,6 +102,7 @@ def tried(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return on_ranks(Tried(plan), 2, tmp_path_factory.mktemp("tried"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SHARDINGS, *CODECS])
 def test_converted_layers_run_behind_any_tables(tried: list[dict[str, Any]], plan: Plan, name: str) -> None:
     """What exchanges in 16 or 8 bits moves losses by what its rounding does to embeddings of 0.1."""

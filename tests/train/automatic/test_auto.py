@@ -101,7 +101,17 @@ def whole() -> Any:
     return run()
 
 
-@pytest.mark.parametrize("stop", [4, 11, PROBED, "measuring", 19, 29])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        4,
+        pytest.param(11, marks=pytest.mark.slow),
+        PROBED,
+        "measuring",
+        19,
+        pytest.param(29, marks=pytest.mark.slow),
+    ],
+)
 def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: int | str) -> None:
     """The same weights, counts, metrics and plan as without."""
 
