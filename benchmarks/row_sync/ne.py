@@ -1,12 +1,13 @@
 """What synchronizing replicas' tables by rows costs in NE, and saves in bytes: on a CPU, without TorchRec.
 
-    python benchmarks/row_sync/ne.py --out runs/row_sync.jsonl [--seeds 4] [--rows 600000]
+    python benchmarks/row_sync/ne.py --out runs/row_sync.jsonl [--seeds 4] [--rows 400000]
 
 Two replicas over gloo train DLRM on synthetic clicks, each on its half of every batch: dense layers in
-DistributedDataParallel with Adam, tables by row-wise AdaGrad with c = 2, rates with cosine decay. An arm is
-how tables are brought together. `one` is one group with whole batches; `whole` takes the mean of whole tables
-and states after every step, as DMPCollection.sync does. After each arm the held-out log losses of `whole` of
-the same seed are subtracted row by row. A line of JSON an arm and seed; the same command goes on.
+DistributedDataParallel with Adam, tables by row-wise AdaGrad with c = 2, rates with cosine decay. An arm is how
+tables are brought together. `one` is one group with whole batches; `whole` takes the mean of what changed in
+float32 after every step, as DMPCollection.sync does of whole tables. Held-out log losses of the same seed are
+subtracted row by row: in float32 from those of `whole`, else from those in float32 at the same interval. A line
+of JSON an arm and seed; the same command goes on.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=600_000)
+    parser.add_argument("--rows", type=int, default=400_000)
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -159,14 +160,20 @@ def _held_out(model: nn.Module, seed: int, rows: int) -> tuple[np.ndarray, float
     return losses, float(losses.mean() / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)))
 
 
+def _against(arm: str) -> str:
+    every = ARMS[arm].get("every")
+    return f"fp32, every {every}" if arm.startswith("e4m3") else "whole"
+
+
 def table(known: dict[tuple[str, int], dict[str, Any]], out: Path) -> str:
     """NE against `whole` in percent, over seeds; bytes against whole tables once in as many steps."""
     by_arm: dict[str, list[float]] = defaultdict(list)
     for arm, seed in known:
-        if arm != "whole" and ("whole", seed) in known:
-            mine, whole = (np.load(_losses(out, name, seed)) for name in (arm, "whole"))
-            by_arm[arm].append(float(100 * (mine - whole).mean() / whole.mean()))
-    head = ("arm", "NE against `whole`", "pairs", "bytes of whole tables'", "V / c of one group's")
+        other = _against(arm)
+        if arm != other and (other, seed) in known:
+            mine, its = (np.load(_losses(out, name, seed)) for name in (arm, other))
+            by_arm[arm].append(float(100 * (mine - its).mean() / its.mean()))
+    head = ("arm", "NE", "against", "pairs", "bytes of whole tables'", "V / c of one group's")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ones = {seed: record["momentum"] for (name, seed), record in known.items() if name == "one"}
     for arm in ARMS:
@@ -178,7 +185,8 @@ def table(known: dict[tuple[str, int], dict[str, Any]], out: Path) -> str:
         ratios = [r["momentum"] / REPLICAS / ones[r["seed"]] for r in records if r["seed"] in ones]
         cells = (
             arm,
-            f"{found.value:+.3f} % [{found.low:+.3f}, {found.high:+.3f}]" if found else "-",
+            f"{found.value:+.4f} % [{found.low:+.4f}, {found.high:+.4f}]" if found else "-",
+            _against(arm) if found else "-",
             str(len(by_arm[arm])),
             f"{np.mean(shares):.3f}" if shares else "-",
             f"{np.mean(ratios):.3f}" if ratios and arm != "one" else "-",

@@ -27,7 +27,7 @@ from served import (
 
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
-from loka.serve.package import PackagedSite, unpackaged
+from loka.serve.packaging.aot import PackagedSite, unpackaged
 from loka.serve.rows import leaves
 from loka.serve.saving import frozen_sites
 
@@ -147,7 +147,7 @@ def test_a_package_that_answers_otherwise_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file holds another version than the server that it is compared with."""
-    import loka.serve.package as package
+    import loka.serve.packaging.aot as package
 
     server = served()
     other = freeze(tower(1), server.plan, calibration=calibration())

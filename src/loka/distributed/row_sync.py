@@ -29,8 +29,6 @@ from loka.distributed.gradient_codec import Codec, codec_named
 from loka.distributed.lookups import Lookup, differences, lookups_of
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
-
-
 _TOLD = 3  # numbers before those of rows: the step, whether exact, how many weights and states
 
 
@@ -181,10 +179,8 @@ class RowSync:
         self.traffic.syncs += 1
         self.traffic.rows += sum(counts[_TOLD:])
         self.traffic.received += sum(sizes) - len(mine)
-        whole = sum(
-            t.numel() * t.element_size() for one in self._tables.values() for t in one.lookup.tensors()
-        )
-        self.traffic.whole += 2 * (ranks - 1) * whole // ranks
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.traffic.whole += 2 * (ranks - 1) * held // ranks
 
     def _finish(self) -> None:
         """Waits for what was sent, and brings each table to what all agree upon."""
@@ -271,7 +267,8 @@ def row_sync(
         every: training steps from one exchange to the next.
         exact_every: exchanges from one in float32 to the next, which leaves no rounding error anywhere.
             Between them a row's error is held, in float32.
-        staleness: training steps that an exchange may take, while training goes on: fewer than `every`.
+        staleness: training steps that an exchange may take, while training goes on: fewer than `every`. The
+            second exchange and those in float32 are waited for, and checked.
         codec: of what weights changed by: e4m3, int8, bf16, fp32. A scale a row.
         optimizer: of tables that are plain parameters: its state is exchanged too, in float32, as that of
             table-batched embeddings always is.

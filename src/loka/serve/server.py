@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,8 @@ from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.card import Card
 from loka.serve.monitor import EVERY, Alarm
-from loka.serve.package import Packaged, package_version
+from loka.serve.packaging.aot import Packaged, package_version
+from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
@@ -105,7 +107,7 @@ class Server:
         save_version(Path(folder), self.card, self.plan, self._current)
 
     def package(self, path: Path | str, *, batch: tuple[int, int] = (1, 4096)) -> Packaged:
-        """Compiles the version that answers now into a file that runs without loka (serve/package.py).
+        """Compiles the version that answers now into a file that runs without loka (serve/packaging/aot.py).
 
         Called there with the inputs in the order of `card.form.columns`, `batch` rows at least and at most.
         The file is run in a fresh process that cannot import loka, and compared with this server.
@@ -115,6 +117,28 @@ class Server:
             WrongResults: the file's answers are too far from this server's; none is left.
         """
         return package_version(Path(path), self.card, self.plan, self._current, batch=batch)
+
+    def publish(
+        self, repository: Path | str, name: str, *, most: int = 4096, delay_us: int = 0
+    ) -> tuple[Path, Packaged]:
+        """Packages the version that answers now as the next one of a model of Triton Inference Server.
+
+        Args:
+            repository: the folder of models that the server watches.
+            most: rows of a batch that the server may join requests to.
+            delay_us: how long a request may wait for others, in microseconds.
+
+        Returns the folder of the version, and what its package was found to do.
+
+        Raises as `package`, and ServeRefused where the server cannot take the model, or has another of that
+        name; nothing is written then.
+        """
+        rows = self.card.form.check_rows(self.device)
+        outputs = leaves(self._run(self._current.module, rows))
+        config = config_of(name, self.card.form, outputs, Batching(most=most, delay_us=delay_us))
+        with tempfile.TemporaryDirectory() as folder:
+            found = self.package(Path(folder) / PACKAGE, batch=(1, most))
+            return add_version(found.path, Path(repository), name, config), found
 
     def __call__(self, request: Request) -> Answer:
         """The outputs for the rows of a request [B, ...], any B.

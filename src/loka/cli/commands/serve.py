@@ -143,6 +143,13 @@ def bench(
 def package(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="File that AOTInductor runs without loka.")] = Path("model.pt2"),
+    triton: Annotated[
+        Path | None, typer.Option(help="Instead of --out: Triton Inference Server's folder of models.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the model in that folder; its next version is written.")] = "",
+    delay_us: Annotated[
+        int, typer.Option(min=0, help="How long a request waits there for others, in microseconds.")
+    ] = 0,
     model: ModelName = "wukong",
     data: DataFile = None,
     schema: SchemaFile = None,
@@ -154,8 +161,17 @@ def package(
     with_mods: WithMods = True,
 ) -> None:
     """Compile a folder into one file, and run that in a process without loka."""
+    if triton is not None and least != 1:
+        raise LokaError(
+            f"--least {least} with --triton", way_out="the server sends single rows too: --least 1"
+        )
     _, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
-    say(server.package(out, batch=(least, most)))
+    if triton is None:
+        say(server.package(out, batch=(least, most)))
+        return
+    written, found = server.publish(triton, name or model.partition(":")[0], most=most, delay_us=delay_us)
+    say(found)
+    say(f"written: {written}")
 
 
 def _model(

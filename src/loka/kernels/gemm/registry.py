@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def unpackaged(self) -> str | None:
-        """Why it cannot go into an AOTInductor package (loka/serve/package.py), or None."""
+        """Why it cannot go into an AOTInductor package (loka/serve/packaging/aot.py), or None."""
         if self.recipe.name in self.kernel.packaged:
             return None
         return "cannot go into a package: AOTInductor calls aten ops that have a C shim, and it is none"

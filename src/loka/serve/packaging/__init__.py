@@ -1,0 +1,1 @@
+"""What runs without loka: a file of AOTInductor, and the folder for Triton Inference Server."""

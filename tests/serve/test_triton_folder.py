@@ -1,0 +1,140 @@
+"""Folders for Triton Inference Server, read by the server's own description of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import ROW, calibration, plan_for, rows, tower
+
+from loka.core.exceptions import ServeRefused
+from loka.serve import Server, freeze
+from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
+from loka.serve.rows import Column, Form
+
+
+def served() -> Server:
+    model = tower()
+    return freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
+
+
+def read(text: str) -> Any:
+    """As the server does; its description comes with its client, without the client's own imports."""
+    pytest.importorskip("google.protobuf")
+    found = importlib.util.find_spec("tritonclient")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("tritonclient is not installed")
+    from google.protobuf import text_format
+
+    path = Path(found.submodule_search_locations[0]) / "grpc" / "model_config_pb2.py"
+    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return text_format.Parse(text, module.ModelConfig())
+
+
+def test_the_config_says_what_the_model_takes_and_gives() -> None:
+    server = served()
+    form = server.card.form
+    output = server(rows(5)).output
+    config = read(config_of("ranker-1.0", form, [output], Batching(most=512, delay_us=200)))
+    assert (config.name, config.platform, config.max_batch_size) == ("ranker-1.0", "torch_aoti", 512)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 200
+    assert [one.name for one in config.input] == [f"INPUT__{place}" for place in range(len(form.columns))]
+    types = config.input[0].DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    for one, column in zip(config.input, form.columns, strict=True):
+        assert tuple(one.dims) == (column.sides or (1,))
+        assert one.HasField("reshape") == (not column.sides)
+        assert types[one.data_type].name == TYPES[column.dtype]
+    (given,) = config.output
+    assert given.name == "OUTPUT__0"
+    assert tuple(given.dims) == (tuple(output.shape[1:]) or (1,))
+    assert given.HasField("reshape") == (output.dim() == 1)
+
+
+def test_every_dtype_is_one_of_the_servers() -> None:
+    columns = tuple(Column(name=dtype, dtype=dtype, sides=(3, 2)) for dtype in TYPES)
+    config = read(config_of("all", Form(kind="named", columns=columns), [torch.zeros(2)], Batching(most=1)))
+    assert len({one.data_type for one in config.input}) == len(TYPES)
+    assert all(tuple(one.dims) == (3, 2) for one in config.input)
+
+
+def test_what_the_server_cannot_take_is_refused() -> None:
+    form = Form(kind="named", columns=(Column(name="x", dtype="complex64", sides=()),))
+    for name in ("../up", "", "a b", ".hidden"):
+        with pytest.raises(ServeRefused, match="cannot take") as refused:
+            config_of(name, form, [torch.tensor(1.0)], Batching(most=8))
+        told = str(refused.value)
+        assert "the input x is complex64" in told
+        assert "one number for all rows" in told
+        assert f"the name {name!r}" in told
+
+
+def test_versions_are_counted_and_never_half_there(tmp_path: Path) -> None:
+    package = tmp_path / "made.pt2"
+    for number in (1, 2, 3):
+        package.write_bytes(b"package %d" % number)
+        folder = add_version(package, tmp_path / "models", "ranker", "the config\n")
+        assert folder == tmp_path / "models" / "ranker" / str(number)
+        assert (folder / "model.pt2").read_bytes() == package.read_bytes()
+    (tmp_path / "models" / "ranker" / "10").mkdir()
+    assert add_version(package, tmp_path / "models", "ranker", "the config\n").name == "11"
+    with pytest.raises(ServeRefused, match="another form") as refused:
+        add_version(package, tmp_path / "models", "ranker", "another config\n")
+    assert "the config" in str(refused.value)
+    names = sorted(path.name for path in (tmp_path / "models" / "ranker").iterdir())
+    assert names == ["1", "10", "11", "2", "3", "config.pbtxt"]
+
+
+def test_a_copy_that_fails_leaves_no_version(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        add_version(tmp_path / "none.pt2", tmp_path, "ranker", "the config\n")
+    package = tmp_path / "made.pt2"
+    package.write_bytes(b"whole")
+    assert add_version(package, tmp_path, "ranker", "the config\n").name == "1"
+    assert sorted(path.name for path in (tmp_path / "ranker").iterdir()) == ["1", "config.pbtxt"]
+
+
+def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path: Path) -> None:
+    from loka.core.storage.alone import InUse
+
+    package = tmp_path / "made.pt2"
+    package.write_bytes(b"x" * 1000)
+    found: list[str] = []
+
+    def publish() -> None:
+        try:
+            found.append(add_version(package, tmp_path, "ranker", "the config\n").name)
+        except InUse:
+            found.append("refused")
+
+    threads = [threading.Thread(target=publish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    numbers = sorted(int(name) for name in found if name != "refused")
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(found) == 8
+
+
+@pytest.mark.slow
+def test_a_server_publishes_its_versions(tmp_path: Path) -> None:
+    """The files run as packages do (test_serve_package.py); an update of the weights is the next version."""
+    server = served()
+    first, found = server.publish(tmp_path, "ranker", most=64)
+    assert found.batch == (1, 64)
+    server.refresh(tower(1).state_dict())
+    second, _ = server.publish(tmp_path, "ranker", most=64)
+    assert (first.name, second.name) == ("1", "2")
+    answers = [torch._inductor.aoti_load_package(str(one / "model.pt2"))(*rows(7)) for one in (first, second)]
+    assert not torch.equal(answers[0], answers[1])
+    torch.testing.assert_close(answers[1], server(rows(7)).output, rtol=0, atol=server.card.answers.mean_abs)
+    with pytest.raises(ServeRefused, match="another form"):
+        server.publish(tmp_path, "ranker", most=32)
