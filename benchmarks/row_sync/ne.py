@@ -3,11 +3,11 @@
     python benchmarks/row_sync/ne.py --out runs/row_sync.jsonl [--seeds 4] [--rows 400000]
 
 Two replicas over gloo train DLRM on synthetic clicks, each on its half of every batch: dense layers in
-DistributedDataParallel with Adam, tables by row-wise AdaGrad with c = 2, rates with cosine decay. An arm is how
-tables are brought together. `one` is one group with whole batches; `whole` takes the mean of what changed in
-float32 after every step, as DMPCollection.sync does of whole tables. Held-out log losses of the same seed are
-subtracted row by row: in float32 from those of `whole`, else from those in float32 at the same interval. A line
-of JSON an arm and seed; the same command goes on.
+DistributedDataParallel with Adam, tables by row-wise AdaGrad with c = 2, rates with cosine decay. An arm is
+how tables are brought together. `one` is one group with whole batches; `whole` takes the mean of what changed
+in float32 after every step, as DMPCollection.sync does of whole tables. Held-out log losses of the same seed
+are subtracted row by row: in float32 from those of `whole`, else from those in float32 at the same interval. A
+line of JSON an arm and seed; the same command goes on.
 """
 
 from __future__ import annotations
