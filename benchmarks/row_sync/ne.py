@@ -6,8 +6,8 @@ Two replicas over gloo train DLRM on synthetic clicks, each on its half of every
 DistributedDataParallel with Adam, tables by row-wise AdaGrad with c = 2, rates with cosine decay. An arm is
 how tables are brought together. `one` is one group with whole batches; `whole` takes the mean of what changed
 in float32 after every step, as DMPCollection.sync does of whole tables. Held-out log losses of the same seed
-are subtracted row by row: in float32 from those of `whole`, else from those in float32 at the same interval. A
-line of JSON an arm and seed; the same command goes on.
+are subtracted row by row: in float32 from those of `whole`, else from those in float32 at the same interval.
+A line of JSON an arm and seed; the same command goes on.
 """
 
 from __future__ import annotations
