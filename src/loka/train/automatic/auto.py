@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget, total_effect, upper_bound
-from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
+from loka.core.exceptions import CheckpointRefused, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.numerics.label_rate import LabelRate
@@ -190,11 +190,18 @@ class Auto(Callback):
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
+            "ranks": ranks_of(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.phase = state["phase"]
         if state["stats"] is not None:
+            if (before := state.get("ranks", ranks_of())) != ranks_of():
+                raise CheckpointRefused(
+                    f"the probe of {before} ranks is under way, and {ranks_of()} are here",
+                    why=["each has statistics of its own rows"],
+                    way_out=f"go on with {before} until they are merged, at the end of the probe",
+                )
             self._stats = from_bytes(state["stats"].numpy().tobytes())
         events = decode(tuple[Event, ...], json.loads(state["timeline"]), at="timeline")
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
