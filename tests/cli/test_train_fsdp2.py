@@ -174,6 +174,44 @@ def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> N
     assert "torchrun --nproc-per-node" in alone
 
 
+AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
+
+
+def automatic(rank: int, folder: Path) -> dict[str, Any]:
+    """From bf16 to FP8 under both engines; and sharded with FP8 gathers, killed as it converted."""
+    found = {}
+    for dense in ("ddp", "fsdp2"):
+        options = ("--batch-size", BATCH, "--dense", dense, *AUTO, "--out", dense)
+        said = logged(folder, *options)
+        stats = loka.Stats.load(folder / dense / "stats")
+        found[dense] = {
+            "losses": said["losses"],
+            "effects": {path: str(layer.effects) for path, layer in stats.layers.items()},
+            "plan": loka.Plan.load(folder / dense / "plan.json").to_json(),
+        }
+    options = ("--batch-size", BATCH, "--dense", "fsdp2", "--gather", "fp8", *AUTO, "--min-sqnr-db", 0)
+    found["gathered"] = logged(folder, *options, "--out", "eight")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder / "eight" / "checkpoints" / f"step-{STEPS:08d}")
+    found["again"] = logged(folder, *options, "--out", "eight")
+    return found
+
+
+@pytest.mark.slow
+def test_from_bf16_to_fp8_as_under_ddp(tmp_path: Path) -> None:
+    """The same effects on KL/H, bit for bit: sampled steps see whole weights. And so the same plan."""
+    for found in on_ranks(automatic, 2, tmp_path):
+        ddp, fsdp2 = found["ddp"], found["fsdp2"]
+        assert fsdp2["effects"] == ddp["effects"]
+        assert all("count" in effects for effects in ddp["effects"].values())
+        sites = [{n: d["candidate"] for n, d in one["plan"]["decisions"].items()} for one in (ddp, fsdp2)]
+        assert sites[0] == sites[1]
+        assert fsdp2["losses"] == pytest.approx(ddp["losses"], rel=1e-6)
+        assert found["again"]["losses"] == found["gathered"]["losses"][-len(found["again"]["losses"]) :]
+        assert len(found["again"]["losses"]) == STEPS - 4
+
+
 def held_out(text: str) -> str:
     (line,) = HELD_OUT.findall(text)
     return line

@@ -22,7 +22,7 @@ from torch import nn
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
-from loka.distributed.fsdp_units import units_of
+from loka.nn.fsdp_units import units_of
 from loka.nn.unwrap import named_parameters
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)

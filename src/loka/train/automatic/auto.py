@@ -7,7 +7,8 @@
 
 Parameters and optimizers stay the same objects all the way. A checkpoint holds the phase, the statistics so
 far and the plan, so a run that is killed goes on in the phase that it was in; a measurement goes on from its
-file. Among several ranks rank 0 ends the probe and plans, on the statistics of all.
+file. Among several ranks rank 0 ends the probe and plans, on the statistics of all; where FSDP2 shards the
+model, its weights stay gathered throughout a sampled step, which goes backward twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +39,7 @@ from loka.core.storage.codec import decode, encode
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.measurement.settings import Settings
+from loka.nn.fsdp_units import gathered_throughout
 from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
@@ -130,6 +133,7 @@ class Auto(Callback):
         self._stats: Stats | None = None
         self._sampled = 0  # steps, in this process
         self._looked_at = 0
+        self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
 
     def identity(self) -> dict[str, Any]:
         config = self.config
@@ -169,14 +173,17 @@ class Auto(Callback):
             if not self._probe.next_step():
                 return "none"
             self._sampled += 1
+            self._step.enter_context(gathered_throughout(run.model))
             return "hooks"
         return "none"
 
     def after(self, run: Run) -> None:
+        self._step.close()
         if self.phase == "probe" and self._enough(run):
             self._end_probe(run)
 
     def stop(self, run: Run, error: BaseException | None) -> None:
+        self._step.close()
         if self._probe is not None:
             self._probe.__exit__(type(error) if error else None, error, None)
             self._probe = None
@@ -231,7 +238,8 @@ class Auto(Callback):
         self._probe.__exit__(None, None, None)
         self._probe = None
         run.close()  # compiled code and graphs of bf16 are of no more use
-        stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
+        with gathered_throughout(run.model):
+            stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
         rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
         merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
         together(lambda: self._save(merged))
