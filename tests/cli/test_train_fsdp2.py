@@ -77,6 +77,9 @@ class Job:
             name: logged(self.folder, "--batch-size", BATCH, *options, fails=True)["said"]
             for name, options in refused.items()
         }
+        found["of one"] = logged(self.folder, "--batch-size", BATCH, "--checkpoints", "alone", fails=True)[
+            "said"
+        ]
         found["trained"] = logged(self.folder, *SHARDED, *kept)
         found["goes on"] = logged(self.folder, *SHARDED, *kept)
         found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
@@ -97,6 +100,7 @@ def plan(folder: Path) -> loka.Plan:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, plan: loka.Plan) -> list[dict[str, Any]]:
+    logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "alone")
     return on_ranks(Job(folder), 2, folder)
 
 
@@ -167,11 +171,28 @@ def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]]
 
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
     for rank in two:
+        assert "is of one process, and 2 ranks are here" in rank["of one"]
         assert "one of ddp, fsdp2" in rank["engine"]
         assert "--dense fsdp2 beside it" in rank["ddp"]
         assert "--plan or --auto beside it" in rank["unplanned"]
     alone = logged(folder, "--dense", "fsdp2", fails=True)["said"]
     assert "torchrun --nproc-per-node" in alone
+
+
+@pytest.mark.slow
+def test_a_rank_of_four_dies_and_two_go_on(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(test_torchrun.DYING)
+    arguments = ("train", "--rows", 3200, "--device", "cpu", "--dense", "fsdp2", "--checkpoints", "kept")
+    arguments = (*arguments, "--checkpoint-every", 3)
+    died = test_torchrun.torchrun(tmp_path, *arguments, "--model", "dying:made", "--batch-size", 32, ranks=4)
+    assert died.returncode != 0
+    assert "the eighth batch is one too many" in died.stderr
+    assert not HELD_OUT.search(died.stdout)
+    done = test_torchrun.torchrun(tmp_path, *arguments, "--model", "dlrm", "--batch-size", 64)
+    assert done.returncode == 0, done.stderr
+    assert "continued from step 6" in done.stdout
+    assert "train: 20 steps" in done.stdout
+    assert len(HELD_OUT.findall(done.stdout)) == 1
 
 
 AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")

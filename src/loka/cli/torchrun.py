@@ -48,6 +48,16 @@ def process_group(device: str) -> Iterator[str]:
             dist.destroy_process_group()
 
 
+def require_alone(command: str) -> None:
+    """Raises LokaError under torchrun: each rank would do all of it, and write to one folder."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LokaError(
+            f"loka {command} is of one process",
+            why=["of all commands loka train alone shares its work out to ranks"],
+            way_out=f"start loka {command} without torchrun",
+        )
+
+
 def rank_and_ranks() -> tuple[int, int]:
     return (dist.get_rank(), ranks_of()) if ranks_of() > 1 else (0, 1)
 

@@ -32,7 +32,9 @@ from loka.train.steps.step_time import blocks_of
 POW2 = "emulated:rowwise_e4m3_pow2"
 PARTS, STEPS, SAVED, EVERY = 4, 10, 6, 3
 ROWS = PARTS * 16  # of a step
-CONFIG = replace(fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision="fp32")
+CONFIG = replace(
+    fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision="fp32", average="ema", grad_clip=1.0
+)
 
 
 def pow2_plan(make: Callable[[], nn.Module] = tower) -> Plan:

@@ -137,7 +137,7 @@ def test_other_ranks_go_on_from_the_same_numbers(runs: dict[str, Any], ranks: st
     """Weights and optimizer state bit for bit, and in the end as many rows as four ranks train on."""
     step = runs["left"] / f"step-{SAVED:08d}"
     saved = as_saved(step, runs["folder"])
-    assert {name.partition("/")[0] for name in saved} == {"model", "optimizers"}
+    assert {name.partition("/")[0] for name in saved} == {"average", "model", "optimizers"}
     assert {"optimizers/dense/mlp.0.weight/exp_avg", "optimizers/sparse/table.weight/sum"} <= saved.keys()
     every = runs[ranks] if ranks == "two" else [runs[ranks]]
     for found in every:
@@ -201,6 +201,31 @@ def test_metadata_of_dcp_loads(tmp_path: Path) -> None:
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     found = sharded._metadata(tmp_path).state_dict_metadata
     assert {name: found[name].size for name in found} == {n: t.shape for n, t in tensors.items()}
+
+
+IDENTITY = {"config": {"batch_size": 64}, "source": {"identity": "a", "rows": 128, "parts": 4}}
+
+
+@pytest.mark.parametrize(
+    ("identities", "steps", "says"),
+    [
+        (
+            [{**IDENTITY, "source": {"rank": rank}} for rank in range(4)],
+            2,
+            "rows of its own, which nobody can",
+        ),
+        ([IDENTITY] * 4, 3, "a run of 3 steps, and 1 ranks would take 2"),
+        ([{**IDENTITY, "config": {"batch_size": 32}}] * 4, 2, "batch_size: 32 in the checkpoint, 64 now"),
+    ],
+)
+def test_what_other_ranks_cannot_go_on_with_is_refused(
+    tmp_path: Path, identities: list[dict[str, Any]], steps: int, says: str
+) -> None:
+    manifest = sharded.Manifest(3, steps, 4, {}, tuple(identities))
+    with pytest.raises(CheckpointRefused, match=says):
+        sharded.require_same_run(tmp_path, manifest, IDENTITY, steps=2)
+    alike = sharded.Manifest(3, 2, 4, {}, (IDENTITY,) * 4)
+    sharded.require_same_run(tmp_path, alike, IDENTITY, steps=2)
 
 
 def test_folders_of_ranks_are_refused(tmp_path: Path) -> None:
