@@ -169,6 +169,12 @@ def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]]
     assert "config.batch_size: 128 in the checkpoint, 64 now" in few
 
 
+def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], folder: Path) -> None:
+    common = ("--model", "dlrm", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
+    said = command_line.loka("probe", *common, "--checkpoint", "kept", cwd=folder)
+    assert f"step-{STEPS:08d}, after {STEPS} steps" in said
+
+
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
     for rank in two:
         assert "is of one process, and 2 ranks are here" in rank["of one"]

@@ -5,17 +5,20 @@ Over gloo, under FSDP2 with FP8 gathers and under DistributedDataParallel.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
 import signal
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fp8_run import digest, tower
 from ranks import on_ranks
@@ -201,6 +204,33 @@ def test_metadata_of_dcp_loads(tmp_path: Path) -> None:
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     found = sharded._metadata(tmp_path).state_dict_metadata
     assert {name: found[name].size for name in found} == {n: t.shape for n, t in tensors.items()}
+
+
+def with_a_full_disk(rank: int, folder: Path) -> dict[str, Any]:
+    """Of rank 1, at the first save."""
+    real = sharded.write_state
+
+    def write_state(file: Path, state: Any) -> None:
+        if rank == 1 and f"{EVERY:08d}" in str(file):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(file, state)
+
+    sharded.write_state = write_state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = run(folder / "run", None, "ddp")
+    dist.barrier()
+    return {"unsaved": seen.result.unsaved, "left": sorted(path.name for path in (folder / "run").iterdir())}
+
+
+def test_a_full_disk_of_one_rank_is_told_by_all_and_costs_no_step(tmp_path: Path) -> None:
+    first, second = on_ranks(with_a_full_disk, 2, tmp_path)
+    for found in (first, second):
+        (line,) = found["unsaved"]
+        assert f"cannot save {tmp_path / 'run'}/step-{EVERY:08d}" in line
+        assert "No space left on device" in line
+        assert found["left"] == ["step-00000009", "step-00000010"]
+    assert "rank 1: " in first["unsaved"][0]
 
 
 IDENTITY = {"config": {"batch_size": 64}, "source": {"identity": "a", "rows": 128, "parts": 4}}
