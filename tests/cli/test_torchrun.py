@@ -121,7 +121,14 @@ def test_from_bf16_to_fp8_and_by_that_plan(tmp_path: Path) -> None:
     assert not any(second.values())
 
 
-def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def test_other_commands_are_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for command in (("validate", "--arm", "plan.json"), ("probe",), ("demo",)):
+        said = command_line.loka(*command, cwd=tmp_path, fails=True)
+        assert f"loka {command[0]} is of one process" in said
+
+
+def torchrun(folder: Path, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """A process each, which meet by what torchrun says in the environment."""
     command = [
         sys.executable,
@@ -129,7 +136,7 @@ def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[st
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(ranks),
         "-m",
         "loka",
     ]

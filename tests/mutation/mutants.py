@@ -43,7 +43,7 @@ AREAS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("tests/kernels", "tests/core/numerics"),
     ),
     "checkpoints": (
-        ("src/loka/train/checkpointing/checkpoint.py", "src/loka/train/checkpointing/state.py"),
+        ("src/loka/train/checkpointing",),
         ("tests/train/checkpointing",),
     ),
     "core": (("src/loka/core",), ("tests/core",)),

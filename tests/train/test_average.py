@@ -17,7 +17,7 @@ from torch import nn
 
 from loka.core.exceptions import CheckpointRefused, LokaError
 from loka.nn import fp8_runs, sites_of
-from loka.train import TrainConfig, evaluate, train
+from loka.train import TrainConfig, evaluate, load_newest, train
 from loka.train.automatic.auto import Auto
 from loka.train.average import as_averaged, averaged_weights, due
 from loka.train.run import Run
@@ -87,10 +87,11 @@ def test_a_killed_run_ends_with_the_same_mean(tmp_path: Path, kind, stop: int) -
 
 @pytest.mark.parametrize("kept", [{"average": None}, {"average": {"n_averaged": 3}}, {}])
 def test_a_state_without_the_mean_is_refused(tmp_path: Path, kept) -> None:
-    state = Run(small_model(), CONFIG, steps=20).capture()
-    del state["average"]
+    Run(small_model(), CONFIG, steps=20).save(tmp_path, beside={}, identity={})
+    found = load_newest(tmp_path)
+    del found.state["average"]
     with pytest.raises(CheckpointRefused, match="does not fit this model"):
-        Run(small_model(), CONFIG, steps=20).restore({**state, **kept}, step=0, path=tmp_path)
+        Run(small_model(), CONFIG, steps=20).restore(replace(found, state={**found.state, **kept}))
 
 
 def test_training_is_the_same_with_and_without() -> None:

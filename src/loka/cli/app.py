@@ -35,6 +35,7 @@ from loka.cli.options import (
     TimeLimit,
 )
 from loka.cli.terminal import say
+from loka.cli.torchrun import require_alone
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
@@ -115,6 +116,7 @@ def demo(
     ] = False,
 ) -> None:
     """Probe, measure, plan, convert and train; bf16 against the plan, paired."""
+    require_alone("demo")
     config = default_config(
         models=tuple(model or ()),
         data=data,

@@ -16,7 +16,7 @@ from torch import nn
 
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import Schema, Shuffle, SyntheticClicks, history_of, open_rows
+from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows
 from loka.data.batch import Source
 from loka.train.config import NAMED, TrainConfig
 from loka.train.labels import count_labels
@@ -54,27 +54,31 @@ def open_data(
     schema: Path | None = None,
     test: Path | None = None,
     part: tuple[int, int] = (0, 1),
+    parts: int | None = None,
 ) -> Data:
     """A file, a folder of prepared clicks or of npy files, or the synthetic world when there is none.
 
     `rows` is the size of the synthetic world, held-out part included; what is on disk is taken whole. The
     last `holdout` share is held out, unless there is a `test` file or folder. `schema` is that of files.
-    `part` is rank and number of ranks: each trains on as many rows of its own, and all hold out the same.
+    `part` is rank and number of ranks: each trains on as many rows of its own, and all hold out the same. The
+    rows lie in `parts`, of which every step takes equally many (loka.data.Dealt): by default one a rank.
 
     Raises LokaError for a table that several ranks would read.
     """
     rank, ranks = part
+    parts = parts or ranks
+    several = ranks > 1 or parts > 1
     if path is not None:
         columns = Schema.from_json(schema) if schema else None
-        if ranks > 1 and not path.is_dir():
+        if several and not path.is_dir():
             raise LokaError(
                 f"{path}: a table is read in its own order, by one rank",
                 way_out="prepare it once: loka data convert, then pass the folder",
             )
         table, tail = open_rows(path, holdout=holdout, test=test, schema=columns)
-        if ranks > 1:
-            order = Shuffle(rank=rank, world=ranks)
-            table, _ = open_rows(path, holdout=holdout, test=test, shuffle=order)
+        if several:
+            assert isinstance(table, Reader)
+            table = Dealt(table.parts(parts), rank=rank, ranks=ranks)
         of = f" of {test.name}" if test else ""
         return Data(
             train=table, test=tail, description=f"{path.name}, {table.rows} + {tail.rows} held out{of}"
@@ -85,7 +89,11 @@ def open_data(
             way_out="name the rows to train on, or leave it out: synthetic rows have columns of their own",
         )
     first = max(int(rows * (1 - holdout)), 1)
-    world = SyntheticClicks(rows=first - first % ranks, seed=seed, shard=rank, shards=ranks)
+    world: Source = SyntheticClicks(rows=first, seed=seed)
+    if several:
+        shared = first - first % parts
+        each = [SyntheticClicks(rows=shared, seed=seed, shard=p, shards=parts) for p in range(parts)]
+        world = Dealt(each, rank=rank, ranks=ranks)
     rest = SyntheticClicks(rows=rows - first, first_row=first, seed=seed)
     return Data(train=world, test=rest, description=f"synthetic, {world.rows} + {rest.rows} held out")
 

@@ -1,11 +1,12 @@
-"""What `torchrun -m loka train` adds to a command: the process group, and the model on every rank.
+"""What `torchrun -m loka train` adds to a command: the process group, and the model over its ranks.
 
-Each rank trains the whole model on rows of its own, in torch's DistributedDataParallel; rank 0 speaks.
+Each rank trains on rows of its own, in torch's DistributedDataParallel or FSDP2; rank 0 speaks.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 
@@ -14,9 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import ranks_of
+from loka.distributed import shard_dense
+from loka.train import TrainConfig
+from loka.train.steps.step_time import blocks_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+ENGINES = ("ddp", "fsdp2")
 
 
 @contextmanager
@@ -42,19 +48,57 @@ def process_group(device: str) -> Iterator[str]:
             dist.destroy_process_group()
 
 
+def require_alone(command: str) -> None:
+    """Raises LokaError under torchrun: each rank would do all of it, and write to one folder."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise LokaError(
+            f"loka {command} is of one process",
+            why=["of all commands loka train alone shares its work out to ranks"],
+            way_out=f"start loka {command} without torchrun",
+        )
+
+
 def rank_and_ranks() -> tuple[int, int]:
     return (dist.get_rank(), ranks_of()) if ranks_of() > 1 else (0, 1)
 
 
-def replicated(model: nn.Module, device: str) -> nn.Module:
-    """The model in DistributedDataParallel; alone, as it is.
+def check_engine(dense: str, config: TrainConfig, *, planned: bool) -> None:
+    """Raises LokaError where `--dense` and `--gather` are no names, or ask for what is not there."""
+    if dense not in ENGINES:
+        raise UnknownName(f"--dense {dense!r}", way_out=f"one of {', '.join(ENGINES)}")
+    if dense == "fsdp2" and ranks_of() == 1:
+        raise LokaError(
+            "--dense fsdp2 shards over several ranks, and this is one",
+            way_out="torchrun --nproc-per-node 4 -m loka train ...; leave --dense out to train alone",
+        )
+    if config.gather == "hp":
+        return
+    if dense != "fsdp2":
+        raise LokaError(
+            "--gather fp8 is of FSDP2; other engines gather no weights", way_out="--dense fsdp2 beside it"
+        )
+    if not planned:
+        raise LokaError(
+            "--gather fp8 is of weights that run in FP8, and no plan says which",
+            way_out="--plan or --auto beside it",
+        )
 
-    NCCL adds dense gradients only, so there tables get those, and Adam.
+
+def over_ranks(model: nn.Module, config: TrainConfig, *, dense: str) -> nn.Module:
+    """The model as the ranks train it, on the config's device; alone, as it is.
+
+    ddp      whole on every rank. NCCL adds dense gradients only, so there tables get those, and Adam
+    fsdp2    tables whole on every rank, all else sharded, a unit for each block that holds no table
     """
     if ranks_of() == 1:
         return model
-    if device.startswith("cuda"):
+    if dense == "fsdp2":
+        # A model that ends in squeeze(1): the loop writes to no logits.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+        gather_in = torch.bfloat16 if config.precision == "bf16" else None
+        return shard_dense(model, list(blocks_of(model)), device=config.device, gather_in=gather_in)
+    if config.device.startswith("cuda"):
         for module in model.modules():
             if isinstance(module, TABLES):
                 module.sparse = False
-    return DistributedDataParallel(model.to(device))
+    return DistributedDataParallel(model.to(config.device))

@@ -16,6 +16,7 @@ from loka.data.categories.vocabulary import (
     write_vocabulary,
 )
 from loka.data.conversion import Frequency, convert
+from loka.data.dealing import Dealt
 from loka.data.formats.npy import Triplet, npy_triplets, open_npy
 from loka.data.formats.shards import Manifest, open_shards, read_manifest, split_shards
 from loka.data.formats.table import TableClicks, open_table
@@ -28,6 +29,7 @@ from loka.data.schema import CRITEO, Schema
 __all__ = [
     "CRITEO",
     "Batch",
+    "Dealt",
     "Frequency",
     "HashedVocabulary",
     "History",

@@ -67,6 +67,7 @@ class Reader:
     `workers` threads decode ahead; their number changes the speed, not the rows. With `pin` the batches lie
     in pinned memory, from which `Batch.to("cuda")` copies while the GPU computes. Of `world` ranks each reads
     its own `rows // world` rows; what cannot be shared out evenly is left out and in the account.
+    `Dealt` shares the `parts` of a reader out to any number of ranks.
     """
 
     def __init__(
@@ -136,6 +137,21 @@ class Reader:
             counts_store=self._counts_store,
         )
 
+    def parts(self, count: int) -> tuple[Reader, ...]:
+        """As many readers as ranks, each of its own rows; the first has the account of all."""
+        return tuple(
+            Reader(
+                self._store,
+                shuffle=replace(self._shuffle, rank=rank, world=count),
+                first_row=self._first,
+                rows=self._last - self._first,
+                workers=self._workers,
+                pin=self._pin,
+                counts_store=self._counts_store and not rank,
+            )
+            for rank in range(count)
+        )
+
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         """Batches `start`, `start` + 1, ...; windows before `start` are not read.
 
@@ -147,11 +163,12 @@ class Reader:
     def account(self) -> dict[str, int]:
         """What the store counted when it was made, over all its rows, and the rows no rank reads.
 
-        Of two readers of one store that `split` made only the first has the store's counts.
+        Of two readers of one store that `split` made, or of several `parts`, only the first has counts.
         """
         left_out = (self._last - self._first) % self._shuffle.world
-        counted = self._store.account() if self._counts_store else {}
-        return {**counted, "rows left out of each epoch, ranks get equally many": left_out}
+        if not self._counts_store:
+            return {}
+        return {**self._store.account(), "rows left out of each epoch, ranks get equally many": left_out}
 
     @cached_property
     def _order(self) -> Order:

@@ -1,6 +1,7 @@
 """Many GPUs on torch's own engines: FSDP2 with weights gathered in FP8, gradients sent by codecs, tables that
 replicas keep together by the rows they changed."""
 
+from loka.distributed.dense_sharding import average_gradients, replicated_tables, shard_dense
 from loka.distributed.fp8_all_gather import Fp8AllGather, Gathered, fp8_all_gather
 from loka.distributed.gradient_wire import GradientWire, send_gradients
 from loka.distributed.momentum_scale import momentum_scaled
@@ -12,8 +13,11 @@ __all__ = [
     "GradientWire",
     "RowSync",
     "Traffic",
+    "average_gradients",
     "fp8_all_gather",
     "momentum_scaled",
+    "replicated_tables",
     "row_sync",
     "send_gradients",
+    "shard_dense",
 ]

@@ -31,10 +31,10 @@ from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
-from loka.distributed.fsdp_units import Sharded, sharded_parameters, units_of
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.weight_copies import FP8, bits_of_scale
 from loka.nn.fp8_weight import CAST, Fp8Weight, scale_length
+from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
 from loka.nn.leaves import LinearForward
 from loka.nn.site import SiteForward, site_forwards
 

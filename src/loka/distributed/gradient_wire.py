@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import LokaError
-from loka.distributed.fsdp_units import Sharded, sharded_parameters, units_of
 from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
+from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
 
 
 @dataclass(kw_only=True)

@@ -34,9 +34,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def class_name(model: nn.Module) -> str:
     """Of the user's class inside wrappers; `fully_shard` puts FSDP before it, in place."""
-    kind = type(unwrap(model))
-    sharded = any(base.__name__ == "FSDPModule" for base in kind.__mro__[1:])
-    return kind.__name__.removeprefix("FSDP") if sharded else kind.__name__
+    return kind_of(unwrap(model)).__name__
+
+
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as the user wrote it: not the one that `fully_shard` made of it."""
+    own, *bases = type(module).__mro__
+    sharded = bool(bases) and bases[0].__name__ == "FSDPModule"
+    return bases[1] if sharded else own
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

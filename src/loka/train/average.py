@@ -19,12 +19,13 @@ import contextlib
 import copy
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
 from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
@@ -34,6 +35,9 @@ from loka.train.steps.forward import arguments, predict
 
 _UPDATES = 100
 """In the share of a run that the mean covers: more would not move it, and each reads all weights once."""
+
+
+Update = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Any], None]
 
 
 class Weights(nn.Module):
@@ -59,10 +63,10 @@ def averaged_weights(model: nn.Module, config: TrainConfig, steps: int) -> Avera
             way_out="float32 weights (bf16 autocasts them as they are used), or average='none'",
         )
     if config.average == "tail":
-        return AveragedModel(Weights(model))
+        return AveragedModel(Weights(model), multi_avg_fn=_kinds_apart(get_swa_multi_avg_fn()))
     span, every = _span(config, steps)
     decay = 1 - 1 / max(span // every, 1)
-    return AveragedModel(Weights(model), multi_avg_fn=get_ema_multi_avg_fn(decay))
+    return AveragedModel(Weights(model), multi_avg_fn=_kinds_apart(get_ema_multi_avg_fn(decay)))
 
 
 def due(done: int, steps: int, config: TrainConfig) -> bool:
@@ -105,6 +109,19 @@ def as_averaged(
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+def _kinds_apart(update: Update) -> Update:
+    """For a model whose dense part FSDP2 shards: no operator takes DTensors and tensors in one list."""
+
+    @torch.no_grad()
+    def each(means: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], count: Any) -> None:
+        for sharded in (False, True):
+            pairs = [p for p in zip(means, weights, strict=True) if hasattr(p[0], "placements") is sharded]
+            if pairs:
+                update([mean for mean, _ in pairs], [weight for _, weight in pairs], count)
+
+    return each
 
 
 def _span(config: TrainConfig, steps: int) -> tuple[int, int]:

@@ -12,12 +12,26 @@ Precision = Literal["bf16", "tf32", "fp32"]
 StepMode = Literal["eager", "compile", "graph"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 AverageKind = Literal["none", "ema", "tail"]
+Gather = Literal["hp", "fp8"]
 
-NAMED = {"precision": Precision, "step": StepMode, "schedule": Schedule, "average": AverageKind}
+NAMED = {
+    "precision": Precision,
+    "step": StepMode,
+    "schedule": Schedule,
+    "average": AverageKind,
+    "gather": Gather,
+}
 """The fields that take one of a few names."""
 
 # What runs did that were recorded before these fields were there (2026-11-22).
-_BEFORE = {"schedule": "constant", "decay": 0.2, "final_rate": 0.0, "average": "none", "average_share": 0.1}
+_BEFORE = {
+    "schedule": "constant",
+    "decay": 0.2,
+    "final_rate": 0.0,
+    "average": "none",
+    "average_share": 0.1,
+    "gather": "hp",
+}
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
 _WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every"})
@@ -50,6 +64,8 @@ class TrainConfig:
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         window: steps that the window metrics cover.
+        gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, or "fp8" where they can
+            be (loka.distributed.fp8_all_gather).
     """
 
     batch_size: int
@@ -73,6 +89,7 @@ class TrainConfig:
     accumulate: int = 1
     step: StepMode = "eager"
     window: int = 1000
+    gather: Gather = "hp"
 
     def __post_init__(self) -> None:
         counts = ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every", "accumulate")
@@ -102,9 +119,11 @@ class TrainConfig:
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ValueError(f"grad_clip is {self.grad_clip}; use None to leave gradients as they are")
 
-    def identity(self) -> dict[str, Any]:
-        """The fields that decide the final weights; of the device only its type."""
+    def identity(self, *, ranks: int = 1) -> dict[str, Any]:
+        """The fields that decide the final weights; of the device only its type, and rows of all ranks."""
         kept = {name: value for name, value in asdict(self).items() if name not in _WITHOUT_EFFECT}
+        kept["batch_size"] *= ranks
+        kept["max_rows"] = None if self.max_rows is None else self.max_rows * ranks
         return {**kept, "device": torch.device(self.device).type}
 
 

@@ -23,24 +23,25 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
+from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source
-from loka.probe.async_save import own_folder
+from loka.distributed import Fp8AllGather
+from loka.nn import unwrap
 from loka.train.checkpointing.checkpoint import (
     Checkpoint,
     CheckpointNotSaved,
     holds_checkpoints,
     load_newest,
-    save,
 )
-from loka.train.checkpointing.state import identity_of, layout, plan_text
+from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_identity
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, unused_batches
 from loka.train.metrics import Quality, normalized_entropy
-from loka.train.ranks import together, warn_if_apart
+from loka.train.ranks import first_rank, require_as_one, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
@@ -81,7 +82,8 @@ class TrainResult:
 
     `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks,
     `average` the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the
-    rate of the last step as a share of the peak.
+    rate of the last step as a share of the peak, `gathering` how FSDP2 gathers in FP8 where the config asks
+    for it: `remove()` it before `loka.revert`.
     """
 
     steps: int
@@ -96,6 +98,7 @@ class TrainResult:
     unsaved: tuple[str, ...] = field(default=())
     average: AveragedModel | None = None
     final_rate: float = 1.0
+    gathering: Fp8AllGather | None = None
 
     @property
     def train_ne(self) -> float:
@@ -136,8 +139,8 @@ def train(
         companion: what goes on beside the steps, such as `Auto`.
         segments: metrics by segment too.
         identity_extra: JSON values that a checkpoint has to share.
-        checkpoints: folder to save to and resume from; None saves nothing. Among several ranks each has its
-            own inside, "rank-3", and they go on from the newest step that all of them hold.
+        checkpoints: folder to save to and resume from; None saves nothing. Several ranks save to one that all
+            of them see, and as many or other ranks go on from it, where `source` is `loka.data.Dealt`.
         resume: False demands a folder without checkpoints.
         track: wraps the batches to show progress, `(batches, description, total)`.
         on_log: receives a `TrainLog` every `log_every` steps.
@@ -152,7 +155,8 @@ def train(
         InUse: another process trains in the folder of checkpoints.
         DataRefused: the source breaks its promise, or ranks would take other numbers of steps.
         RankFailed: another rank raised, between two steps.
-        KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, after the completed step was saved; it says so. Several ranks
+            save nothing then.
     """
     model.train()
     callback = callback or Callback()
@@ -166,13 +170,12 @@ def train(
             "each other",
             why=[f"rank {rank}: {what}" for rank, what in enumerate(told)],
             way_out="give all equally many rows (or set max_rows), one log_every and checkpoint_every, and "
-            "all a folder for checkpoints or none: each saves to one of its own inside of it",
+            "all a folder for checkpoints or none",
         )
-    checkpoints = own_folder(checkpoints) if checkpoints else None
     identity = {
-        "config": config.identity(),
-        "source": {"identity": source.identity, "rows": source.rows},
-        "model": layout(model),
+        "config": config.identity(ranks=ranks_of()),
+        "source": rows_identity(source),
+        "model": layout(unwrap(model) if ranks_of() > 1 else model),
         "plan": identity_of(plan),
         "beside": callback.identity(),
         "segments": segments.identity() if segments else None,
@@ -180,13 +183,13 @@ def train(
     }
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
-    found = _open(checkpoints, identity, resume=resume) if checkpoints else None
+    found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
     run = Run(model, config, steps=length.steps, segments=segments)
     run.unused = lambda: unused_batches(source, config, length, step=run.step)
     if plan:
         run.adopt(plan)
     if found:
-        run.restore(found.state, step=found.step, path=found.path)
+        run.restore(found)
         callback.restore(found.state["beside"])
     saved = first_step = run.step
     unsaved: list[str] = []
@@ -204,9 +207,9 @@ def train(
         run.save_due = False
         if not checkpoints or saved == run.step:
             return
-        state = {**run.capture(), "given_plan": plan_text(plan), "beside": callback.state()}
+        beside = {"given_plan": plan_text(plan), "beside": callback.state()}
         try:
-            save(checkpoints, step=run.step, state=state, identity=identity, keep=config.keep_checkpoints)
+            run.save(checkpoints, beside=beside, identity=identity)
         except CheckpointNotSaved as error:
             if last:
                 raise
@@ -227,7 +230,7 @@ def train(
                 run.learn(batch.to(run.device), sight=sight)
                 between_steps = True
                 if run.step == first_step + 1:
-                    warn_if_apart(run.dense_weights)
+                    require_as_one(run.dense_weights, saved=checkpoints is not None)
                 callback.after(run)
                 last = run.step == length.steps
                 if run.step % config.log_every == 0 or last:
@@ -243,7 +246,7 @@ def train(
                 run.interrupt.check()
         except KeyboardInterrupt as error:
             failed = error
-            if between_steps:
+            if between_steps and ranks_of() == 1:  # several get the signal at different steps
                 save_now(last=True)
             error.args = (_standing(checkpoints, saved if saved or found else None),)
             raise
@@ -268,6 +271,7 @@ def train(
         unsaved=tuple(unsaved),
         average=run.average,
         final_rate=rate_factor(length.steps - 1, length.steps, config),
+        gathering=run.gathering,
     )
 
 
@@ -276,7 +280,8 @@ def _alone(checkpoints: Path | None) -> Iterator[None]:
     """A second run in the folder would remove what this one is about to save."""
     with ExitStack() as held:
         if checkpoints:
-            together(lambda: held.enter_context(alone_in(checkpoints, "training")))
+            # One lock for all: they write to one folder.
+            together(lambda: held.enter_context(alone_in(checkpoints, "training")) if first_rank() else None)
         yield
 
 
@@ -320,32 +325,16 @@ def evaluate(
     return torch.cat(logits).cpu().numpy(), torch.cat(labels).cpu().float().numpy()
 
 
-def _open(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> Checkpoint | None:
-    def newest() -> Checkpoint | None:
-        if resume:
-            return load_newest(folder, identity=identity)
-        if holds_checkpoints(folder):
-            raise CheckpointRefused(
-                f"{folder} already holds checkpoints",
-                why=["a new run would mix its steps with theirs"],
-                way_out="choose another folder, delete this one, or pass resume=True",
-            )
-        return None
-
-    def step_of(found: Checkpoint | None) -> str:
-        return str(found.step if found else 0)
-
-    found, steps = together(newest, step_of)
-    if len(set(steps)) > 1:  # ranks that are killed have not all saved their last
-        least = min(map(int, steps))
-        found, steps = together(lambda: load_newest(folder, identity=identity, at_most=least), step_of)
-    if len(set(steps)) > 1:
+def _open(folder: Path, identity: Mapping[str, Any], steps: int, *, resume: bool) -> Checkpoint | None:
+    if resume:
+        return load_newest(folder, identity=identity, steps=steps)
+    if holds_checkpoints(folder):
         raise CheckpointRefused(
-            "the ranks hold no checkpoint of one step to go on from",
-            why=[f"rank {rank}: step {step}" for rank, step in enumerate(steps)],
-            way_out="start over in an empty folder",
+            f"{folder} already holds checkpoints",
+            why=["a new run would mix its steps with theirs"],
+            way_out="choose another folder, delete this one, or pass resume=True",
         )
-    return found
+    return None
 
 
 class _Log:

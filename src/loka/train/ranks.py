@@ -95,20 +95,27 @@ def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[
     return str(found["said"])
 
 
-def warn_if_apart(weights: Iterable[torch.Tensor]) -> None:
-    """Warns where the ranks hold other values: nobody averages their gradients, or they began apart."""
+def require_as_one(weights: Iterable[torch.Tensor], *, saved: bool) -> None:
+    """Warns where the ranks hold other values of what they all have: nobody averages their gradients, or they
+    began apart.
+
+    Raises LokaError in place of that where the weights are `saved`: a checkpoint holds one model.
+    """
     if ranks_of() == 1:
         return
-    sums = torch.stack([weight.detach().double().sum() for weight in weights])
-    _, told = together(lambda: [value.hex() for value in sums.tolist()], json.dumps)
-    if len(set(told)) > 1:
-        warnings.warn(
-            "the ranks' weights differ after their first step: each trains a model of its own. Give train() "
-            "the model wrapped in torch.nn.parallel.DistributedDataParallel, which begins alike and averages "
-            "gradients",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    replicas = [weight for weight in weights if not hasattr(weight, "placements")]  # DTensors are one for all
+    sums = [float(weight.detach().double().sum()) for weight in replicas]
+    _, told = together(lambda: [value.hex() for value in sums], json.dumps)
+    if len(set(told)) == 1:
+        return
+    what = "the ranks' weights differ after their first step: each trains a model of its own"
+    way_out = (
+        "Give train() the model wrapped in torch.nn.parallel.DistributedDataParallel, which begins alike and "
+        "averages gradients"
+    )
+    if saved:
+        raise LokaError(what, why=["a checkpoint of several ranks holds one model"], way_out=way_out)
+    warnings.warn(f"{what}. {way_out}", RuntimeWarning, stacklevel=3)
 
 
 def _left_alone(why: list[str]) -> RankFailed:

@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data.batch import Batch
+from loka.distributed import Fp8AllGather, fp8_all_gather
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
 from loka.train.average import Weights, averaged_weights, due
 from loka.train.checkpointing import state as run_state
+from loka.train.checkpointing.checkpoint import Checkpoint, save
+from loka.train.checkpointing.resharding import own_state, restore_sharded, tensors_of
+from loka.train.checkpointing.sharded import save_sharded
 from loka.train.config import TrainConfig
 from loka.train.interrupt import Interrupt
 from loka.train.optim import build_optimizers
@@ -69,6 +74,7 @@ class Run:
         self.steps = steps
         self.step = 0
         self.plan: Plan | None = None
+        self.gathering: Fp8AllGather | None = None  # how FSDP2 gathers where the config asks for FP8
         self.segments = segments
         self.optimizers = build_optimizers(model, config)
         self.average = averaged_weights(model, config, steps)
@@ -124,6 +130,9 @@ class Run:
         self.close()
         if self.config.step != "eager":
             torch._dynamo.reset()  # compiled code of modules that are about to change would be kept for good
+        if self.gathering is not None:
+            self.gathering.remove()
+            self.gathering = None
         if self.plan:
             revert(self.model)
             self.plan = None
@@ -133,19 +142,36 @@ class Run:
         self.plan = plan
         if before:
             carry_over(before, self.model)
+        if self.config.gather == "fp8":
+            self.gathering = fp8_all_gather(self.model, plan)
 
-    def capture(self) -> dict[str, Any]:
-        """All that it takes to go on from here."""
-        return run_state.capture(self.model, self.optimizers, self.running, self.average, self.plan)
+    def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+        """All that it takes to go on from here, and `beside`. Among several ranks a collective."""
+        what = (self.model, self.optimizers, self.running, self.average, self.plan)
+        keep = self.config.keep_checkpoints
+        if ranks_of() == 1:
+            state = {**run_state.capture(*what), **beside}
+            save(folder, step=self.step, state=state, identity=identity, keep=keep)
+            return
+        save_sharded(
+            folder,
+            step=self.step,
+            steps=self.steps,
+            tensors=tensors_of(self.model, self.optimizers, self.average),
+            own={**own_state(*what), **beside},
+            identity=identity,
+            keep=keep,
+        )
 
-    def restore(self, state: Mapping[str, Any], *, step: int, path: Path) -> None:
-        """Goes on where `state` was captured, by the plan that ran then."""
-        saved = run_state.plan_in(state)
+    def restore(self, found: Checkpoint) -> None:
+        """Goes on where it was saved, by the plan that ran then."""
+        saved = run_state.plan_in(found.state)
         if run_state.identity_of(saved) != run_state.identity_of(self.plan):
             self.adopt(saved)
-        run_state.restore(state, self.model, self.optimizers, self.running, self.average, path=path)
-        self.step = step
-        self._schedulers = schedulers(self.optimizers, self.config, self.steps, done=step)
+        put_back = restore_sharded if found.sharded else run_state.restore
+        put_back(found.state, self.model, self.optimizers, self.running, self.average, path=found.path)
+        self.step = found.step
+        self._schedulers = schedulers(self.optimizers, self.config, self.steps, done=self.step)
 
     def close(self) -> None:
         """The model runs as it would without a run; the next step makes what it needs anew."""

@@ -109,16 +109,17 @@ class RunningQuality:
 
     def state_dict(self) -> dict[str, Any]:
         """Shared, not copied."""
-        tensors = {name: getattr(self, f"_{name}") for name in _TENSORS}
+        tensors = {name: getattr(self, f"_{name}") for name in SUMS}
         return {**tensors, "rows": self.rows, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _TENSORS:
+        for name in SUMS:
             getattr(self, f"_{name}").copy_(state[name])
         self.rows, self._steps = state["rows"], state["steps"]
 
 
-_TENSORS = ("sums", "blocks", "histogram", "histograms")
+SUMS = ("sums", "blocks", "histogram", "histograms")
+"""Over rows: of several ranks, they add up."""
 
 
 def _by_segment(columns: torch.Tensor, segments: torch.Tensor, count: int) -> torch.Tensor:

@@ -53,12 +53,6 @@ def test_steps_of_more_digits_are_newer(folder: Path) -> None:
     assert load_newest(folder).state == {"step": 123_456_789}
 
 
-@pytest.mark.parametrize(("at_most", "step"), [(9, None), (10, 10), (19, 10), (20, 20), (99, 20), (None, 20)])
-def test_no_later_step_than_asked_for(folder: Path, at_most: int | None, step: int | None) -> None:
-    found = load_newest(folder, at_most=at_most)
-    assert (found and found.step) == step
-
-
 def test_one_is_named_or_is_the_newest(folder: Path) -> None:
     for path, step in [(folder, 20), (folder / "step-00000010", 10), (folder / "step-00000020", 20)]:
         found = load_one(path)

@@ -36,6 +36,7 @@ from loka.cli.options import (
     Seed,
 )
 from loka.cli.terminal import say
+from loka.cli.torchrun import require_alone
 from loka.cli.train_lines import show_log
 from loka.core.exceptions import CheckpointRefused
 from loka.core.numerics.label_rate import LabelRate
@@ -76,6 +77,7 @@ def probe(
 
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
+    require_alone("probe")
     cadence, rate = steps_between(every, "--every"), share_of_labels(base_rate)
     device = choose_device(device)
     opened = open_data(data, rows=rows, seed=seed, schema=schema)

@@ -45,7 +45,7 @@ from loka.cli.options import (
     Warmup,
 )
 from loka.cli.terminal import say
-from loka.cli.torchrun import process_group, rank_and_ranks, replicated
+from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks
 from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
@@ -54,11 +54,11 @@ from loka.data.batch import Source
 from loka.measurement.cache import default_folder
 from loka.nn import check_finite
 from loka.planner import agree
-from loka.probe.async_save import own_folder
 from loka.report.progress import ProgressBars
-from loka.train import Callback, Segments, TrainLog, load_newest
+from loka.train import Callback, Segments, TrainLog
 from loka.train import train as train_model
 from loka.train.automatic.auto import Auto, AutoConfig
+from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import count_labels
 from loka.train.length import Length
@@ -68,6 +68,7 @@ from loka.train.tensorboard import TensorBoard
 
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 _SEGMENTS = 16
+_MOST_PARTS = 1 << 16  # of rows; more in a checkpoint is no number of ranks
 
 
 def train(
@@ -128,14 +129,28 @@ def train(
     candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure only these.")] = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
+    dense: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun: ddp, the whole model on each rank; fsdp2, all but tables sharded over them."
+        ),
+    ] = "ddp",
+    gather: Annotated[
+        str,
+        typer.Option(
+            help="Of --dense fsdp2, how weights travel: hp, as --precision says; fp8, those of "
+            "rowwise_e4m3_pow2 sites in a byte an element. No plan decides it."
+        ),
+    ] = "hp",
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
 ) -> None:
     """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and evaluate on held-out rows.
 
-    Under torchrun every rank trains the whole model on rows of its own, in DistributedDataParallel and by one
-    plan. Rows and steps are then of a rank, --batch-size too; rank 0 prints, and evaluates the held-out rows.
+    Under torchrun every rank trains on rows of its own, in DistributedDataParallel or by FSDP2 (--dense), and
+    by one plan. --batch-size is of a rank; rank 0 prints. A run that began on other ranks goes on from its
+    checkpoints, with a --batch-size by which a step has as many rows as before.
     """
     with process_group(choose_device(device)) as device:
         config = train_config(
@@ -158,20 +173,30 @@ def train(
             accumulate=accumulate,
             step=step,
             window=window,
+            gather=gather,
         )
         limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
         given = {name: value for name, value in limits.items() if value is not None}
         part = rank_and_ranks()
         bars = ProgressBars("train", console=None if part[0] == 0 else Console(quiet=True))
-        opened = open_data(data, rows=rows, seed=seed, schema=schema, test=test_data, part=part)
+        if auto:
+            out = out or Path("runs/auto")
+            checkpoints = checkpoints or out / "checkpoints"
+        opened = open_data(
+            data,
+            rows=rows,
+            seed=seed,
+            schema=schema,
+            test=test_data,
+            part=part,
+            parts=_parts(checkpoints, part[1]),
+        )
         if part[1] > 1 and average != "none":
             raise LokaError("--average is of one process", way_out="leave it out under torchrun")
         callback: Callback | None = None
         if auto:
             if plan:
                 raise LokaError("--auto makes its own plan", way_out="leave --plan or --auto out")
-            out = out or Path("runs/auto")
-            checkpoints = checkpoints or out / "checkpoints"
             # All ranks predict by one share of labels, that of all rows.
             everything = opened.train
             if part[1] > 1:
@@ -199,6 +224,7 @@ def train(
         if chosen is not None:
             chosen = agree(chosen)
             say(chosen.summary())
+        check_engine(dense, config, planned=auto or chosen is not None)
         built = _build(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
@@ -214,7 +240,7 @@ def train(
                     board(line)
 
             result = train_model(
-                replicated(built, device),
+                over_ranks(built, config, dense=dense),
                 opened.train,
                 config=config,
                 plan=chosen,
@@ -228,7 +254,9 @@ def train(
         show_result(result, config)
         if isinstance(callback, Auto):
             say(callback.timeline)
-        if first:
+        if result.gathering is not None:
+            say(result.gathering)
+        if first or dense == "fsdp2":  # whose forward is of all ranks
             show_quality(built, opened, config, bars, result.average)
 
 
@@ -262,11 +290,19 @@ def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Modul
 
 def _saved_plan(checkpoints: Path | None) -> Plan | None:
     """The plan of the run that is to be continued, if it had one."""
-    found = load_newest(own_folder(checkpoints)) if checkpoints else None
-    saved = plan_in(found.state, "given_plan") if found else None
+    found = given_plan_in(checkpoints) if checkpoints else None
+    saved = plan_in(found[0], "given_plan") if found else None
     if found and saved:
-        say(f"by the plan in {found.path}")
+        say(f"by the plan in {found[1]}")
     return saved
+
+
+def _parts(checkpoints: Path | None, ranks: int) -> int:
+    """That the rows lie in: as many as the ranks that the run began with."""
+    began = identity_in(checkpoints) if checkpoints else None
+    source = began.get("source") if began else None
+    parts = source.get("parts") if isinstance(source, dict) else None
+    return parts if isinstance(parts, int) and 0 < parts <= _MOST_PARTS else ranks
 
 
 def _segments(column: int, source: Source) -> Segments:

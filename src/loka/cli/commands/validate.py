@@ -32,6 +32,7 @@ from loka.cli.options import (
     Warmup,
 )
 from loka.cli.terminal import say
+from loka.cli.torchrun import require_alone
 from loka.core.exceptions import LokaError
 from loka.core.storage.alone import alone_in
 from loka.data.batch import Source
@@ -114,6 +115,7 @@ def validate(
     Exit status 0: pass; 1: fail; 4: undecided, with what would decide it. A killed validation goes on
     when started again, and --pairs may grow: finished runs are kept.
     """
+    require_alone("validate")
     if not (limit > 0 and (segment_limit is None or segment_limit > 0)):
         raise LokaError("a limit that is not above 0 lets nothing pass", way_out="such as --limit 0.02")
     device = choose_device(device)

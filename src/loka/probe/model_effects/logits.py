@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.nn.fsdp_units import comes_and_goes
+
 Logits = Callable[[Any], torch.Tensor]
 """What the model returns -> logits [B] or [B, T]."""
 
@@ -132,5 +134,5 @@ def refuse(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise NoEffect(f"{path or 'the model'} has backward hooks, which an extra backward would call")
-        if type(module).__name__.startswith(("FSDP", "FullyShardedDataParallel")):
+        if type(module).__name__ == "FullyShardedDataParallel" or comes_and_goes(module):
             raise NoEffect("sharded weights (FSDP) come and go with each backward")

@@ -7,7 +7,8 @@
 
 Parameters and optimizers stay the same objects all the way. A checkpoint holds the phase, the statistics so
 far and the plan, so a run that is killed goes on in the phase that it was in; a measurement goes on from its
-file. Among several ranks rank 0 ends the probe and plans, on the statistics of all.
+file. Among several ranks rank 0 ends the probe and plans, on the statistics of all; where FSDP2 shards the
+model, its weights stay gathered throughout a sampled step, which goes backward twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget, total_effect, upper_bound
-from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
+from loka.core.exceptions import CheckpointRefused, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.numerics.label_rate import LabelRate
@@ -37,6 +39,7 @@ from loka.core.storage.codec import decode, encode
 from loka.measurement import measure
 from loka.measurement.measure import timeable
 from loka.measurement.settings import Settings
+from loka.nn.fsdp_units import gathered_throughout
 from loka.planner import agree
 from loka.planner import plan as plan_report
 from loka.probe import Probe
@@ -130,6 +133,7 @@ class Auto(Callback):
         self._stats: Stats | None = None
         self._sampled = 0  # steps, in this process
         self._looked_at = 0
+        self._step = ExitStack()  # in which FSDP2 keeps weights whole: a sampled one
 
     def identity(self) -> dict[str, Any]:
         config = self.config
@@ -169,14 +173,17 @@ class Auto(Callback):
             if not self._probe.next_step():
                 return "none"
             self._sampled += 1
+            self._step.enter_context(gathered_throughout(run.model))
             return "hooks"
         return "none"
 
     def after(self, run: Run) -> None:
+        self._step.close()
         if self.phase == "probe" and self._enough(run):
             self._end_probe(run)
 
     def stop(self, run: Run, error: BaseException | None) -> None:
+        self._step.close()
         if self._probe is not None:
             self._probe.__exit__(type(error) if error else None, error, None)
             self._probe = None
@@ -190,11 +197,18 @@ class Auto(Callback):
             "stats": torch.frombuffer(bytearray(to_bytes(stats)), dtype=torch.uint8) if stats else None,
             "timeline": json.dumps(encode(self.timeline.events)),
             "seconds": self.timeline.seconds,
+            "ranks": ranks_of(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.phase = state["phase"]
         if state["stats"] is not None:
+            if (before := state.get("ranks", ranks_of())) != ranks_of():
+                raise CheckpointRefused(
+                    f"the probe of {before} ranks is under way, and {ranks_of()} are here",
+                    why=["each has statistics of its own rows"],
+                    way_out=f"go on with {before} until they are merged, at the end of the probe",
+                )
             self._stats = from_bytes(state["stats"].numpy().tobytes())
         events = decode(tuple[Event, ...], json.loads(state["timeline"]), at="timeline")
         self.timeline = Timeline(events, seconds=state["seconds"], file=self._timeline_file(self._folder))
@@ -224,7 +238,8 @@ class Auto(Callback):
         self._probe.__exit__(None, None, None)
         self._probe = None
         run.close()  # compiled code and graphs of bf16 are of no more use
-        stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
+        with gathered_throughout(run.model):
+            stats, _ = together(lambda: self._renewed(run, stats), lambda renewed: "")
         rate = rate_factor(max(run.step - 1, 0), run.steps, run.config)
         merged = replace(gather_stats(stats), final_rate=rate)  # exchanges by itself
         together(lambda: self._save(merged))

@@ -9,11 +9,6 @@ leaves a folder that starts with a dot, which loading reports and the next save 
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import pickle
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,30 +16,46 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError, NotWritten
+from loka.core.exceptions import CheckpointRefused, FileRefused
+from loka.core.exchange import ranks_of
 from loka.core.storage.codec import decode, encode
-from loka.core.storage.files import canonical, read_record, sha256_of_file, sync_folder, write_record
-from loka.train.config import as_recorded
+from loka.core.storage.files import read_record, sha256_of_file, write_record
+from loka.train.checkpointing.resharding import taken_over, whole_state
+from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, read_own, require_same_run
+from loka.train.checkpointing.step_folders import (
+    UNFINISHED,
+    CheckpointNotSaved,
+    checkpoints_in,
+    clean,
+    named_step,
+    not_saved,
+    put_in_place,
+    read_state,
+    remove_old,
+    require_run,
+    step_of,
+    unfinished_in,
+    write_state,
+)
+from loka.train.ranks import together
+
+__all__ = ["Checkpoint", "CheckpointNotSaved", "load_newest", "load_one", "newest_step", "save"]
 
 _KIND, _VERSION = "training checkpoint", 2  # 2: with the plan, and what FP8 sites carry
-_NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
-
-
-class CheckpointNotSaved(LokaError):
-    """A checkpoint could not be written; the earlier ones are untouched."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` steps. `skipped` says what was passed over, and why."""
+    """The state of a run after `step` steps. `skipped` says what was passed over, and why.
+
+    `sharded`: it is of several ranks, and `state` is what is this one's alone.
+    """
 
     step: int
     state: dict[str, Any]
     path: Path
     skipped: tuple[str, ...] = ()
+    sharded: bool = False
 
 
 def save(
@@ -56,48 +67,55 @@ def save(
         CheckpointNotSaved: the disk is full or refuses; earlier checkpoints are as before.
     """
     target = folder / f"step-{step:08d}"
-    unfinished = folder / f"{_UNFINISHED}{target.name}"
+    unfinished = folder / f"{UNFINISHED}{target.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _clean(folder)
+        clean(folder)
         try:
             _write(unfinished, step=step, state=state, identity=identity)
-            _put_in_place(unfinished, target)
+            put_in_place(unfinished, target)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        for old in [path for path in _newest_first(folder) if _step_of(path) <= step][keep:]:
-            _remove(old)
+        remove_old(folder, step=step, keep=keep)
     except (OSError, RuntimeError) as error:
-        raise CheckpointNotSaved(
-            f"cannot save {target}",
-            why=[_reason(error), _standing(folder)],
-            way_out="free space or choose another folder, then resume from the checkpoint before it",
-        ) from error
+        raise not_saved(target, error) from error
     return target
 
 
 def load_newest(
-    folder: Path, *, identity: Mapping[str, Any] | None = None, at_most: int | None = None
+    folder: Path, *, identity: Mapping[str, Any] | None = None, steps: int = 0
 ) -> Checkpoint | None:
-    """The newest usable checkpoint in `folder` on the CPU, or None when it holds none.
+    """The newest usable checkpoint in `folder` on the CPU, or None when it holds none. A collective.
 
-    Without an `identity` it may be of any run. Later ones than of step `at_most` are passed over.
+    Without an `identity` it may be of any run. With one, a checkpoint of several ranks comes without weights
+    and optimizer state, which `restore_sharded` reads to where they go.
+
+    Args:
+        steps: of the run in all, which another number of ranks has to take too.
 
     Raises:
-        CheckpointRefused: there are checkpoints and none is usable, or one is of another run.
+        CheckpointRefused: there are checkpoints and none is usable; or one is of another run, of one process
+            where there are several, or of an earlier version of LoKA, which had a folder for each rank.
     """
-    candidates = [path for path in _newest_first(folder) if at_most is None or _step_of(path) <= at_most]
+    _refuse_folders_of_ranks(folder)
+    candidates = checkpoints_in(folder)
+    _, told = together(lambda: [path.name for path in candidates])
+    if len(set(told)) > 1:
+        raise CheckpointRefused(
+            f"the ranks find other checkpoints in {folder}",
+            why=[f"rank {rank}: {names}" for rank, names in enumerate(told)],
+            way_out="all ranks save to and go on from one folder: put it where all see it",
+        )
     reasons = []
     for path in candidates:
-        try:
-            state = _read(path, identity)
-        except FileRefused as error:
-            reasons.append((path, "; ".join(error.why)))
+        (state, _), told = together(partial(_attempt, path, identity, steps), lambda found: found[1])
+        if bad := [why for why in told if why]:
+            reasons.append((path, bad[0]))
             continue
-        reasons += [(left, "its save was interrupted") for left in _unfinished(folder)]
+        reasons += [(left, "its save was interrupted") for left in unfinished_in(folder)]
         skipped = tuple(f"{bad}: {why}; used {path.name} instead" for bad, why in reasons)
-        return Checkpoint(_step_of(path), state, path, skipped)
+        return _found(path, state, identity, skipped)
     if not candidates:  # a first save that was killed leaves nothing to resume from
         return None
     raise CheckpointRefused(
@@ -113,12 +131,12 @@ def load_one(path: Path) -> Checkpoint | None:
     Raises:
         CheckpointRefused: there is one, and it is damaged.
     """
-    if not _NAME.fullmatch(path.name):
+    if not named_step(path):
         return load_newest(path)
     if not path.is_dir():
         return None
     try:
-        return Checkpoint(_step_of(path), _read(path, None), path)
+        return _found(path, _read(path, None, 0), None, ())
     except FileRefused as error:
         raise CheckpointRefused(
             f"{path} cannot be used", why=error.why, way_out="name another checkpoint of the run"
@@ -126,28 +144,93 @@ def load_one(path: Path) -> Checkpoint | None:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    return bool(_newest_first(folder))
+    return bool(checkpoints_in(folder))
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint in `folder`, usable or not; 0 when there is none."""
-    return max(map(_step_of, _newest_first(folder)), default=0)
+    return max(map(step_of, checkpoints_in(folder)), default=0)
 
 
-def _reason(error: OSError | RuntimeError) -> str:
-    if isinstance(error, NotWritten):
-        return error.why[0]
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
+def identity_in(folder: Path) -> dict[str, Any] | None:
+    """What the newest checkpoint in `folder` that says so is of; nothing else is read, or checked."""
+    for path in checkpoints_in(folder):
+        try:
+            return read_manifest(path).identities[0] if is_sharded(path) else _manifest(path).identity
+        except FileRefused:
+            continue
+    return None
 
 
-def _standing(folder: Path) -> str:
-    """What a run that ends now would resume from."""
-    left = _newest_first(folder)
-    return f"{left[0].name} is the newest checkpoint, as it was" if left else "there is no earlier checkpoint"
+def given_plan_in(folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """A state for `plan_in` with the plan that the run in `folder` began by, and where it was found."""
+    for path in checkpoints_in(folder):
+        try:
+            return (read_own(path, 0) if is_sharded(path) else _read(path, None, 0)), path
+        except FileRefused:
+            continue
+    return None
 
 
-def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The state in `path`. FileRefused: damaged. CheckpointRefused: of another run."""
+def _found(
+    path: Path, state: dict[str, Any], identity: Mapping[str, Any] | None, skipped: tuple[str, ...]
+) -> Checkpoint:
+    sharded = is_sharded(path)
+    if sharded and identity is None:
+        state = whole_state(path, read_manifest(path))
+    return Checkpoint(step_of(path), state, path, skipped, sharded and identity is not None)
+
+
+def _attempt(path: Path, identity: Mapping[str, Any] | None, steps: int) -> tuple[dict[str, Any], str]:
+    """The state, or why it is damaged."""
+    try:
+        return _read(path, identity, steps), ""
+    except FileRefused as error:
+        return {}, "; ".join(error.why)
+
+
+def _refuse_folders_of_ranks(folder: Path) -> None:
+    old = [path for path in sorted(folder.glob("rank-*")) if checkpoints_in(path)]
+    if old:
+        raise CheckpointRefused(
+            f"{folder} holds a folder of checkpoints for each rank, as LoKA wrote them until 2026-11",
+            why=[", ".join(path.name for path in old)],
+            way_out="finish that run with the version that began it, or start over in an empty folder",
+        )
+
+
+def _read(path: Path, identity: Mapping[str, Any] | None, steps: int) -> dict[str, Any]:
+    """The state in `path`, of several ranks what is this one's own.
+
+    Raises FileRefused: damaged. CheckpointRefused: of another run.
+    """
+    if is_sharded(path):
+        manifest = read_manifest(path)
+        if identity is not None:
+            require_same_run(path, manifest, identity, steps=steps)
+        if reason := damage(path, manifest):
+            raise FileRefused(f"cannot use {path}", why=[reason])
+        return taken_over(path, manifest)
+    if ranks_of() > 1 and identity is not None:
+        raise CheckpointRefused(
+            f"{path} is of one process, and {ranks_of()} ranks are here",
+            way_out="go on without torchrun, or start over in an empty folder",
+        )
+    found = _manifest(path)
+    if identity is not None:
+        require_run(path, found.identity, identity)
+    file = path / "state.pt"
+    try:
+        if sha256_of_file(file) != found.sha256:
+            size = file.stat().st_size
+            reason = f"the checksum of state.pt differs ({size} bytes, {found.bytes} were written)"
+            raise FileRefused(f"cannot use {path}", why=[reason])
+    except OSError as error:
+        raise FileRefused(f"cannot use {path}", why=[f"state.pt: {error.strerror}"]) from error
+    return read_state(file)
+
+
+def _manifest(path: Path) -> _Manifest:
     manifest = read_record(
         path / "manifest.json",
         kind=_KIND,
@@ -155,40 +238,9 @@ def _read(path: Path, identity: Mapping[str, Any] | None) -> dict[str, Any]:
         way_out="use another one",
         parse=partial(decode, _Manifest),
     )
-    differences = _from_run(manifest.identity, identity) if identity is not None else []
-    if differences:
-        raise CheckpointRefused(
-            f"{path} belongs to another run",
-            why=differences,
-            way_out="use the values of that run to resume it, or choose another folder for this one",
-        )
-    if manifest.step != _step_of(path):
+    if manifest.step != step_of(path):
         raise FileRefused(f"cannot use {path}", why=[f"its manifest is that of step {manifest.step}"])
-    file = path / "state.pt"
-    try:
-        if sha256_of_file(file) != manifest.sha256:
-            size = file.stat().st_size
-            reason = f"the checksum of state.pt differs ({size} bytes, {manifest.bytes} were written)"
-            raise FileRefused(f"cannot use {path}", why=[reason])
-    except OSError as error:
-        raise FileRefused(f"cannot use {path}", why=[f"state.pt: {error.strerror}"]) from error
-    try:
-        state = torch.load(file, weights_only=True, map_location="cpu")
-    except Exception as error:  # what torch raises on bytes that it did not write has no bounds
-        raise FileRefused(f"cannot use {path}", why=[_why_unloadable(error)]) from error
-    if not isinstance(state, dict):
-        raise FileRefused(f"cannot use {path}", why=[f"state.pt holds a {type(state).__name__}, not a state"])
-    return state
-
-
-def _why_unloadable(error: Exception) -> str:
-    """Without torch's own advice, which is to load the file with the code in it allowed to run."""
-    named = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
-    if named:
-        return f"state.pt does not load: it asks for {named[1]}, and code from a checkpoint is not run"
-    if isinstance(error, pickle.UnpicklingError):
-        return "state.pt does not load: it holds more than tensors, numbers and text, and code is not run"
-    return f"state.pt does not load: it is damaged ({type(error).__name__})"
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -199,110 +251,10 @@ class _Manifest:
     identity: dict[str, Any]
 
 
-def _from_run(saved: dict[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """How a checkpoint's run differs from the one of `identity`."""
-    wanted = json.loads(canonical(identity))
-    saved = _as_today(saved, wanted)
-    if "config" in saved and "config" in wanted:
-        saved = {**saved, "config": as_recorded(saved["config"], wanted["config"])}
-    return _differences(saved, wanted)
-
-
-# Of earlier versions, which could run several layers as one: what ran so, and what watched or allowed it.
-_RAN, _AROUND = ("wholes", "turned"), ("valve", "chains", "chain_recipes")
-
-
-def _as_today(saved: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of such a run without what today's lack. Layers that did run as one stay, and differ."""
-    plan, beside = saved.get("plan"), saved.get("beside")
-    if isinstance(plan, dict):
-        saved = {**saved, "plan": {name: value for name, value in plan.items() if value or name not in _RAN}}
-    if isinstance(beside, dict) and beside:
-        saved = {**saved, "beside": _dropped(beside, wanted.get("beside")) or None}
-    return saved
-
-
-def _dropped(saved: Any, wanted: Any) -> Any:
-    if not isinstance(saved, dict):
-        return saved
-    there = wanted if isinstance(wanted, dict) else {}
-    kept = {name: value for name, value in saved.items() if name in there or name not in _AROUND}
-    return {name: _dropped(value, there.get(name)) for name, value in kept.items()}
-
-
-def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
-    """One line per leaf that differs between two JSON values."""
-    if not (isinstance(saved, dict) and isinstance(current, dict)):
-        return [] if saved == current else [f"{name}: {saved!r} in the checkpoint, {current!r} now"]
-    lines = []
-    for key in sorted(saved.keys() | current.keys()):
-        inner = f"{name}.{key}" if name else key
-        lines += _differences(saved.get(key), current.get(key), inner)
-    return lines
-
-
 def _write(folder: Path, *, step: int, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     folder.mkdir()
     file = folder / "state.pt"
-    with _Written(file, "wb") as stream:
-        try:
-            torch.save(dict(state), stream)
-        except RuntimeError:  # "[enforce fail at inline_container.cc:672]": torch keeps to itself what failed
-            if stream.failed is None:
-                raise
-            raise stream.failed from None
-        os.fsync(stream.fileno())
+    write_state(file, state)
     manifest = _Manifest(step, file.stat().st_size, sha256_of_file(file), dict(identity))
     # This flushes the folder too, in which state.pt has its name already.
     write_record(folder / "manifest.json", kind=_KIND, version=_VERSION, content=encode(manifest))
-
-
-class _Written(io.FileIO):
-    """A file that remembers the error it raised."""
-
-    failed: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view, done = memoryview(data).cast("B"), 0
-        try:
-            while done < len(view):  # one call takes 2 GB at most, and a nearly full disk less
-                done += super().write(view[done:])
-        except OSError as error:
-            self.failed = error
-            raise
-        return done
-
-
-def _put_in_place(unfinished: Path, target: Path) -> None:
-    if target.exists():  # it was skipped as unusable, and the run reached this step again
-        _remove(target)
-    os.rename(unfinished, target)
-    sync_folder(target.parent)
-
-
-def _remove(path: Path) -> None:
-    """Renames first: a removal that is cut short leaves no half checkpoint under a valid name."""
-    removed = path.with_name(f"{_REMOVED}{path.name}")
-    os.rename(path, removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    assert match
-    return int(match[1])
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_step_of)[::-1]
-
-
-def _unfinished(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{_UNFINISHED}*"))
-
-
-def _clean(folder: Path) -> None:
-    for path in [*_unfinished(folder), *folder.glob(f"{_REMOVED}*")]:
-        shutil.rmtree(path)

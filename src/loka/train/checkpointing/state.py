@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exceptions import CheckpointRefused
+from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
+from loka.data import Dealt
+from loka.data.batch import Source
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
+from loka.nn.unwrap import kind_of
 from loka.train.running import RunningQuality
 
 
@@ -82,14 +87,24 @@ def restore(
 
     The model has to run by the state's plan already.
     """
-    restore_model(state, model, path=path)
     try:
-        load_fp8_state_dict(model, state["fp8"])
-        for name, optimizer in optimizers.items():
-            _restore_optimizer(optimizer, state["optimizers"][name])
-        running.load_state_dict(state["running"])
+        model.load_state_dict(state["model"])
         if average is not None:
             average.load_state_dict(state["average"])
+    except _UNFIT as error:
+        raise _refused(path, error) from error
+    for name, optimizer in optimizers.items():
+        restore_optimizer(optimizer, state["optimizers"].get(name, {}), path=path)
+    restore_own(state, model, running, path=path)
+
+
+def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningQuality, *, path: Path) -> None:
+    """Buffers, counts of FP8 sites, metrics and random numbers: all but weights and optimizers."""
+    try:
+        for name, value in state["buffers"].items():
+            _restore_buffer(model, name, value)
+        load_fp8_state_dict(model, state["fp8"])
+        running.load_state_dict(state["running"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], _device(model))
@@ -119,14 +134,23 @@ def _refused(path: Path, error: Exception) -> CheckpointRefused:
 
 
 def layout(model: nn.Module) -> dict[str, Any]:
-    """Modules and weights, short enough for a manifest: another or a converted model differs."""
-    lines = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
+    """Modules and weights, short enough for a manifest: another or a converted model differs, a sharded one
+    does not."""
+    lines = [f"{name} {kind_of(module).__qualname__}" for name, module in model.named_modules()]
     lines += [f"{name} {tuple(w.shape)} {w.dtype}" for name, w in model.named_parameters()]
     return {
-        "class": type(model).__name__,
+        "class": kind_of(model).__name__,
         "weights": sum(weight.numel() for weight in model.parameters()),
         "layout": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     }
+
+
+def rows_identity(source: Source) -> dict[str, Any]:
+    """Of the rows of all ranks where any number of them can share these out, else of this rank's."""
+    if isinstance(source, Dealt):
+        return {"identity": source.identity, "rows": source.all_rows, "parts": len(source.parts)}
+    own = {"identity": source.identity, "rows": source.rows}
+    return own if ranks_of() == 1 else {**own, "rank": dist.get_rank()}
 
 
 def identity_of(plan: Plan | None) -> dict[str, Any] | None:
@@ -136,10 +160,13 @@ def identity_of(plan: Plan | None) -> dict[str, Any] | None:
     return {"sites": {name: decision.candidate for name, decision in plan.decisions.items()}}
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, path: Path) -> None:
     """A rate that is a tensor stays the one on the device: the loaded one lies on the CPU."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(dict(state))
+    try:
+        optimizer.load_state_dict(dict(state))
+    except _UNFIT as error:
+        raise _refused(path, error) from error
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, torch.Tensor):
             group["lr"] = rate

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from loka.core.timing import first_line
 from loka.data.batch import Batch
+from loka.distributed.dense_sharding import average_gradients, is_sharded, replicated_tables
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.config import TrainConfig
@@ -54,6 +55,7 @@ class Step:
         self._why_not_compiled: str | None = None
         self._graphed: GraphedStep | None = None
         self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
+        self._replicated = replicated_tables(model)
         self._whole = False
         self._why_no_graph: str | None = None
         if config.step == "graph":
@@ -152,6 +154,7 @@ class Step:
         for optimizer in self._optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         predicted = _backward(self._model, inputs, label, self._config)
+        average_gradients(self._replicated)
         self._clip()
         for optimizer in self._optimizers.values():
             optimizer.step()
@@ -170,6 +173,8 @@ class Step:
             return f"CUDA graphs need a CUDA device; the model is on {device}"
         if isinstance(self._model, nn.parallel.DistributedDataParallel):
             return "DistributedDataParallel sends gradients while backward runs, which is not captured"
+        if is_sharded(self._model):
+            return "FSDP2 gathers weights while forward and backward run, which is not captured"
         if "dense" not in self._optimizers:
             return "the model has nothing but tables, whose sparse gradients no graph can hold"
         if "sparse" not in self._optimizers:

@@ -147,19 +147,20 @@ def compiled(model: nn.Module) -> nn.Module:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
     torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
     frame = new_frame()
-    for part in _parts(model):
+    for part in blocks_of(model):
         compile_in_place(part, frame)
     return model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Undoes `compiled`: the parts run as they are written."""
-    for part in _parts(model):
+    for part in blocks_of(model):
         run_as_written(part)
     return model
 
 
-def _parts(model: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Each block of a container of blocks, each other child that has layers in it; none with a table."""
     for child in model.children():
         blocks = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
         repeated = any(next(block.children(), None) is not None for block in blocks)

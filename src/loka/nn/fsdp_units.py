@@ -9,6 +9,7 @@ afterwards. The private names that this needs (torch 2.11 to 2.13) are in this f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,10 +135,44 @@ def sharded_parameters(model: nn.Module) -> list[Sharded]:
     return list(found.values())
 
 
-def _params(module: Any) -> Iterator[Any]:
+@contextmanager
+def gathered_throughout(model: nn.Module) -> Iterator[None]:
+    """Inside, the weights of all units are whole on every rank, and no forward or backward frees them. A
+    collective at the start; without units nothing happens.
+
+    Gradients are reduced as ever. It takes the memory of all units at once, in the dtype that they gather in.
+    """
+    units = list(units_of(model).values()) if dist.is_available() and dist.is_initialized() else []
+    groups = [group for unit in units for group in _groups(unit)]
+    before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    for unit in units:
+        unit.unshard()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for group, (after_forward, after_backward) in zip(groups, before, strict=True):
+            group.post_forward_mesh_info, group.reshard_after_backward = after_forward, after_backward
+        for unit in units:
+            unit.reshard()  # type: ignore[operator]
+
+
+def comes_and_goes(module: nn.Module) -> bool:
+    """Whether it is a unit whose forward or backward frees its weights."""
+    if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        return False
+    return any(g.reshard_after_backward or g.post_forward_mesh_info is not None for g in _groups(module))
+
+
+def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    for group in groups:
+    return list(groups)
+
+
+def _params(module: Any) -> Iterator[Any]:
+    for group in _groups(module):
         yield from group.fsdp_params

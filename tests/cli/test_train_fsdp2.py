@@ -1,0 +1,255 @@
+"""`loka train --dense fsdp2` on two ranks over gloo: against one process quantized alike, and resumed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import command_line
+import pytest
+import test_torchrun
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+
+import loka
+from loka.cli.commands import train as command
+from loka.cli.inputs import open_data
+from loka.measurement.settings import Settings
+from loka.train import TrainConfig, TrainLog, train
+from loka.train.steps import step as steps
+
+POW2 = "emulated:rowwise_e4m3_pow2"
+ROWS, BATCH, STEPS = 800, 64, 5  # 640 rows to train on, 64 of each rank in a step
+MODEL = ("--model", "dlrm", "--rows", ROWS, "--device", "cpu", "--precision", "fp32", "--log-every", "1")
+SHARDED = ("--batch-size", BATCH, "--dense", "fsdp2", "--plan", "plan.json", "--gather", "fp8")
+HELD_OUT = re.compile(r"held out: .*")
+
+
+def built() -> nn.Module:
+    data = open_data(None, rows=ROWS, seed=0)
+    return command._build("dlrm", data.train, seed=0, with_mods=True)
+
+
+def make_plan(folder: Path) -> loka.Plan:
+    """Every GEMM in FP8, by the recipe whose weights can travel in FP8."""
+    model, data = built(), open_data(None, rows=ROWS, seed=0)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        train(model, data.train, config=TrainConfig(batch_size=BATCH, max_rows=2 * BATCH, precision="fp32"))
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
+    plan = loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
+    plan.save(folder / "plan.json")
+    return plan
+
+
+def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, Any]:
+    """What the command says, and the sum of the losses of this rank's rows after each step."""
+    losses: list[float] = []
+
+    def note(line: TrainLog) -> None:
+        losses.append(line.reading.lifetime.logloss * line.rows)
+
+    if dist.is_initialized():
+        dist.barrier()
+    with mock.patch.object(command, "show_log", note):
+        said = command_line.loka("train", *MODEL, *arguments, cwd=folder, fails=fails)
+    return {"said": said, "losses": losses}
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: Path
+
+    def __call__(self, rank: int, _: Path) -> dict[str, Any]:
+        kept = ("--checkpoints", "kept", "--checkpoint-every", "2")
+        refused = {
+            "engine": ("--dense", "fsdp1"),
+            "ddp": ("--gather", "fp8", "--plan", "plan.json"),
+            "unplanned": ("--dense", "fsdp2", "--gather", "fp8"),
+        }
+        found = {
+            name: logged(self.folder, "--batch-size", BATCH, *options, fails=True)["said"]
+            for name, options in refused.items()
+        }
+        found["of one"] = logged(self.folder, "--batch-size", BATCH, "--checkpoints", "alone", fails=True)[
+            "said"
+        ]
+        found["trained"] = logged(self.folder, *SHARDED, *kept)
+        found["goes on"] = logged(self.folder, *SHARDED, *kept)
+        found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
+            "said"
+        ]
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def plan(folder: Path) -> loka.Plan:
+    return make_plan(folder)
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, plan: loka.Plan) -> list[dict[str, Any]]:
+    logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "alone")
+    return on_ranks(Job(folder), 2, folder)
+
+
+def alone(plan: loka.Plan, names: set[str]) -> list[float]:
+    """Sums of losses of one process that takes the ranks' rows one after the other, with weights as they are
+    gathered; the masters get the mean gradients."""
+    real = steps._backward
+
+    def backward(model: nn.Module, *arguments: Any) -> Any:
+        masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
+        for name, p in model.named_parameters():
+            if name in names:
+                scale = 2.0 ** (torch.log2(p.detach().abs().max().double()).ceil() - 8).item()
+                p.data = (p.detach() / scale).to(torch.float8_e4m3fn).float().mul(scale)
+        found = real(model, *arguments)
+        for name, p in model.named_parameters():
+            if name in names:
+                p.data = masters[name]
+        return found
+
+    losses: list[float] = []
+    rows = open_data(None, rows=ROWS, seed=0, parts=2).train
+    config = TrainConfig(batch_size=2 * BATCH, accumulate=2, precision="fp32", log_every=1)
+    with mock.patch.object(steps, "_backward", backward):
+        train(
+            built(),
+            rows,
+            config=config,
+            plan=plan,
+            on_log=lambda line: losses.append(line.reading.lifetime.logloss * line.rows),
+        )
+    return losses
+
+
+def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], plan: loka.Plan) -> None:
+    told = two[0]["trained"]["said"]
+    names = set(re.findall(r"^(\S+\.weight) .* FP8 *$", told, re.MULTILINE))
+    assert {f"{site.rpartition('/')[0]}.weight" for site in plan.decisions} == names
+    assert len(names) > 4
+    expected = alone(plan, names)
+    found = [sum(each) for each in zip(*(rank["trained"]["losses"] for rank in two), strict=True)]
+    assert len(found) == len(expected) == STEPS
+    # On two ranks gradients are sums of two numbers, which have one order; losses are added in float64.
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two: list[dict[str, Any]]) -> None:
+    first, second = two
+    assert f"continued from step {STEPS}" in first["goes on"]["said"]
+    assert "(160 rows" in held_out(first["trained"]["said"])
+    assert held_out(first["goes on"]["said"]) == held_out(first["trained"]["said"])
+    assert not second["trained"]["said"]
+
+
+def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]], folder: Path) -> None:
+    for rank in two:
+        assert "config.batch_size: 128 in the checkpoint, 64 now" in rank["half a step"]
+    shutil.copytree(folder / "kept", folder / "one")
+    for newest in (folder / "one").glob(f"step-{STEPS:08d}"):
+        shutil.rmtree(newest)
+    alone = logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "one")
+    assert "by the plan in" in alone["said"]
+    assert "continued from step 4" in alone["said"]
+    assert "train: 5 steps" in alone["said"]
+    few = logged(folder, "--batch-size", BATCH, "--checkpoints", "one", fails=True)["said"]
+    assert "config.batch_size: 128 in the checkpoint, 64 now" in few
+
+
+def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], folder: Path) -> None:
+    common = ("--model", "dlrm", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
+    said = command_line.loka("probe", *common, "--checkpoint", "kept", cwd=folder)
+    assert f"step-{STEPS:08d}, after {STEPS} steps" in said
+
+
+def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
+    for rank in two:
+        assert "is of one process, and 2 ranks are here" in rank["of one"]
+        assert "one of ddp, fsdp2" in rank["engine"]
+        assert "--dense fsdp2 beside it" in rank["ddp"]
+        assert "--plan or --auto beside it" in rank["unplanned"]
+    alone = logged(folder, "--dense", "fsdp2", fails=True)["said"]
+    assert "torchrun --nproc-per-node" in alone
+
+
+@pytest.mark.slow
+def test_a_rank_of_four_dies_and_two_go_on(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(test_torchrun.DYING)
+    arguments = ("train", "--rows", 3200, "--device", "cpu", "--dense", "fsdp2", "--checkpoints", "kept")
+    arguments = (*arguments, "--checkpoint-every", 3)
+    died = test_torchrun.torchrun(tmp_path, *arguments, "--model", "dying:made", "--batch-size", 32, ranks=4)
+    assert died.returncode != 0
+    assert "the eighth batch is one too many" in died.stderr
+    assert not HELD_OUT.search(died.stdout)
+    done = test_torchrun.torchrun(tmp_path, *arguments, "--model", "dlrm", "--batch-size", 64)
+    assert done.returncode == 0, done.stderr
+    assert "continued from step 6" in done.stdout
+    assert "train: 20 steps" in done.stdout
+    assert len(HELD_OUT.findall(done.stdout)) == 1
+
+
+AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
+
+
+def automatic(rank: int, folder: Path) -> dict[str, Any]:
+    """From bf16 to FP8 under both engines; and sharded with FP8 gathers, killed as it converted."""
+    found = {}
+    for dense in ("ddp", "fsdp2"):
+        options = ("--batch-size", BATCH, "--dense", dense, *AUTO, "--out", dense)
+        said = logged(folder, *options)
+        stats = loka.Stats.load(folder / dense / "stats")
+        found[dense] = {
+            "losses": said["losses"],
+            "effects": {path: str(layer.effects) for path, layer in stats.layers.items()},
+            "plan": loka.Plan.load(folder / dense / "plan.json").to_json(),
+        }
+    options = ("--batch-size", BATCH, "--dense", "fsdp2", "--gather", "fp8", *AUTO, "--min-sqnr-db", 0)
+    found["gathered"] = logged(folder, *options, "--out", "eight")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder / "eight" / "checkpoints" / f"step-{STEPS:08d}")
+    found["again"] = logged(folder, *options, "--out", "eight")
+    return found
+
+
+@pytest.mark.slow
+def test_from_bf16_to_fp8_as_under_ddp(tmp_path: Path) -> None:
+    """The same effects on KL/H, bit for bit: sampled steps see whole weights. And so the same plan."""
+    for found in on_ranks(automatic, 2, tmp_path):
+        ddp, fsdp2 = found["ddp"], found["fsdp2"]
+        assert fsdp2["effects"] == ddp["effects"]
+        assert all("count" in effects for effects in ddp["effects"].values())
+        sites = [{n: d["candidate"] for n, d in one["plan"]["decisions"].items()} for one in (ddp, fsdp2)]
+        assert sites[0] == sites[1]
+        assert fsdp2["losses"] == pytest.approx(ddp["losses"], rel=1e-6)
+        assert found["again"]["losses"] == found["gathered"]["losses"][-len(found["again"]["losses"]) :]
+        assert len(found["again"]["losses"]) == STEPS - 4
+
+
+def held_out(text: str) -> str:
+    (line,) = HELD_OUT.findall(text)
+    return line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["eager", "compile"])
+def test_by_torchrun_in_bf16(tmp_path: Path, step: str) -> None:
+    arguments = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", BATCH, "--device", "cpu", "--step", step)
+    done = test_torchrun.torchrun(tmp_path, "train", *arguments, "--dense", "fsdp2")
+    assert done.returncode == 0, done.stderr
+    assert len(HELD_OUT.findall(done.stdout)) == 1
+    assert "did not run as" not in done.stdout
+    assert "UserWarning: FSDP2" not in done.stderr
