@@ -123,6 +123,16 @@ def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: lok
     assert not site_forwards(model)
 
 
+def test_another_driver_is_a_warning(mlp_plan: loka.Plan) -> None:
+    """Kernels come with torch and the libraries; `differences` of other uses still count it."""
+    newer = dataclasses.replace(mlp_plan.machine, driver="590.2")
+    assert mlp_plan.machine.differences(newer) == ["driver:  here, 590.2 there"]
+    model = odd_mlp()
+    with pytest.warns(UserWarning, match=r"timed under driver 590\.2"):
+        loka.convert(model, dataclasses.replace(mlp_plan, machine=newer))
+    assert site_forwards(model)
+
+
 def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
     model = odd_mlp()
     with pytest.raises(NotConverted, match="no site"):

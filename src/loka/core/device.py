@@ -35,10 +35,13 @@ class Fingerprint:
     torch: str
     libraries: Mapping[str, str] = field(default_factory=dict)
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """One line for each field in which `other` differs; libraries by name."""
+    def differences(self, other: Fingerprint, *, driver: bool = True) -> list[str]:
+        """One line for each field in which `other` differs; libraries by name.
+
+        `driver`: whether its version counts. Times may follow it; kernels come with torch and the libraries.
+        """
         lines = []
-        for name in ("device", "target", "driver", "cuda", "torch"):
+        for name in ("device", "target", *(["driver"] if driver else []), "cuda", "torch"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 lines.append(f"{name}: {mine} here, {theirs} there")

@@ -45,7 +45,7 @@ def agree(plan: Plan, *, group: dist.ProcessGroup | None = None) -> Plan:
         raise PlanMismatch(
             f"the ranks cannot share the plan of rank {global_rank(group, 0)}",
             why=differences,
-            way_out="give every rank the same model with the same mods, the same GPU, driver and library "
+            way_out="give every rank the same model with the same mods, the same GPU and library "
             "versions, and a plan measured there",
         )
     return Plan.from_json(json.loads(broadcast(_encode(plan.to_json()), group)))
@@ -62,9 +62,10 @@ def _differences(claim: dict[str, Any], first: dict[str, Any]) -> list[str]:
     """One line for each way in which a rank does not fit the plan of the first."""
     model, planned = decode(ModelSignature, first["model"]), decode(Fingerprint, first["planned"])
     lines = [f"model: {line}" for line in decode(ModelSignature, claim["model"]).differences(model)]
-    elsewhere = decode(Fingerprint, claim["planned"]).differences(planned)
+    elsewhere = decode(Fingerprint, claim["planned"]).differences(planned, driver=False)
     lines += [f"its plan was measured elsewhere: {line}" for line in elsewhere]
-    lines += [f"machine: {line}" for line in decode(Fingerprint, claim["here"]).differences(planned)]
+    here = decode(Fingerprint, claim["here"])
+    lines += [f"machine: {line}" for line in here.differences(planned, driver=False)]
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
@@ -127,13 +128,20 @@ def _fits(decision: Decision, shape: LinearShape) -> bool:
 
 def _check_machine(model: nn.Module, plan: Plan) -> None:
     here = [fingerprint(device) for device in _devices(model)]
-    differences = [line for machine in here for line in machine.differences(plan.machine)]
+    differences = [line for machine in here for line in machine.differences(plan.machine, driver=False)]
     if differences:
         raise PlanMismatch(
             f"this plan was measured on {plan.machine}, not here",
             why=differences,
             way_out="measure here (`loka measure STATS`; the statistics stay valid) and plan again, "
             "or move the model to that device",
+        )
+    drivers = {machine.driver for machine in here} - {plan.machine.driver}
+    if drivers:
+        warnings.warn(
+            f"this plan was timed under driver {plan.machine.driver}, and here is {', '.join(sorted(drivers))}: "
+            "kernels are the same and are checked; what is faster may differ (`loka measure` again tells)",
+            stacklevel=3,
         )
 
 
