@@ -139,7 +139,7 @@ def _check_machine(model: nn.Module, plan: Plan) -> None:
     drivers = {machine.driver for machine in here} - {plan.machine.driver}
     if drivers:
         warnings.warn(
-            f"this plan was timed under driver {plan.machine.driver}, and here is {', '.join(sorted(drivers))}: "
+            f"this plan was timed under driver {plan.machine.driver}, here is {', '.join(sorted(drivers))}: "
             "kernels are the same and are checked; what is faster may differ (`loka measure` again tells)",
             stacklevel=3,
         )
