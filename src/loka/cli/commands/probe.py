@@ -36,9 +36,8 @@ from loka.cli.options import (
     Seed,
 )
 from loka.cli.terminal import say
-from loka.cli.train_lines import show_log
+from loka.cli.train_lines import show_log, train_ne
 from loka.core.exceptions import CheckpointRefused
-from loka.core.numerics.label_rate import LabelRate
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
 from loka.probe import Probe
@@ -47,7 +46,8 @@ from loka.train import TrainConfig
 from loka.train import train as train_model
 from loka.train.automatic.as_it_is import as_they_are, effect_lines, learn, rate_of, renew
 from loka.train.checkpointing.checkpoint import load_one
-from loka.train.checkpointing.state import labels_in, rate_in, restore_model
+from loka.train.checkpointing.state import rate_in, restore_model
+from loka.train.running import label_rates
 
 
 def probe(
@@ -76,9 +76,9 @@ def probe(
 
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
-    cadence, rate = steps_between(every, "--every"), share_of_labels(base_rate)
-    device = choose_device(device)
+    cadence, device = steps_between(every, "--every"), choose_device(device)
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    rate = share_of_labels(base_rate, opened.train)
     torch.manual_seed(seed)
     built = model_builder(model)(opened.train)
     if with_mods:
@@ -95,10 +95,10 @@ def probe(
                     built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
                 )
             stats = probing.stats()
-            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {train_ne(result)}")
             began = time.perf_counter()
             fresh = opened.test.batches(batch_size)
-            known = rate or rate_of(result.quality)
+            known = rate or rate_of(result.reading_by_task)
             stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
             for line in effect_lines(stats, time.perf_counter() - began):
                 say(line)
@@ -119,12 +119,11 @@ def _of_checkpoint(
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
-    clicks, seen = labels_in(found.state)
     say(
         f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused"
     )
     began = time.perf_counter()
-    known = rate or LabelRate(positives=round(clicks), rows=seen)
+    known = rate or label_rates(found.state["running"])
     stats = learn(model, opened.test, config=config, base_rate=known)
     say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
     for line in effect_lines(stats, time.perf_counter() - began):

@@ -28,6 +28,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loka.core.numerics.effect import OLD, Effect, merged
+from loka.core.numerics.label_rate import Shares, task_rates
 from loka.core.records.stats import LinearStats
 from loka.probe.model_effects.error_projection import changes_of, effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, finite, logits_of, refuse
@@ -91,10 +92,10 @@ class Sensitivity:
         samples: 0 turns it off.
         per_step: samples of a batch used in one step.
         logits: what takes the model's output to logits; by default the output is taken as it is.
-        base_rate: share of positive labels, whose entropy is then H; else that of the mean
-            prediction, which is off where the model is not calibrated. With it, a model whose output
-            shows no logits falls back to the empirical Fisher: the gradient of training times the
-            batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
+        base_rate: share of positive labels, of several tasks one for each, whose entropy is then H; else
+            that of the mean prediction, which is off where the model is not calibrated. With it, a model
+            whose output shows no logits falls back to the empirical Fisher: the gradient of training times
+            the batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
         seed: of samples and signs.
         sink: receives what each step finds, in place of the effects over the steps.
     """
@@ -107,7 +108,7 @@ class Sensitivity:
         samples: int,
         per_step: int,
         logits: Logits | None,
-        base_rate: float | None,
+        base_rate: Shares | None,
         seed: int,
         sink: Sink | None = None,
     ) -> None:
@@ -175,6 +176,8 @@ class Sensitivity:
                 self._step.picks = self._fall_back(str(reason))
                 return
             self._shown = True
+            if self._base_rate is not None:
+                task_rates(self._base_rate, z.shape[1])
             refuse(model)
             _refuse_freed(calls)
             picks = finite(self._pick(z.shape[0]), z)
@@ -285,7 +288,8 @@ class Sensitivity:
         for step in waiting:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
-                self._note(pending, torch.full((len(step.picks), 1), self._base_rate), None)
+                tasks = len(self._base_rate) if isinstance(self._base_rate, Sequence) else 1
+                self._note(pending, torch.empty(len(step.picks), tasks), None)
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():
@@ -304,7 +308,8 @@ class Sensitivity:
     ) -> None:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:
-            predicted = torch.full_like(predicted, self._base_rate, dtype=torch.float64)
+            shares = task_rates(self._base_rate, predicted.shape[1]).shares
+            predicted = torch.tensor(shares, dtype=torch.float64).expand(predicted.shape)
         known = effects_of([changes for changes, _ in found.values()], predicted, signed)
         for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
             fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables)

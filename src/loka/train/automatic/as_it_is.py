@@ -8,7 +8,7 @@ in eval mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from loka.core.exceptions import DataRefused
-from loka.core.numerics.label_rate import LabelRate
+from loka.core.numerics.label_rate import BaseRate, LabelRate
 from loka.core.records.stats import Stats
 from loka.data.batch import Batch, Source
 from loka.probe import Probe, renew_effects
@@ -25,7 +25,8 @@ from loka.probe.model_effects.renewal import PER_BATCH, SAMPLES
 from loka.probe.model_effects.untouched import as_evaluated
 from loka.train.config import TrainConfig
 from loka.train.metrics import Quality
-from loka.train.steps.forward import arguments, matrix_precision, predict
+from loka.train.running import Reading
+from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
 
 _WATCHED_BATCHES = 16
 
@@ -38,8 +39,13 @@ def batches_needed(batch_size: int) -> int:
     return max(SAMPLES // PER_BATCH, -(-SAMPLES // max(batch_size - 1, 1)))
 
 
-def rate_of(quality: Quality) -> LabelRate:
-    """The labels that were counted."""
+def rate_of(reading_by_task: Mapping[str, Reading]) -> BaseRate:
+    """The labels that were counted, of several tasks one for each."""
+    rates = tuple(_counted(reading.lifetime) for reading in reading_by_task.values())
+    return rates[0] if len(rates) == 1 else rates
+
+
+def _counted(quality: Quality) -> LabelRate:
     return LabelRate(
         positives=round(quality.base_rate * quality.rows) if quality.rows else 0, rows=quality.rows
     )
@@ -51,7 +57,7 @@ def renew(
     batches: Iterable[Batch],
     *,
     config: TrainConfig,
-    base_rate: float | LabelRate | None,
+    base_rate: BaseRate | None,
     horizon: Horizon | None = None,
     seed: int = 0,
 ) -> Stats:
@@ -60,7 +66,7 @@ def renew(
     device = torch.device(config.device)
 
     def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return predict(model, arguments(batch.to(device)), config.precision)
+        return predict(model, arguments(batch.to(device)), config.precision, tasks=tasks_in(batch))
 
     few = list(itertools.islice(batches, batches_needed(config.batch_size)))
     with matrix_precision(config.precision, device):
@@ -77,9 +83,7 @@ def renew(
         )
 
 
-def learn(
-    model: nn.Module, source: Source, *, config: TrainConfig, base_rate: float | LabelRate | None
-) -> Stats:
+def learn(model: nn.Module, source: Source, *, config: TrainConfig, base_rate: BaseRate | None) -> Stats:
     """Statistics and effects of `model`, which is left as it was, from the first rows of `source`.
 
     16 batches show what flows through the sites and `batches_needed` others the effects; where there are
@@ -105,9 +109,9 @@ def learn(
         Probe(model, every=1, effect_samples=0, seed=config.seed) as probe,
     ):
         for batch in _on(device, batches[:watched]):
-            logits = predict(model, arguments(batch), config.precision)
-            loss = functional.binary_cross_entropy_with_logits(logits, batch.label)
-            torch.autograd.grad(loss, weights, allow_unused=True)  # `.grad` is the caller's
+            logits = predict(model, arguments(batch), config.precision, tasks=tasks_in(batch))
+            loss = functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
+            torch.autograd.grad(loss / len(batch), weights, allow_unused=True)  # `.grad` is the caller's
     return renew(
         model, probe.stats(), batches[watched:], config=config, base_rate=base_rate, seed=config.seed
     )
