@@ -34,6 +34,17 @@ def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
     return Estimate(value, value / factor, value * factor)
 
 
+def predicted_kl_by_part(layer: LinearStats, recipe: Recipe) -> dict[str, Estimate]:
+    """The same of single tasks and segments (core/records/parts.py), by name; without those of which these
+    casts were not tried: histograms are of all rows and tasks together."""
+    found: dict[str, Estimate] = {}
+    for part, effects in layer.effects_by_part.items():
+        effect = _tried(effects, recipe) if recipe.output is not None else None
+        if effect is not None and math.isfinite(effect.kl().value):
+            found[part] = effect.kl()
+    return found
+
+
 def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
     """KL/H of quantizing several layers together: the sum of their effects, but for what their errors do
     to all samples alike. Those shifts of the logit add before they are squared (core/numerics/effect.py).
@@ -50,9 +61,13 @@ def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) ->
 
 
 def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
+    return _tried(layer.effects, recipe)
+
+
+def _tried(effects: Mapping[str, Effect], recipe: Recipe) -> Effect | None:
     """By the recipe's name, or that of another one with the same casts."""
     names = [recipe.name, *(name for name, casts in CASTS.items() if casts == recipe.output)]
-    return next((layer.effects[name] for name in names if name in layer.effects), None)
+    return next((effects[name] for name in names if name in effects), None)
 
 
 def depth_kl(layer: LinearStats, casts: Casts) -> float | None:

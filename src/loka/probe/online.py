@@ -39,9 +39,10 @@ from loka.probe.layer_stats import (
     refuse,
     with_sites,
 )
+from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
-from loka.probe.model_effects.sensitivity import Call, Sensitivity, step_seed
+from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace

@@ -40,14 +40,16 @@ from loka.cli.train_lines import show_log, train_ne
 from loka.core.exceptions import CheckpointRefused
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
+from loka.data.batch import Source, tasks_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
-from loka.train.automatic.as_it_is import as_they_are, effect_lines, learn, rate_of, renew
+from loka.train.automatic.as_it_is import Divided, as_they_are, effect_lines, learn, rate_of, renew
 from loka.train.checkpointing.checkpoint import load_one
 from loka.train.checkpointing.state import rate_in, restore_model
 from loka.train.running import label_rates
+from loka.validation.segments import divide, division_named
 
 
 def probe(
@@ -65,6 +67,13 @@ def probe(
     device: Device = None,
     with_mods: WithMods = True,
     base_rate: BaseRate = None,
+    segment: Annotated[
+        str | None,
+        typer.Option(
+            help="dense:FEATURE[:BUCKETS] or sparse:FEATURE[:COUNT]: effects of each segment of the held-out "
+            "rows by itself too, for `loka plan --ne-of`."
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -85,9 +94,10 @@ def probe(
         say(mods.apply(built, MODS))
     built.to(device)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
+    segments = None if segment is None else _divided(segment, opened.test, batch_size)
     with alone_in(out, "probing"):
         if checkpoint is not None:
-            stats = _of_checkpoint(built, checkpoint, opened, config, rate)
+            stats = _of_checkpoint(built, checkpoint, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
             with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
@@ -99,7 +109,16 @@ def probe(
             began = time.perf_counter()
             fresh = opened.test.batches(batch_size)
             known = rate or rate_of(result.reading_by_task)
-            stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
+            stats = renew(
+                built,
+                stats,
+                fresh,
+                config=config,
+                base_rate=known,
+                tasks=tasks_of(opened.test),
+                segments=segments,
+                seed=seed,
+            )
             for line in effect_lines(stats, time.perf_counter() - began):
                 say(line)
             stats = replace(stats, final_rate=result.final_rate)
@@ -109,8 +128,19 @@ def probe(
         say(f"written: {out}")
 
 
+def _divided(text: str, source: Source, batch_size: int) -> Divided:
+    """The segments that `loka validate --segment` gives these rows."""
+    (found,) = divide(source, [division_named(text, source)], batch_size=batch_size)
+    return Divided(found.names, torch.from_numpy(found.group))
+
+
 def _of_checkpoint(
-    model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None
+    model: nn.Module,
+    path: Path,
+    opened: Data,
+    config: TrainConfig,
+    rate: float | None,
+    segments: Divided | None,
 ) -> Stats:
     """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
     found = load_one(path)
@@ -124,7 +154,7 @@ def _of_checkpoint(
     )
     began = time.perf_counter()
     known = rate or label_rates(found.state["running"])
-    stats = learn(model, opened.test, config=config, base_rate=known)
+    stats = learn(model, opened.test, config=config, base_rate=known, segments=segments)
     say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
     for line in effect_lines(stats, time.perf_counter() - began):
         say(line)

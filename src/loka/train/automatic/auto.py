@@ -255,6 +255,7 @@ class Auto(Callback):
             config=run.config,
             base_rate=self.config.base_rate or label_rates(run.running.state_dict()),
             horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
+            tasks=run.tasks,
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
         )
         for line in effect_lines(renewed, time.perf_counter() - began):
