@@ -30,12 +30,13 @@ class Domains:
 
     rows: int
     seed: int = 0
+    share: float = SHARE
     dense_features: int = 2 * WIDTH
     vocab_sizes: tuple[int, ...] = (DOMAINS,)
 
     @property
     def identity(self) -> str:
-        return f"domains-{self.rows}-{self.seed}"
+        return f"domains-{self.rows}-{self.seed}-{self.share}"
 
     def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         for first in range(start * batch_size, self.rows, batch_size):
@@ -43,7 +44,7 @@ class Domains:
 
     def _batch(self, count: int, first: int) -> Batch:
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + first)
-        rare = torch.rand(count, generator=g) < SHARE
+        rare = torch.rand(count, generator=g) < self.share
         other = torch.randint(DOMAINS - 1, (count,), generator=g)
         domain = torch.where(rare, RARE, other + (other >= RARE).long())
         told, small = torch.randn(2, count, WIDTH, generator=g).unbind()

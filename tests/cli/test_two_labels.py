@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import loka
 
+from loka.core.records.plan import Plan
 from loka.core.records.stats import Stats
 from loka.validation.record import Validation
 
@@ -130,3 +131,33 @@ def test_more_labels_than_the_zoo_has_logits_are_refused(folder: Path) -> None:
     text = loka("train", "--data", "many.csv", "--schema", "many.json", *FEW, cwd=folder, fails=True)
     assert "have up to 8 logits" in text
     assert "--model package.module:factory" in text
+
+
+def test_limits_by_task_and_segment_from_probe_to_page(folder: Path) -> None:
+    """1000 rows hold out 200: enough for each task, and of no segment."""
+    probe = ("probe", "--data", "rows", "--every", 3, "--out", "parts", "--segment", "sparse:0:1", *FEW)
+    text = loka(*probe, cwd=folder)
+    assert "buy: KL/H known to a factor of" in text
+    assert "labels of" in text
+    assert "do not tell the base rate (it takes 10): read more rows\n" in text
+    loka("measure", "parts", "--out", "parts.json", "--errors-only", cwd=folder)
+    asked = ("--ne-of", "click=1e-2", "--ne-of", "buy=2e-2", "--min-sqnr-db", 10)
+    text = loka("plan", "parts.json", *asked, "--out", "by_task.json", cwd=folder)
+    assert "click" in text.split("Predicted KL/H by part, and its budget: ")[1]
+    assert Plan.load(folder / "by_task.json").limits == {"click": 1e-2, "buy": 2e-2}
+    loka("report", "--plan", "by_task.json", "--out", "tasks.html", cwd=folder)
+    assert "Limits by task and segment" in (folder / "tasks.html").read_text()
+    rare = next(part for part in Stats.load(folder / "parts").parts.values() if part.unknown)
+    name = rare.segment
+    text = loka("plan", "parts.json", "--ne-of", f"{name}=1e-2", cwd=folder, fails=True)
+    assert "the budget limits KL/H where it is not known well enough" in text
+    assert rare.unknown in text
+    text = loka("plan", "parts.json", "--ne-of", "sales=1e-2", cwd=folder, fails=True)
+    assert "the report knows no KL/H of 'sales'" in text
+    text = loka("plan", "parts.json", "--ne", 1e-4, "--ne-of", "buy=1e-2", cwd=folder, fails=True)
+    assert "leave --ne out and name every task" in text
+    text = loka("drift", "by_task.json", "parts", "--report", "parts.json", cwd=folder, fails=2)
+    assert "the plan has limits on click, buy" in text
+    assert "keeps the limits of click, buy is not known" in loka(
+        "drift", "by_task.json", "parts", cwd=folder, fails=4
+    )

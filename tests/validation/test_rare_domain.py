@@ -1,4 +1,4 @@
-"""A domain of 2 % of the rows fails under a plan that passes in the mean, and a budget for it keeps it within.
+"""A domain of 2 % of the rows fails under a plan that passes in the mean; a budget for it keeps it within.
 
 Predicted by the probe, measured by joint effects of its rows, and decided by `validate` from paired runs: the
 three agree (docs/segments.md has the numbers).
@@ -6,7 +6,7 @@ three agree (docs/segments.md has the numbers).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,8 +27,9 @@ from loka.validation.segments import by_segments
 from loka.validation.validate import validate
 
 NAME = f"domain = {RARE}"
-ALLOWED, ALLOWED_THERE = 2e-4, 1e-3
+ALLOWED, ALLOWED_THERE = 6e-3, 5e-3
 CONFIG = TrainConfig(batch_size=256, lr=3e-3, precision="fp32", average="tail")
+FINE = replace(CONFIG, lr=1e-4)
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,15 @@ class World:
 def world() -> World:
     torch.manual_seed(0)
     model = Tower()
-    train(model, Domains(40_000), config=CONFIG)
+    train(model, Domains(60_000, seed=1, share=0.3), config=CONFIG)  # a model that knows the domain well
+    train(model, Domains(20_000), config=FINE)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         for batch in Domains(1024, seed=5).batches(512):
             z = model(batch.dense, batch.sparse)
             functional.binary_cross_entropy_with_logits(z, batch.label).backward()
     rows = Domains(60_000, seed=2).batches(1024)
     stats = renew_effects(model, probe.stats(), rows, segments=SEGMENTS)
-    report = loka.measure(stats, device="cpu", candidates=("emulated:int8_row", "emulated:rowwise_e4m3"))
+    report = loka.measure(stats, device="cpu", candidates=("emulated:int8_row",))
     limits = Budget(ne=ALLOWED, min_sqnr_db=None)
     there = Budget(ne=ALLOWED, segments={NAME: ALLOWED_THERE}, min_sqnr_db=None)
     return World(model, report, loka.plan(report, limits), loka.plan(report, there))
@@ -97,12 +99,17 @@ def test_the_cost_in_speed_is_stated(world: World) -> None:
 
 
 def test_verdicts_by_segment_agree(world: World, tmp_path) -> None:
+    def build() -> Tower:
+        model = Tower()
+        model.load_state_dict(world.model.state_dict())
+        return model
+
     found = validate(
-        Tower,
-        Domains(40_000),
+        build,
+        Domains(20_000, seed=3),
         Domains(60_000, seed=9),
         [by_plan(world.mean, name="mean"), by_plan(world.both, name="both")],
-        config=CONFIG,
+        config=FINE,
         out=tmp_path,
         pairs=4,
         divisions=[by_segments(SEGMENTS)],
@@ -113,7 +120,6 @@ def test_verdicts_by_segment_agree(world: World, tmp_path) -> None:
         arm.name: {verdict.name: verdict.verdict for verdict in (arm.average, *arm.segments)}
         for arm in found.arms
     }
-    print({arm.name: [str(v.ne_percent) for v in (arm.average, *arm.segments)] for arm in found.arms})
     assert verdicts["mean"]["all rows"] == "pass"
     assert verdicts["mean"][NAME] == "fail"
     assert verdicts["both"] == {"all rows": "pass", NAME: "pass", "other": "pass"}

@@ -72,6 +72,8 @@ def effects_by_part(
     for part, task, here, rate in wanted:
         rates = None if rate is None else task_rates(rate, 1)
         reason = no_promise(z[here][:, task : task + 1], rates) if part.rows else "none of its rows was read"
+        if part.segment:  # whose rate nobody passes: it is of the rows that are read
+            reason = reason.removesuffix(", or pass base_rate=")
         part = replace(part, unknown=reason)
         if not reason:
             mine = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
