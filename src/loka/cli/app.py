@@ -15,7 +15,7 @@ from loka.cli.commands.bench import bench
 from loka.cli.commands.data import data_app
 from loka.cli.commands.demo import default_config, run_demo
 from loka.cli.commands.doctor import diagnose
-from loka.cli.commands.ne import limits_by_name, named_budget, show_drift, show_frontier
+from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
 from loka.cli.commands.scale import scale
@@ -214,15 +214,17 @@ def plan(
     ] = False,
 ) -> None:
     """Decide every site within a budget, with the reasons. Needs no GPU."""
-    loaded = Report.load(report)
     allowed = named_budget(
         budget,
-        **limits_by_name(ne, ne_of or [], loaded),
+        ne=ne,
         min_sqnr_db=min_sqnr_db,
         max_mere=max_mere,
         min_speedup=min_speedup,
         keep=tuple(keep) if keep else None,
     )
+    loaded = Report.load(report)
+    if ne_of:
+        allowed = limited_by_name(allowed, ne_of, loaded)
     if frontier:
         if allowed.ne is not None or force:
             raise LokaError(

@@ -37,10 +37,11 @@ def named_budget(name: str, **others: Any) -> Budget:
         raise LokaError(str(error), way_out="a limit that makes sense, or leave the option out") from None
 
 
-def limits_by_name(ne: float | None, given: Sequence[str], report: Report) -> dict[str, Any]:
-    """`ne` and `segments` of a Budget, by --ne and each NAME=LIMIT of --ne-of.
+def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Budget:
+    """`budget` with a limit by each NAME=LIMIT of --ne-of: of a task of the report, else of a segment.
 
-    Raises LokaError for a text that is no such pair, and for --ne beside a limit for each task.
+    Raises LokaError for a text that is no such pair, a limit that makes no sense, and for --ne beside a limit
+    for each task.
     """
     tasks: dict[str, float] = {}
     segments: dict[str, float] = {}
@@ -50,12 +51,15 @@ def limits_by_name(ne: float | None, given: Sequence[str], report: Report) -> di
             (tasks if name in tasks_in(report.parts) else segments)[name.strip()] = float(limit)
         except ValueError:
             raise LokaError(f"--ne-of {text!r}", way_out="NAME=LIMIT, such as click=1e-4") from None
-    if tasks and ne is not None:
+    if tasks and budget.ne is not None:
         raise LokaError(
-            f"--ne {ne:g} holds for each task, and --ne-of names {', '.join(tasks)}",
+            f"--ne {budget.ne:g} holds for each task, and --ne-of names {', '.join(tasks)}",
             way_out="leave --ne out and name every task, or leave those out",
         )
-    return {"ne": tasks or ne, "segments": segments or None}
+    try:
+        return replace(budget, ne=tasks or budget.ne, segments=segments)
+    except ValueError as error:
+        raise LokaError(str(error), way_out="a limit of 0 or more") from None
 
 
 def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
