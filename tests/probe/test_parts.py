@@ -8,7 +8,7 @@ from torch import nn
 
 import loka
 from loka.core.budget import Budget
-from loka.core.exceptions import LokaError, UnknownName
+from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.records.parts import LEAST_ROWS, Part
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
@@ -140,7 +140,7 @@ def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model: T
     assert part.missing >= LEAST_ROWS - part.rows
     assert f"about {part.missing} more are needed" in part.unsupported
     report = loka.measure(few, device="cpu", candidates=("emulated:rowwise_e4m3",))
-    with pytest.raises(LokaError, match="not known well enough") as refused:
+    with pytest.raises(EffectUnknown, match="not known well enough") as refused:
         loka.plan(report, Budget(segments={"high": 1e-4}))
     assert part.unsupported in "\n".join(refused.value.why)
     loka.plan(report, Budget(ne=1e-4))  # without the limit nobody needs to know

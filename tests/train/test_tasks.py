@@ -16,6 +16,7 @@ from loka.core.exceptions import DataRefused, LokaError
 from loka.core.numerics.label_rate import LabelRate
 from loka.data.batch import Batch
 from loka.train import Segments, TrainConfig, evaluate, quality, train
+from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.labels import count_labels, require_both
 from loka.train.metrics import quality_by_task
 from loka.train.running import RunningQuality, RunningTasks, label_rates
@@ -234,3 +235,13 @@ def test_runs_curves_and_the_bank_are_by_task(judged: Validation) -> None:
     assert sorted(arm.title for arm in bank.arms) == sorted(arm.title for arm in judged.arms)
     spoilt = {arm.task: np.mean(arm.values) for arm in bank.arms if arm.name == "spoilt"}
     assert spoilt["buy"] > 5 * abs(spoilt["click"])
+
+
+def test_a_task_that_is_not_known_well_enough_keeps_auto_in_bf16(tmp_path) -> None:
+    """32 rows of it cannot tell: no plan, no crash in the middle of a run, and a reason."""
+    said: list[str] = []
+    auto = Auto(AutoConfig(every=1, most_steps=1, base_rate=(0.5, 0.2)), folder=tmp_path, say=said.append)
+    result = train(fresh(), TwoLabels(64), config=TrainConfig(batch_size=32), callback=auto)
+    assert auto.phase == "bf16"
+    assert result.plan is None
+    assert any("not known well enough" in line and "buy: " in line for line in said)

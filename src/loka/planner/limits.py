@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loka.core.budget import Budget, upper_bound
-from loka.core.exceptions import LokaError, UnknownName
+from loka.core.exceptions import EffectUnknown, UnknownName
 from loka.core.recipe import Gemm
 from loka.core.records.parts import WHOLE, part_name, segments_in, tasks_in
 from loka.core.records.plan import known_effect
@@ -31,7 +31,7 @@ def limits_of(budget: Budget, report: Report) -> dict[str, float]:
 
     Raises:
         UnknownName: a task or segment that the report has not, or a task without a limit.
-        LokaError: a part whose KL/H is not known well enough; it says how many rows are missing.
+        EffectUnknown: a part whose KL/H is not known well enough; it says how many rows are missing.
     """
     tasks, segments = tasks_in(report.parts), segments_in(report.parts)
     found: dict[str, float] = {}
@@ -52,7 +52,7 @@ def limits_of(budget: Budget, report: Report) -> dict[str, float]:
     wrong = {name: report.parts[name].unsupported for name in found if name in report.parts}
     why = [f"{name}: {reason}" for name, reason in wrong.items() if reason]
     if why:
-        raise LokaError(
+        raise EffectUnknown(
             "the budget limits KL/H where it is not known well enough", why=why, way_out=_MORE_ROWS
         )
     return found

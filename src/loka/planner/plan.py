@@ -66,7 +66,7 @@ def plan(
             the budget says `on_miss="raise"`.
         UnknownName: a pattern in `force` or `budget.keep` that matches no site, another target, or a task or
             segment of the budget that the report does not know.
-        LokaError: the budget limits a task or segment whose KL/H is not known well enough.
+        EffectUnknown: the budget limits a task or segment whose KL/H is not known well enough.
     """
     if target == "package":
         return plan_package(report, budget, force=force, decide=plan)

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget, total_effect, upper_bound
-from loka.core.exceptions import NoKernelFits, PlanMismatch, WrongResults
+from loka.core.exceptions import EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
 from loka.core.numerics.label_rate import Shares
@@ -55,7 +55,7 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
 _REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
-_CANNOT_RUN = (NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
+_CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
 
 
