@@ -188,6 +188,14 @@ def test_one_number_is_a_limit_for_each_task(report: Report) -> None:
     assert "click" in plan.summary()
 
 
+def test_tasks_that_nobody_named_are_said_to_be_together(model: Two, report: Report) -> None:
+    plain = renew_effects(model, probed(model), batches(2000), forward=ROWS["forward"], logits=lambda z: z)
+    summed = loka.measure(plain, device="cpu", candidates=("emulated:rowwise_e4m3",))
+    together = "KL/H is that of 2 tasks together"
+    assert any(note.startswith(together) for note in loka.plan(summed, Budget(ne=1e-3)).notes)
+    assert not any(note.startswith(together) for note in report.notes)
+
+
 def test_records_keep_it_all(report: Report, renewed: Stats, tmp_path) -> None:
     budget = Budget(ne={"click": 1e-3, "buy": 2e-3}, segments={"high": 5e-3})
     plan = loka.plan(report, budget)

@@ -30,7 +30,7 @@ from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
 from loka.measurement.operands import centre_of_input
-from loka.measurement.predicted_kl import predicted_kl_by_part
+from loka.measurement.predicted_kl import predicted_kl_by_part, tasks_together
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
@@ -189,6 +189,7 @@ class _Work:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
         notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
+        notes += tasks_together(self.stats)
         return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
 
 

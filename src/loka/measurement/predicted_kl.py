@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect, joint_loss
 from loka.core.recipe import Casts, Recipe
-from loka.core.records.stats import LinearStats
+from loka.core.records.parts import tasks_in
+from loka.core.records.stats import LinearStats, Stats
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import depth_loss
 
@@ -43,6 +44,18 @@ def predicted_kl_by_part(layer: LinearStats, recipe: Recipe) -> dict[str, Estima
         if effect is not None and math.isfinite(effect.kl().value):
             found[part] = effect.kl()
     return found
+
+
+def tasks_together(stats: Stats) -> list[str]:
+    """A note where KL/H is of several tasks that nobody named: one may lose what another hides."""
+    effects = [effect for layer in stats.layers.values() for effect in layer.effects.values()]
+    most = max((len(effect.probabilities) for effect in effects), default=0)
+    if most < 2 or tasks_in(stats.parts):
+        return []
+    return [
+        f"KL/H is that of {most} tasks together, the sum of their losses over that of their entropies: name "
+        "them to the probe for the KL/H of each (renew_effects(..., tasks=...); docs/segments.md)"
+    ]
 
 
 def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
