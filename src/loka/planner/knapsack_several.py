@@ -4,7 +4,7 @@
 
 For weights mu_c >= 0 that sum to 1, sum_c mu_c effect_c / limit_c has to stay below 1 too: a knapsack with
 one limit, the surrogate (Glover, Surrogate Constraint Duality, 1975). One walk down the hulls solves it, but
-its last step (knapsack.py). A limit that its answer breaks gets more weight, and it is solved again. Of
+not its last step (knapsack.py). A limit that its answer breaks gets more weight, and it is solved again. Of
 each answer what breaks a limit is taken back, the change first that loses least time for what it mends, and
 what is left goes to whatever still fits. The fastest of all answers is taken. Equal ones go by name, so that
 all ranks decide alike.
