@@ -207,7 +207,7 @@ def train_all(bench: Bench, arms: Mapping[Key, ArmSpec], pairs: int, record: Rec
     for seed in range(bench.config.seed, bench.config.seed + pairs):
         for arm in arms.values():
             began = time.perf_counter()
-            found = run(bench, arm, seed)
+            (found,) = run(bench, arm, seed)
             runs.append(found)
             told = found.broke.splitlines()[0] if found.quality is None else f"NE {found.quality.ne:.5f}"
             took = time.perf_counter() - began

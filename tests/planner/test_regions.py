@@ -233,7 +233,8 @@ def with_ne(cost: Estimate, **others: Measurement) -> Report:
 def test_a_region_costs_what_its_recipe_does_at_output() -> None:
     report = with_ne(effect(1e-4, 1e-5))
     site = report.sites["a/output"]
-    assert cost_of(site, IN_REGIONS[0]) == cost_of(site, FAST) > 0
+    everything = {"": 1.0}
+    assert cost_of(site, IN_REGIONS[0], everything) == cost_of(site, FAST, everything) > (0,)
     plan = loka.plan(report, loka.Budget(ne=1.0))
     assert all(d.candidate in IN_REGIONS for d in plan.decisions.values())
     assert plan.kl.value == pytest.approx(2e-4)
@@ -267,7 +268,7 @@ def test_a_region_without_an_estimate_is_not_admitted_to_a_budget() -> None:
 
 def test_later_effects_change_what_a_region_costs() -> None:
     report = with_effects(with_ne(effect(1e-4)), {"a": {"rowwise_e4m3": effect(3e-4)}})
-    assert cost_of(report.sites["a/output"], IN_REGIONS[0]) == pytest.approx(3e-4)
+    assert cost_of(report.sites["a/output"], IN_REGIONS[0], {"": 1.0}) == pytest.approx((3e-4,))
 
 
 def test_the_frontier_of_ne_counts_what_regions_save() -> None:

@@ -35,10 +35,10 @@ class Labelled(RandomRows):
 @given(rows=st.integers(1, 300), share=st.floats(0, 1), batch_size=st.integers(1, 100))
 def test_labels_are_counted(rows: int, share: float, batch_size: int) -> None:
     source = Labelled(rows=rows, positive=round(share * rows))
-    found = count_labels(source, batch_size=batch_size)
+    found = count_labels(source, batch_size=batch_size)["label"]
     assert (found.positive, found.rows) == (source.positive, rows)
     assert found.rate == (source.positive / rows if 0 < source.positive < rows else None)
-    part = count_labels(source, batch_size=batch_size, most=50)
+    part = count_labels(source, batch_size=batch_size, most=50)["label"]
     assert min(rows, 50) <= part.rows < min(rows, 50) + batch_size
 
 

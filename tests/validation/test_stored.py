@@ -96,7 +96,7 @@ def test_a_stored_run_is_not_trained_again(tmp_path: Path) -> None:
         identity={"name": "model"},
         track=untracked,
     )
-    found = run(bench, SHIFTED, 3)
+    (found,) = run(bench, SHIFTED, 3)
     before = content_of(STORED / "runs/shifted-3/run.json")
     assert canonical(encode(found)) == canonical(before["run"])
     assert held_out(tmp_path, "shifted", 3).logits.shape == (320,)

@@ -15,7 +15,7 @@ from loka.cli.commands.bench import bench
 from loka.cli.commands.data import data_app
 from loka.cli.commands.demo import default_config, run_demo
 from loka.cli.commands.doctor import diagnose
-from loka.cli.commands.ne import named_budget, show_drift, show_frontier
+from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
 from loka.cli.commands.scale import scale
@@ -188,6 +188,12 @@ def plan(
     ne: Annotated[
         float | None, typer.Option(min=0, help="KL/H allowed in all, absolute, such as 2e-4.")
     ] = None,
+    ne_of: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=KL/H of a task or a segment that was probed, such as click=1e-4; repeatable."
+        ),
+    ] = None,
     min_sqnr_db: Annotated[float | None, typer.Option(help="Floor on every site's error; 25 dB.")] = None,
     max_mere: Annotated[float | None, typer.Option(help="The paper's limit, 0.2 there.")] = None,
     min_speedup: Annotated[
@@ -219,9 +225,14 @@ def plan(
         keep=tuple(keep) if keep else None,
     )
     loaded = Report.load(report)
+    if ne_of:
+        allowed = limited_by_name(allowed, ne_of, loaded)
     if frontier:
-        if ne is not None or force:
-            raise LokaError("a frontier plans at many budgets of KL/H", way_out="leave --ne and --force out")
+        if allowed.ne is not None or force:
+            raise LokaError(
+                "a frontier plans at many budgets of KL/H",
+                way_out="leave --ne, --ne-of of tasks, and --force out",
+            )
         show_frontier(loaded, allowed, out)
         return
     out = out or Path("plan.json")

@@ -16,11 +16,13 @@ from torch import nn
 
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError, UnknownName
-from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows
+from loka.core.numerics.label_rate import Shares
+from loka.data import Dealt, Reader, Schema, SyntheticClicks, history_of, open_rows, tasks_of
 from loka.data.batch import Source
 from loka.train.config import NAMED, TrainConfig
-from loka.train.labels import count_labels
+from loka.train.labels import by_name, count_labels, shares
 from loka.zoo import HistoryTable, build, presets, takes_history
+from loka.zoo.presets import PREDICTION_WIDTH
 
 Build = Callable[[Source], nn.Module]
 
@@ -103,7 +105,8 @@ def model_builder(name: str) -> Build:
 
     Args:
         name: "wukong", "wukong:2gf" (see `loka.zoo.presets`), or "package.module:factory",
-            whose factory is called with dense_features and vocab_sizes.
+            whose factory is called with dense_features and vocab_sizes; where rows have several labels, with
+            tasks, their number, too.
 
     Raises:
         UnknownName: neither; the known models are listed.
@@ -124,13 +127,19 @@ def model_builder(name: str) -> Build:
     factory = find_function(name, way_out=f"one of {names}, or package.module:factory")
 
     def built(source: Source) -> nn.Module:
+        given: dict[str, Any] = {
+            "dense_features": source.dense_features,
+            "vocab_sizes": source.vocab_sizes,
+        }
+        if len(tasks_of(source)) > 1:
+            given["tasks"] = len(tasks_of(source))
         try:
-            model = factory(dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
+            model = factory(**given)
         except TypeError as error:
             raise LokaError(
                 f"cannot call {name}",
                 why=[str(error)],
-                way_out="it is called with dense_features and vocab_sizes",
+                way_out=f"it is called with {' and '.join(given)}",
             ) from error
         if not isinstance(model, nn.Module):
             raise LokaError(f"{name} returned a {type(model).__name__}, not an nn.Module")
@@ -168,7 +177,30 @@ def _of_zoo(name: str, size: str, source: Source) -> nn.Module:
         dense_features=source.dense_features,
         vocab_sizes=source.vocab_sizes,
         history=None if held is None else HistoryTable(vocab_size=held.vocab_size),
+        tasks=_tasks_of_zoo(source),
     )
+
+
+def _tasks_of_zoo(source: Source) -> int:
+    tasks = tasks_of(source)
+    if len(tasks) > PREDICTION_WIDTH:
+        raise LokaError(
+            f"the rows have {len(tasks)} labels, {', '.join(tasks)}, and the zoo's models have up to "
+            f"{PREDICTION_WIDTH} logits",
+            way_out=f"name at most {PREDICTION_WIDTH} labels in the schema, or bring a model of your own: "
+            "--model package.module:factory",
+        )
+    return len(tasks)
+
+
+def one_task(source: Source, command: str, *, instead: str) -> None:
+    """Raises LokaError, which names `instead`, where rows have several labels."""
+    tasks = tasks_of(source)
+    if len(tasks) > 1:
+        raise LokaError(
+            f"`{command}` is of one task, and the rows have {len(tasks)} labels: {', '.join(tasks)}",
+            way_out=f'name one in the schema ("label": "{tasks[0]}"), or {instead}',
+        )
 
 
 def steps_between(every: str, option: str) -> int | Literal["auto"]:
@@ -180,8 +212,14 @@ def steps_between(every: str, option: str) -> int | Literal["auto"]:
     return int(every)
 
 
-def share_of_labels(base_rate: float | None) -> float | None:
-    """What --base-rate says; raises LokaError for what is no share, or has no entropy."""
+def share_of_labels(base_rate: float | None, source: Source | None = None) -> float | None:
+    """What --base-rate says; raises LokaError for what is no share, or has no entropy, and for rows with
+    several labels, whose shares are not one."""
+    if base_rate is not None and source is not None and len(tasks := tasks_of(source)) > 1:
+        raise LokaError(
+            f"--base-rate is one share of labels, and the rows have {len(tasks)}: {', '.join(tasks)}",
+            way_out="leave --base-rate out: the labels of each task are counted",
+        )
     if base_rate is not None and not 0 < base_rate < 1:
         raise LokaError(
             f"--base-rate {base_rate}: a share of labels lies between 0 and 1",
@@ -195,21 +233,22 @@ def effects_by(base_rate: float | None, source: Source, batch_size: int) -> dict
 
     Without one there is no KL/H: an effect by the mean prediction would promise what does not exist.
     """
-    rate = _share_in_rows(source, batch_size) if base_rate is None else base_rate
+    rate: Shares | None = _share_in_rows(source, batch_size) if base_rate is None else base_rate
     return {"effect_samples": 0} if rate is None else {"base_rate": rate}
 
 
-def _share_in_rows(source: Source, batch_size: int) -> float | None:
+def _share_in_rows(source: Source, batch_size: int) -> Shares | None:
     """The share of positive labels, of the labels themselves; None, and a message, where all are equal."""
     labels = count_labels(source, batch_size=batch_size)
-    if labels.rate is None:
+    rates = shares(labels)
+    if rates is None:
         say(
-            f"{labels}: H is 0 on these rows, so no KL/H is measured and none is "
+            f"{by_name(labels)}: H is 0 on these rows, so no KL/H is measured and none is "
             "promised. Check which column is the label, or say --base-rate"
         )
     else:
-        say(labels)
-    return labels.rate
+        say(by_name(labels))
+    return rates
 
 
 def choose_device(name: str | None) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from loka.cli.inputs import Data
 from loka.cli.terminal import say
+from loka.data.batch import tasks_of
 from loka.nn import fp8_runs
 from loka.report.progress import ProgressBars
-from loka.train import Quality, TrainConfig, TrainLog, TrainResult, evaluate, quality
+from loka.train import Quality, TrainConfig, TrainLog, TrainResult, evaluate
 from loka.train.average import as_averaged
+from loka.train.metrics import quality_by_task
 
 
 def show_log(line: TrainLog) -> None:
-    say(
-        f"step {line.step}/{line.total_steps}  ne {line.ne:.5f}  recent {line.recent_ne:.5f}  "
-        f"{line.rows_per_second:.0f} rows/s"
-    )
+    recent = line.recent_ne_by_task
+    parts = [
+        f"{_of(task, recent)}ne {reading.lifetime.ne:.5f}  recent {recent[task]:.5f}"
+        for task, reading in line.reading_by_task.items()
+    ]
+    say(f"step {line.step}/{line.total_steps}  {'  '.join(parts)}  {line.rows_per_second:.0f} rows/s")
 
 
 def show_result(result: TrainResult, config: TrainConfig) -> None:
@@ -27,16 +33,30 @@ def show_result(result: TrainResult, config: TrainConfig) -> None:
         say(f"continued from step {result.resumed_from}")
     if result.step_reason is not None:
         say(f"steps did not run as --step {config.step} asks: {result.step_reason}")
-    say(f"train: {result.steps} steps, NE {result.train_ne:.5f}, {result.rows_per_second:.0f} rows/s")
-    say(f"window: {_line(result.reading.window)}")
-    for name, found in result.reading.segments.items():
-        say(f"{name}: ne {found.ne:.5f}  calibration {found.calibration:.4f}  ({found.rows} rows)")
+    say(f"train: {result.steps} steps, NE {train_ne(result)}, {result.rows_per_second:.0f} rows/s")
+    readings = result.reading_by_task
+    for task, reading in readings.items():
+        of = _of(task, readings)
+        say(f"{of}window: {_line(reading.window)}")
+        for name, found in reading.segments.items():
+            say(f"{of}{name}: ne {found.ne:.5f}  calibration {found.calibration:.4f}  ({found.rows} rows)")
+
+
+def train_ne(result: TrainResult) -> str:
+    """Progressive NE of all rows, of each task."""
+    readings = result.reading_by_task
+    return "  ".join(f"{_of(task, readings)}{reading.lifetime.ne:.5f}" for task, reading in readings.items())
+
+
+def _of(task: str, by_task: Mapping[str, object]) -> str:
+    """Begins what is of one of several tasks."""
+    return f"{task}: " if len(by_task) > 1 else ""
 
 
 def show_quality(
     model: nn.Module, opened: Data, config: TrainConfig, bars: ProgressBars, average: AveragedModel | None
 ) -> None:
-    def found() -> Quality:
+    def found() -> dict[str, Quality]:
         logits, labels = evaluate(
             model,
             opened.test,
@@ -45,12 +65,16 @@ def show_quality(
             precision=config.precision,
             track=bars,
         )
-        return quality(logits, labels)
+        return quality_by_task(tasks_of(opened.test), logits, labels)
 
-    say(f"held out: {_line(found())}")
+    def show(what: str) -> None:
+        for task, quality in (by_task := found()).items():
+            say(f"{_of(task, by_task)}{what}: {_line(quality)}")
+
+    show("held out")
     if average is not None:
         with as_averaged(model, average, rows=opened.train, config=config):
-            say(f"held out, by the mean of the weights ({config.average}): {_line(found())}")
+            show(f"held out, by the mean of the weights ({config.average})")
     for site, runs in fp8_runs(model).items():
         say(f"ran {runs} x {site}")
     for line in opened.account():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,11 @@ class Budget:
         ne: limit on the predicted KL/H of all FP8 `output` GEMMs together, absolute, spent where it saves
             most time. In a calibrated, annealed model NE by the labels rises as much in the mean, and 0.02 %
             of an NE of 0.8 is 1.6e-4. Each site counts with the upper end of its estimate, `upper_bound`; a
-            site without an estimate stays in hp. None: no such limit (docs/budget.md).
+            site without an estimate stays in hp. None: no such limit (docs/budget.md). A mapping from the
+            names of tasks gives each a limit of its own; one number holds for each task by itself, where the
+            probe was told their names.
+        segments: limits on the KL/H of single segments of rows, by their names, for each task there; beside
+            `ne` or without it (docs/segments.md).
         min_sqnr_db: floor on the lower end of a site's `sqnr_db` interval. e4m3 on both
             operands gives about 28.5 dB, e5m2 gradients about 24.5 dB; the default admits the
             first and refuses the second, whose bias costs NE in training (docs/plan.md).
@@ -40,13 +44,14 @@ class Budget:
         on_miss: "keep" a site in hp when no candidate fits, or "raise" NoKernelFits.
     """
 
-    ne: float | None = sparse(None)
+    ne: float | Mapping[str, float] | None = sparse(None)
     min_sqnr_db: float | None = 25.0
     max_mere: float | None = None
     min_speedup: float = 1.05
     keep: tuple[str, ...] = ()
     keep_prediction: bool = True
     regions: bool = sparse(True)
+    segments: Mapping[str, float] = sparse(default_factory=dict)
     on_miss: Literal["keep", "raise"] = "keep"
 
     def __post_init__(self) -> None:
@@ -56,12 +61,30 @@ class Budget:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; it must be finite, or None to lift the limit")
-        if self.ne is not None and not 0 <= self.ne < math.inf:
-            raise ValueError(f"ne is {self.ne}; an increase allowed is 0 or more, or None for no limit")
+        by_name = {f"segments[{name!r}]": limit for name, limit in self.segments.items()}
+        if isinstance(self.ne, Mapping):
+            by_name |= {f"ne[{name!r}]": limit for name, limit in self.ne.items()}
+            if not self.ne:
+                raise ValueError("ne names no task; None lifts the limit")
+        elif self.ne is not None:
+            by_name["ne"] = self.ne
+        for name, limit in by_name.items():
+            if not 0 <= limit < math.inf:
+                raise ValueError(f"{name} is {limit}; an increase allowed is 0 or more, or None for no limit")
         if not 0 <= self.min_speedup < math.inf:
             raise ValueError(f"min_speedup is {self.min_speedup}; a ratio of times cannot be negative")
         if isinstance(self.keep, str):
             raise ValueError(f"keep is the text {self.keep!r}; it must be a tuple of patterns")
+
+    @property
+    def whole(self) -> float | None:
+        """The one number of `ne`; None where there is none, or a limit for each task."""
+        return None if isinstance(self.ne, Mapping) else self.ne
+
+    @property
+    def limits_kl(self) -> bool:
+        """Whether KL/H is limited at all."""
+        return self.ne is not None or bool(self.segments)
 
     @classmethod
     def paper(cls, **others: Any) -> Budget:

@@ -30,6 +30,10 @@ def _rebuild(cls: type[LokaError], what: str, why: tuple[str, ...], way_out: str
     return cls(what, why=why, way_out=way_out)
 
 
+class EffectUnknown(LokaError):
+    """A budget limits the KL/H of a task or a segment that was not probed well enough."""
+
+
 class NoKernelFits(LokaError):
     """No candidate can run a site's GEMM, or a named one cannot."""
 

@@ -5,7 +5,7 @@ brings pyarrow for files; the synthetic source and npy files need nothing. `Tabl
 is; `convert` prepares it once for `open_shards`, which reads in parallel, shuffles and scales.
 """
 
-from loka.data.batch import Batch, History, Source, at_epoch, history_of
+from loka.data.batch import Batch, History, Source, at_epoch, history_of, tasks_of
 from loka.data.categories.vocabulary import (
     HashedVocabulary,
     Vocabulary,
@@ -55,6 +55,7 @@ __all__ = [
     "read_manifest",
     "read_vocabulary",
     "split_shards",
+    "tasks_of",
     "vocabulary_from_dict",
     "write_vocabulary",
 ]

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """`dense` [B, D] float32, `sparse` [B, F] int64 ids, `label` [B] float32 in {0, 1}.
+    """`dense` [B, D] float32, `sparse` [B, F] int64 ids, `label` [B] float32 in {0, 1}, or [B, tasks].
 
     Rows with a history also have `sequence` [B, L] int64 ids, oldest first, padded with 0 on the right, and
     `lengths` [B] int64, how many of the L are there.
@@ -44,11 +44,14 @@ class History:
     vocab_size: int
 
 
+ONE_TASK = ("label",)
+
+
 class Source(Protocol):
     """Rows in a fixed order. The same source, `batch_size` and `start` give the same batches.
 
-    A source may have two more: `history`, a `History` or None (see `history_of`), and `at_epoch(epoch)`, the
-    same rows in that epoch's order (see `at_epoch`).
+    A source may have three more: `history`, a `History` or None (see `history_of`), `tasks`, the names of
+    its label columns (see `tasks_of`), and `at_epoch(epoch)`, the same rows in that epoch's order.
     """
 
     @property
@@ -81,6 +84,12 @@ class Source(Protocol):
 def history_of(source: Source) -> History | None:
     """The sequence feature of the source's batches, None where they have none."""
     found: History | None = getattr(source, "history", None)
+    return found
+
+
+def tasks_of(source: object) -> tuple[str, ...]:
+    """The tasks of a source or a store, by their label columns; one, "label", where it does not say."""
+    found: tuple[str, ...] = getattr(source, "tasks", ONE_TASK)
     return found
 
 

@@ -20,7 +20,8 @@ MOST_IDS = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """`dense` [n, D] float32, `sparse` [n, F] int64, `label` [n] float32, `counts` [n, reasons] int32.
+    """`dense` [n, D] float32, `sparse` [n, F] int64, `label` [n] or [n, tasks] float32, `counts`
+    [n, reasons] int32.
 
     With a history also `sequence` [n, L] int64 and `lengths` [n] int64. Ids may be int32 on the way.
     """

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, History, Source, at_epoch, history_of
+from loka.data.batch import Batch, History, Source, at_epoch, history_of, tasks_of
 
 
 class Dealt:
@@ -66,6 +66,10 @@ class Dealt:
     @property
     def history(self) -> History | None:
         return history_of(self.parts[0])
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tasks_of(self.parts[0])
 
     @property
     def identity(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Source
+from loka.data.batch import Source, tasks_of
 from loka.data.formats.npy import NpyStore, npy_triplets
 from loka.data.formats.shards import MANIFEST, ShardStore
 from loka.data.formats.table import open_table, open_tables
@@ -78,6 +78,7 @@ def _require_alike(path: Path, store: Store, test: Path, other: Store) -> None:
     parts = {
         "dense features": (store.dense_features, other.dense_features),
         "sparse features": (len(store.vocab_sizes), len(other.vocab_sizes)),
+        "labels": (tasks_of(store), tasks_of(other)),
         "history": (store.history, other.history),
     }
     parts |= {

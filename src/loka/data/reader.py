@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Batch, History
+from loka.data.batch import Batch, History, tasks_of
 from loka.data.block import Block, check_batching, merged
 from loka.data.order import Order, Shuffle, order_of
 from loka.data.workers import in_order, processors
@@ -112,6 +112,10 @@ class Reader:
     @property
     def history(self) -> History | None:
         return self._store.history
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tasks_of(self._store)
 
     @property
     def identity(self) -> str:

@@ -15,13 +15,16 @@ from loka.core.storage.untrusted import Limits, parse_json, read_bounded
 class Schema:
     """Column names in model order; they match a file's names exactly, else without regard to case.
 
+    `label` is one column, or several: then each is a task of its own, named by its column, and batches have
+    `label` [B, tasks].
+
     `separator` and `header` are hints for text files; None means what the suffix says: .csv has commas and a
     header line, .tsv and .txt have tabs, no header, and the columns in the order label, dense, sparse.
 
     `sequence` names a list column of categories, oldest first, of which the last `sequence_length` are used.
     """
 
-    label: str
+    label: str | tuple[str, ...]
     dense: tuple[str, ...]
     sparse: tuple[str, ...]
     separator: str | None = None
@@ -30,6 +33,10 @@ class Schema:
     sequence_length: int = 50
 
     def __post_init__(self) -> None:
+        if not isinstance(self.label, str):
+            object.__setattr__(self, "label", self.label[0] if len(self.label) == 1 else tuple(self.label))
+        if not self.labels:
+            raise DataRefused("the schema names no label column", way_out="name one, or one for each task")
         if not all(isinstance(name, str) for name in self.columns):
             raise DataRefused("the schema names a column by something else than text")
         single = self.separator is None or (isinstance(self.separator, str) and len(self.separator) == 1)
@@ -57,8 +64,13 @@ class Schema:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Label, dense, sparse, sequence: the order of headerless files and of everything read."""
-        return (self.label, *self.dense, *self.sparse, *self.sequences)
+        """Labels, dense, sparse, sequence: the order of headerless files and of everything read."""
+        return (*self.labels, *self.dense, *self.sparse, *self.sequences)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label columns, which name the tasks."""
+        return (self.label,) if isinstance(self.label, str) else self.label
 
     @property
     def sequences(self) -> tuple[str, ...]:
@@ -90,9 +102,11 @@ class Schema:
         """Read a schema file in either of two spellings.
 
         Ours: `{"label": "y", "dense": [...], "sparse": [...], "separator": ",", "header": true}`,
-        and for a list column `"sequence": "history", "sequence_length": 50`.
+        for several tasks `"label": ["click", "buy"]`, and for a list column `"sequence": "history",
+        "sequence_length": 50`.
         BARS / FuxiCTR: `{"label_col": {"name": "y"}, "feature_cols": [{"name": "a" or ["a", "b"],
-        "type": "numeric" or "categorical", "active": true}, ...]}`; inactive features are left out.
+        "type": "numeric" or "categorical", "active": true}, ...]}`; inactive features are left out, and
+        "label_col" may be a list.
         """
         try:
             content = parse_json(read_bounded(Path(path), Limits()), Limits())
@@ -124,7 +138,7 @@ def _from_ours(content: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(content)
     for role in ("dense", "sparse"):
         fields[role] = _names(fields.get(role, []))
-    return fields
+    return {**fields, "label": _names(fields["label"])}
 
 
 def _from_bars(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,8 +150,9 @@ def _from_bars(content: Mapping[str, Any]) -> dict[str, Any]:
                     f"feature {feature['name']} has type {feature['type']!r}, known: {list(roles)}"
                 )
             roles[feature["type"]] += _names(feature["name"])
+    labels = content["label_col"]
     return {
-        "label": content["label_col"]["name"],
+        "label": tuple(each["name"] for each in (labels if isinstance(labels, list) else [labels])),
         "dense": tuple(roles["numeric"]),
         "sparse": tuple(roles["categorical"]),
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from loka.core.device import fingerprint
+from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
@@ -30,6 +31,7 @@ from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
 from loka.measurement.operands import centre_of_input
+from loka.measurement.predicted_kl import predicted_kl_by_part, tasks_together
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
 from loka.measurement.settings import Settings
@@ -97,6 +99,7 @@ def measure(
         coverage=stats.coverage,
         final_rate=stats.final_rate,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
+        parts=dict(stats.parts),
         complete=False,
     )
     path = Path(out) if out is not None else None
@@ -188,6 +191,7 @@ class _Work:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
         notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
+        notes += tasks_together(self.stats)
         return replace(report, sites=ordered, notes=tuple(notes), complete=not missing)
 
 
@@ -240,12 +244,21 @@ def _draw_layer(
     drawn = draw_errors(layer, problems, runnable, device=timer.device, settings=timer.settings)
     sites = {}
     for gemm, problem in problems.items():
-        measurements = {name: Measurement(errors=found) for name, found in drawn.errors[gemm].items()}
+        measurements = {
+            name: Measurement(errors=found, kl_by_part=_by_part(layer, gemm, name))
+            for name, found in drawn.errors[gemm].items()
+        }
         for name, reason in {**refused[gemm], **drawn.failures[gemm]}.items():
             measurements[name] = Measurement(unsupported=reason)
         site = SiteReport(path=path, problem=problem, measurements=measurements)
         sites[site.name] = site
     return sites, skipped
+
+
+def _by_part(layer: LinearStats, gemm: Gemm, name: str) -> dict[str, Estimate]:
+    if gemm is not Gemm.OUTPUT or name == HP:
+        return {}
+    return predicted_kl_by_part(layer, candidate_named(name).recipe)
 
 
 def _pointless(name: str, layer: LinearStats) -> str | None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from loka.core.error import Estimate
 from loka.core.numerics.effect import Effect, joint_loss
 from loka.core.recipe import Casts, Recipe
-from loka.core.records.stats import LinearStats
+from loka.core.records.parts import tasks_in
+from loka.core.records.stats import LinearStats, Stats
 from loka.statistics.effect_casts import CASTS
 from loka.statistics.effect_depths import depth_loss
 
@@ -34,6 +35,29 @@ def predicted_kl(layer: LinearStats, recipe: Recipe) -> Estimate | None:
     return Estimate(value, value / factor, value * factor)
 
 
+def predicted_kl_by_part(layer: LinearStats, recipe: Recipe) -> dict[str, Estimate]:
+    """The same of single tasks and segments (core/records/parts.py), by name; without those of which these
+    casts were not tried: histograms are of all rows and tasks together."""
+    found: dict[str, Estimate] = {}
+    for part, effects in layer.effects_by_part.items():
+        effect = _tried(effects, recipe) if recipe.output is not None else None
+        if effect is not None and math.isfinite(effect.kl().value):
+            found[part] = effect.kl()
+    return found
+
+
+def tasks_together(stats: Stats) -> list[str]:
+    """A note where KL/H is of several tasks that nobody named: one may lose what another hides."""
+    effects = [effect for layer in stats.layers.values() for effect in layer.effects.values()]
+    most = max((len(effect.probabilities) for effect in effects), default=0)
+    if most < 2 or tasks_in(stats.parts):
+        return []
+    return [
+        f"KL/H is that of {most} tasks together, the sum of their losses over that of their entropies: name "
+        "them to the probe for the KL/H of each (renew_effects(..., tasks=...); docs/segments.md)"
+    ]
+
+
 def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) -> float | None:
     """KL/H of quantizing several layers together: the sum of their effects, but for what their errors do
     to all samples alike. Those shifts of the logit add before they are squared (core/numerics/effect.py).
@@ -50,9 +74,13 @@ def joint_kl(layers: Mapping[str, LinearStats], chosen: Mapping[str, Recipe]) ->
 
 
 def _effect(layer: LinearStats, recipe: Recipe) -> Effect | None:
+    return _tried(layer.effects, recipe)
+
+
+def _tried(effects: Mapping[str, Effect], recipe: Recipe) -> Effect | None:
     """By the recipe's name, or that of another one with the same casts."""
     names = [recipe.name, *(name for name, casts in CASTS.items() if casts == recipe.output)]
-    return next((layer.effects[name] for name in names if name in layer.effects), None)
+    return next((effects[name] for name in names if name in effects), None)
 
 
 def depth_kl(layer: LinearStats, casts: Casts) -> float | None:

@@ -24,4 +24,5 @@ def decision_of(site: SiteReport, candidate: str, reason: str, rejected: Mapping
         hp_microseconds=hp.microseconds,
         speedup=measured.speedup,
         rejected=rejected,
+        kl_by_part=(site.measured(candidate) or measured).kl_by_part,
     )

@@ -20,7 +20,7 @@ from loka.core.records.report import HP, Report
 from loka.core.storage.codec import encode, named
 from loka.core.storage.files import write_record
 from loka.core.table import format_table
-from loka.planner.ne_budget import WAY_OUT
+from loka.planner.limits import WAY_OUT
 from loka.planner.plan import plan
 
 _UNLIMITED = 1e9  # no model loses so much

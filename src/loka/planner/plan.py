@@ -6,22 +6,22 @@ the layer, each faster than hp by `min_speedup` (planner/layer_choice.py). Where
 the candidate with the smallest error wins. Everything else stays in hp. What is equal within
 the noise goes to the first name, so that every rank and every run decides alike.
 
-A budget of KL/H is spent first (planner/ne_budget.py): it grants each layer what its `output`
-GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
+A budget of KL/H, of the model or by task and segment, is spent first (planner/ne_budget.py): it grants each
+layer what its `output` GEMM may cost, and the rest is decided as ever among the candidates that cost no more.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from loka.core.annealing import annealing_note
-from loka.core.budget import Budget, upper_bound
+from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
 from loka.core.recipe import RECIPES, SHARED_OPERANDS, Gemm
+from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
 from loka.core.signature import ModelSignature
@@ -39,7 +39,8 @@ from loka.planner.layer_choice import (
     speedup_of,
     tied,
 )
-from loka.planner.ne_budget import cost_of, grant, is_forced
+from loka.planner.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
+from loka.planner.ne_budget import grant, is_forced
 from loka.planner.package_target import plan_package
 from loka.planner.regions import in_region, region_of, unsupported
 
@@ -63,7 +64,9 @@ def plan(
     Raises:
         NoKernelFits: a forced candidate cannot run its site, or a site has no candidate and
             the budget says `on_miss="raise"`.
-        UnknownName: a pattern in `force` or `budget.keep` that matches no site, or another target.
+        UnknownName: a pattern in `force` or `budget.keep` that matches no site, another target, or a task or
+            segment of the budget that the report does not know.
+        EffectUnknown: the budget limits a task or segment whose KL/H is not known well enough.
     """
     if target == "package":
         return plan_package(report, budget, force=force, decide=plan)
@@ -72,15 +75,17 @@ def plan(
     budget = budget or Budget()
     force = dict(force or {})
     _check_patterns(report, {"force": tuple(force), "keep": budget.keep})
+    limits = limits_of(budget, report)
     layers: dict[str, list[SiteReport]] = {}
     for site in report.sites.values():
         layers.setdefault(site.path, []).append(site)
-    opened = {path: _open_layer(sites, report, budget, force) for path, sites in layers.items()}
-    granted = grant(report, budget, opened) if budget.ne is not None else None
-    decisions = _decisions(report, opened, budget, granted.layers if granted else None)
+    opened = {path: _open_layer(sites, report, budget, limits, force) for path, sites in layers.items()}
+    granted = grant(report, budget, limits, opened) if limits else None
+    decisions = _decisions(report, opened, budget, limits, granted.layers if granted else None)
     notes = [f"{path} stays in hp: {reason}" for path, reason in report.skipped.items()]
     notes += [*(granted.notes if granted else ()), *report.notes]
-    if budget.ne is not None:
+    if limits:
+        notes += [str(report.parts[part]) for part in limits if part in report.parts]
         notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
@@ -92,6 +97,7 @@ def plan(
         decisions=decisions,
         coverage=report.coverage,
         centres={path: report.centres[path] for path in _centred(decisions) if path in report.centres},
+        limits={} if tuple(limits) == (WHOLE,) else limits,
         notes=tuple(notes),
     )
 
@@ -124,18 +130,24 @@ def _check_patterns(report: Report, patterns: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _decisions(
-    report: Report, layers: Mapping[str, Layer], budget: Budget, granted: Mapping[str, float] | None
+    report: Report,
+    layers: Mapping[str, Layer],
+    budget: Budget,
+    limits: Limits,
+    granted: Mapping[str, Cost] | None,
 ) -> dict[str, Decision]:
     """Of all sites. `granted`: what the `output` GEMM of each layer may spend of the budget of KL/H."""
     decided = {
         decision.site: decision
         for path, layer in layers.items()
-        for decision in _settle(layer, report, budget, math.inf if granted is None else granted[path])
+        for decision in _settle(layer, report, budget, limits, () if granted is None else granted[path])
     }
     return {name: decided[name] for name in report.sites}
 
 
-def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: Mapping[str, str]) -> Layer:
+def _open_layer(
+    sites: list[SiteReport], report: Report, budget: Budget, limits: Limits, force: Mapping[str, str]
+) -> Layer:
     """What is decided of a layer by rule, and what is left to compare."""
     fixed: dict[Gemm, Decision] = {}
     rejected: dict[Gemm, dict[str, str]] = {}
@@ -144,12 +156,12 @@ def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: 
         gemm = site.problem.gemm
         decision = _fixed(site, report, budget, force)
         if decision is None:
-            decision, options[gemm], rejected[gemm] = _admit(site, budget, timed=report.timed)
+            decision, options[gemm], rejected[gemm] = _admit(site, budget, limits, timed=report.timed)
         if decision is not None:
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    region = "a GEMM of it is decided by rule" if fixed else region_of(sites, report, budget)
+    region = "a GEMM of it is decided by rule" if fixed else region_of(sites, report, budget, limits)
     if isinstance(region, str) and report.timed:
         for reasons in rejected.values():
             reasons[REGION] = region
@@ -163,8 +175,8 @@ def _open_layer(sites: list[SiteReport], report: Report, budget: Budget, force: 
     )
 
 
-def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> list[Decision]:
-    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`."""
+def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, granted: Cost) -> list[Decision]:
+    """Decides the sites of one layer, its `output` GEMM among what costs no more than `granted`, by limit."""
     fixed, savings = dict(layer.fixed), layer.savings
     options = {gemm: dict(each) for gemm, each in layer.options.items()}
     rejected = {gemm: dict(each) for gemm, each in layer.rejected.items()}
@@ -173,9 +185,12 @@ def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> lis
         if is_forced(fixed.get(gemm)):
             continue
         for name in [fixed[gemm].candidate] if gemm in fixed else list(options.get(gemm, ())):
-            if cost_of(site, name) <= granted:
+            cost = cost_of(site, name, limits)
+            if fits(cost, granted):
                 continue
-            reason = f"KL/H {site.measurements[name].errors['ne']} is better spent elsewhere"
+            part = next(p for p, mine, theirs in zip(limits, cost, granted, strict=True) if mine > theirs)
+            spends = site.measurements[name].kl_of(part)
+            reason = f"KL/H{f' of {part}' if part else ''} {spends} is better spent elsewhere"
             if gemm in fixed:
                 fixed[gemm] = _no_candidate(site, budget, {**fixed[gemm].rejected, name: reason})
             else:
@@ -185,7 +200,8 @@ def _settle(layer: Layer, report: Report, budget: Budget, granted: float) -> lis
         return [fixed[site.problem.gemm] for site in layer.sites]
     region = layer.region
     if region is not None and any(
-        cost_of(site, region.options[site.problem.gemm].name) > granted for site in layer.sites
+        not fits(cost_of(site, region.options[site.problem.gemm].name, limits), granted)
+        for site in layer.sites
     ):
         region = None
     choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
@@ -236,14 +252,14 @@ def _check_forced(site: SiteReport, candidate: str) -> None:
 
 
 def _admit(
-    site: SiteReport, budget: Budget, *, timed: bool
+    site: SiteReport, budget: Budget, limits: Limits, *, timed: bool
 ) -> tuple[Decision | None, dict[str, Option], dict[str, str]]:
     """A decision if there is nothing to compare in time; else the options and why others are out."""
     rejected, admitted = {}, {}
     for name, measured in site.measurements.items():
         if name == HP:
             continue
-        reason = unsupported(measured, budget, site.problem.gemm)
+        reason = unsupported(measured, budget, limits, site.problem.gemm)
         if reason is None and timed and option_of(site, name) is None:
             reason = f"not timed: {site.unfinished or 'no time was measured'}"
         if reason is None:
@@ -254,8 +270,8 @@ def _admit(
         return _no_candidate(site, budget, rejected), {}, rejected
     if not timed:
         chosen, why, lost = _most_exact(admitted)
-        if budget.ne is not None and site.problem.gemm is Gemm.OUTPUT:
-            chosen, why, lost = _least_effect(admitted)
+        if limits and site.problem.gemm is Gemm.OUTPUT:
+            chosen, why, lost = _least_effect(site, admitted, limits)
         others = [name for name in admitted if name != chosen]
         runner_up = max(others, key=lambda name: admitted[name].errors["sqnr_db"].value, default=HP)
         decision = decision_of(site, chosen, why, {**rejected, **lost})
@@ -333,11 +349,18 @@ def _most_exact(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str
     return chosen, "smallest error; not timed" + _ties(equal[1:]), lost
 
 
-def _least_effect(admitted: Mapping[str, Measurement]) -> tuple[str, str, dict[str, str]]:
-    """As `_most_exact`, by what a candidate spends of the budget of KL/H."""
-    effects = {name: m.errors["ne"] for name, m in admitted.items()}
-    chosen = min(effects, key=lambda name: (upper_bound(effects[name]), name))
-    lost = {name: f"costs more: KL/H {effect}" for name, effect in effects.items() if name != chosen}
+def _least_effect(
+    site: SiteReport, admitted: Mapping[str, Measurement], limits: Limits
+) -> tuple[str, str, dict[str, str]]:
+    """As `_most_exact`, by what a candidate spends of the budget of KL/H: of several limits, of the one that
+    it spends the largest share of."""
+    costs = {name: share_spent(cost_of(site, name, limits), limits) for name in admitted}
+    chosen = min(costs, key=lambda name: (costs[name], name))
+    if len(limits) > 1:
+        lost = {name: f"costs more: {cost:.1%} of a limit" for name, cost in costs.items() if name != chosen}
+        return chosen, "smallest share of its limits on KL/H; not timed", lost
+    (part,) = limits
+    lost = {name: f"costs more: KL/H {admitted[name].kl_of(part)}" for name in admitted if name != chosen}
     return chosen, "smallest KL/H; not timed", lost
 
 

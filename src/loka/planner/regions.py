@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from loka.compiler.joint_sites import IN_REGIONS
-from loka.core.budget import Budget, upper_bound
+from loka.core.budget import Budget
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport
 from loka.planner.decision import decision_of
 from loka.planner.layer_choice import Choice, Option, option_of, region_choice
-from loka.planner.ne_budget import WAY_OUT
+from loka.planner.limits import Limits, over_limits
 
 
-def unsupported(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None:
+def unsupported(measured: Measurement, budget: Budget, limits: Limits, gemm: Gemm) -> str | None:
     """Why the budget does not admit a candidate, or None. A NaN error is never admitted."""
     if measured.unsupported:
         return measured.unsupported
@@ -25,17 +25,10 @@ def unsupported(measured: Measurement, budget: Budget, gemm: Gemm) -> str | None
         return f"mere {relative} is above {budget.max_mere:g}"
     if sqnr.value != sqnr.value:
         return "its result holds NaN"
-    if budget.ne is None or gemm is not Gemm.OUTPUT:
-        return None
-    effect = measured.errors.get("ne")
-    if effect is None:
-        return f"its KL/H is not known; {WAY_OUT}"
-    if not upper_bound(effect) <= budget.ne:
-        return f"KL/H +{effect} is above the whole budget of {budget.ne:g}"
-    return None
+    return None if gemm is not Gemm.OUTPUT else over_limits(measured, limits)
 
 
-def region_of(sites: list[SiteReport], report: Report, budget: Budget) -> Choice | str:
+def region_of(sites: list[SiteReport], report: Report, budget: Budget, limits: Limits) -> Choice | str:
     """The layer in a region, where the budget admits every GEMM of it; else why it cannot be in one."""
     if not budget.regions:
         return "the budget wants no regions"
@@ -50,7 +43,7 @@ def region_of(sites: list[SiteReport], report: Report, budget: Budget) -> Choice
         measured, option = site.measured(name), option_of(site, HP)
         if measured is None or option is None:
             return f"the errors of {name}, or of hp, were not measured at {site.name}"
-        if reason := unsupported(measured, budget, site.problem.gemm):
+        if reason := unsupported(measured, budget, limits, site.problem.gemm):
             return f"{site.name}: {reason}"
         in_hp[site.problem.gemm] = option
     return region_choice(in_hp, times) or "hp was not timed beside it"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from loka.core.error import Estimate
-from loka.core.exceptions import PlanMismatch
+from loka.core.exceptions import LokaError, PlanMismatch
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, Report
@@ -35,8 +35,16 @@ def with_effects(report: Report, effects: Mapping[str, Mapping[str, Estimate]]) 
 def replan(made: Plan, report: Report, effects: Mapping[str, Mapping[str, Estimate]]) -> PlanDiff:
     """What `made`'s budget would decide differently now: `report` as it was against it `with_effects`.
 
-    Raises PlanMismatch for a report of another model or machine than the plan's.
+    Raises PlanMismatch for a report of another model or machine than the plan's, LokaError for a plan with
+    limits on tasks or segments.
     """
+    if made.limits:
+        raise LokaError(
+            f"the plan has limits on {', '.join(name or 'all rows' for name in made.limits)}",
+            why=["effects of a later window are those of the whole model"],
+            way_out="probe with the same tasks and segments, measure, and plan from that: loka probe, "
+            "loka measure, loka plan",
+        )
     differences = report.model.differences(made.model) + report.machine.differences(made.machine)
     if differences:
         raise PlanMismatch(

@@ -18,7 +18,7 @@ record twice is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from loka.core import exchange
 from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import merged
+from loka.core.records.parts import Part, joined, judged
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.core.signature import ModelSignature
@@ -180,7 +181,17 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         skipped={path: why for path, why in {**b.skipped, **a.skipped}.items() if path not in layers},
         coverage=a.coverage or b.coverage,
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
+        parts=_parts(a, b, layers),
     )
+
+
+def _parts(a: Stats, b: Stats, layers: Mapping[str, LinearStats]) -> dict[str, Part]:
+    """Of both; what only one of them has stays as it is."""
+    found = {**b.parts, **a.parts}
+    for name in a.parts.keys() & b.parts.keys():
+        both = joined(a.parts[name], b.parts[name])
+        found[name] = judged(both, (layer.effects_by_part.get(name, {}) for layer in layers.values()))
+    return found
 
 
 def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
@@ -199,6 +210,10 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         needs_weight_grad=a.needs_weight_grad or b.needs_weight_grad,
         operands=operands,
         effects=effects,
+        effects_by_part={
+            name: merged(a.effects_by_part.get(name, {}), b.effects_by_part.get(name, {}))
+            for name in {**a.effects_by_part, **b.effects_by_part}
+        },
         no_effect="".join(old[:1]) if effects else a.no_effect or b.no_effect,
     )
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError
+from loka.core.numerics.label_rate import Shares
 from loka.core.problem import dtype_name
 from loka.core.records.coverage import Coverage
 from loka.core.records.stats import Stats
@@ -38,9 +39,10 @@ from loka.probe.layer_stats import (
     refuse,
     with_sites,
 )
+from loka.probe.model_effects.calls import Call, step_seed
 from loka.probe.model_effects.logits import Logits
 from loka.probe.model_effects.sample_rows import batch_of
-from loka.probe.model_effects.sensitivity import Call, Sensitivity, step_seed
+from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.refusals import refuse_converted, refuse_settings, refuse_vmap, refuse_without_sites
 from loka.probe.sampling_schedule import clock_of, sampling_of
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
@@ -81,9 +83,9 @@ class Probe:
         logits: function from what the model returns to its logits [B] or [B, tasks], float. Not needed
             where it returns those of one task (or probabilities straight out of a sigmoid), under the name
             "logits" among others, or as TorchRec's DLRMTrain does.
-        base_rate: share of positive labels, for the entropy H that KL is relative to; by default the
-            mean prediction. Where a model's output shows no logits it is needed: effects are then
-            taken from the gradient of training, of a loss that is a mean over the batch.
+        base_rate: share of positive labels, of several tasks one for each, for the entropy H that KL is
+            relative to; by default the mean prediction. Where a model's output shows no logits it is needed:
+            effects are then taken from the gradient of training, of a loss that is a mean over the batch.
 
     Raises:
         PlanMismatch: `resume` is of another model; the differences are listed.
@@ -109,7 +111,7 @@ class Probe:
         effect_samples: int = 512,
         effect_step: int = 64,
         logits: Logits | None = None,
-        base_rate: float | None = None,
+        base_rate: Shares | None = None,
     ) -> None:
         counts = {"rows": rows, "depth_rows": depth_rows, "rank": rank, "save_every": save_every}
         refuse_settings({**counts, "effect_step": effect_step}, effect_samples, base_rate)

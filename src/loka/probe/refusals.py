@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted
+from loka.core.numerics.label_rate import Shares, task_rates
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, unwrap
 
 
-def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate: float | None) -> None:
+def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate: Shares | None) -> None:
     """Raises ValueError for what is below its least value. `positive`: numbers of at least 1, by name."""
     for name, value, least in (
         *((name, value, 1) for name, value in positive.items()),
@@ -20,8 +21,8 @@ def refuse_settings(positive: Mapping[str, int], effect_samples: int, base_rate:
     ):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-    if base_rate is not None and not 0 < base_rate < 1:
-        raise ValueError(f"base_rate is {base_rate}; a share of labels lies between 0 and 1")
+    if base_rate is not None:
+        task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
 
 
 def refuse_converted(model: nn.Module) -> None:

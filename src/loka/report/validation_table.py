@@ -8,6 +8,7 @@ from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
+from loka.validation.runs import Run
 from loka.validation.verdicts import ERROR
 
 
@@ -23,7 +24,7 @@ def validation_table(validation: Validation) -> str:
     if validation.annealed is not None:
         parts.append(f"{validation.control} is {validation.annealed}")
     parts += [_arm(arm, validation) for arm in validation.arms]
-    verdicts = ", ".join(f"{arm.name} {arm.verdict.upper()}" for arm in validation.arms)
+    verdicts = ", ".join(f"{arm.title} {arm.verdict.upper()}" for arm in validation.arms)
     parts.append(f"verdict: {verdicts}")
     return "\n\n".join(parts)
 
@@ -33,19 +34,24 @@ def _runs(validation: Validation) -> str:
     for run in validation.runs:
         q = run.quality
         if q is None:
-            rows.append((run.seed, run.arm, "ended in NaN", "-", "-", "-", "-", "-"))
+            rows.append((run.seed, _title(run), "ended in NaN", "-", "-", "-", "-", "-"))
             continue
         numbers = (f"{q.ne:.5f}", f"{q.logloss:.5f}", f"{q.auc:.5f}", f"{q.calibration:.4f}")
         speed = f"{run.rows_per_second:.0f}" if run.rows_per_second else "-"
-        rows.append((run.seed, run.arm, *numbers, f"{run.train_ne:.5f}", speed))
+        rows.append((run.seed, _title(run), *numbers, f"{run.train_ne:.5f}", speed))
     return format_table(
         ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s"),
         rows,
     )
 
 
+def _title(run: Run) -> str:
+    return f"{run.arm}, {run.task}" if run.task else run.arm
+
+
 def _arm(arm: ArmVerdict, validation: Validation) -> str:
-    lines = [f"{arm.name} minus {validation.control}, NE by the labels, relative; KL/H in percent of NE too:"]
+    what = f"{arm.title} minus {validation.control}"
+    lines = [f"{what}, NE by the labels, relative; KL/H in percent of NE too:"]
     if arm.pairs:
         given = {each.seed: each for each in contributions(arm)}
         pairs = [
@@ -95,9 +101,11 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
 def _note(arm: ArmVerdict, validation: Validation) -> str:
     if not arm.segments:
         return "There are no segments: the average may hide one."
-    level = 100 * (1 - ERROR / len(arm.segments))
+    tasks = len({each.task for each in validation.arms})
+    level = 100 * (1 - ERROR / (tasks * len(arm.segments)))
+    each = " of each task" if tasks > 1 else ""
     return (
-        f"{len(arm.segments)} segments, each within {validation.segment_limit:g} % of its own NE, with "
+        f"{len(arm.segments)} segments{each}, each within {validation.segment_limit:g} % of its own NE, with "
         f"intervals of {level:.2f} % that hold together at 95 % (Bonferroni)."
     )
 
@@ -118,9 +126,9 @@ def _plain(estimate: Estimate, digits: int) -> str:
 def verdict_line(arm: ArmVerdict) -> str:
     """One line: what is known of the average so far, and which segments fail."""
     if arm.average is None or arm.broke:
-        return f"{arm.name}: {arm.verdict}" + (f", {arm.broke}" if arm.broke else "")
+        return f"{arm.title}: {arm.verdict}" + (f", {arm.broke}" if arm.broke else "")
     failed = [segment.name for segment in arm.segments if segment.verdict == "fail"]
     passed = sum(segment.verdict == "pass" for segment in arm.segments)
-    line = f"{arm.name}: {arm.verdict}, {percent(arm.average.ne_percent)}"
+    line = f"{arm.title}: {arm.verdict}, {percent(arm.average.ne_percent)}"
     line += f"; {passed} of {len(arm.segments)} segments pass" if arm.segments else ""
     return line + (f", fail: {', '.join(failed)}" if failed else "")

@@ -31,7 +31,7 @@ from loka.core.exceptions import LokaError
 from loka.data.batch import Batch, Source
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.train.config import Precision, TrainConfig
-from loka.train.steps.forward import arguments, predict
+from loka.train.steps.forward import arguments, predict, tasks_in
 
 _UPDATES = 100
 """In the share of a run that the mean covers: more would not move it, and each reads all weights once."""
@@ -155,4 +155,4 @@ class _ByBatch(nn.Module):
         self.model, self.precision = model, precision
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        return predict(self.model, arguments(batch), self.precision)
+        return predict(self.model, arguments(batch), self.precision, tasks=tasks_in(batch))

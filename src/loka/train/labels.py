@@ -9,10 +9,13 @@ thirty times off, and KL/H would be wrong by as much.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from loka.core.exceptions import DataRefused
-from loka.data.batch import Source
+from loka.data.batch import Batch, Source, tasks_of
 
 MOST_ROWS = 1_000_000
 """Read for the share; it is known to 1 % of itself from ten thousand positive ones."""
@@ -40,32 +43,59 @@ class Labels:
         )
 
 
-def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> Labels:
-    """Reads the first `most` rows, whole batches."""
-    positive = rows = 0
+def count_labels(source: Source, *, batch_size: int, most: int = MOST_ROWS) -> dict[str, Labels]:
+    """Reads the first `most` rows, whole batches; by task."""
+    tasks = tasks_of(source)
+    found = dict.fromkeys(tasks, Labels(positive=0, rows=0))
     for batch in source.batches(batch_size):
-        positive, rows = positive + int((batch.label > 0.5).sum()), rows + len(batch)
-        if rows >= most:
+        found = {name: _and(found[name], column) for name, column in zip(tasks, _columns(batch), strict=True)}
+        if found[tasks[0]].rows >= most:
             break
-    return Labels(positive=positive, rows=rows)
+    return found
+
+
+def _columns(batch: Batch) -> tuple[torch.Tensor, ...]:
+    return batch.label.reshape(len(batch), -1).unbind(1)
+
+
+def _and(labels: Labels, column: torch.Tensor) -> Labels:
+    return Labels(positive=labels.positive + int((column > 0.5).sum()), rows=labels.rows + len(column))
 
 
 def require_both(source: Source, *, batch_size: int, what: str) -> None:
-    """Reads until rows of both classes were seen, which the first batch mostly has.
+    """Reads until rows of both classes were seen of every task, which the first batch mostly has.
 
     Raises:
-        DataRefused: all labels are equal.
+        DataRefused: all labels of a task are equal.
     """
-    labels = Labels(positive=0, rows=0)
+    tasks = tasks_of(source)
+    found = dict.fromkeys(tasks, Labels(positive=0, rows=0))
     for batch in source.batches(batch_size):
-        seen = int((batch.label > 0.5).sum())
-        labels = Labels(positive=labels.positive + seen, rows=labels.rows + len(batch))
-        if labels.rate is not None:
+        found = {name: _and(found[name], column) for name, column in zip(tasks, _columns(batch), strict=True)}
+        if all(labels.rate is not None for labels in found.values()):
             return
+    which = "" if len(tasks) == 1 else "{}: "
+    alike = [which.format(name) + str(labels) for name, labels in found.items() if labels.rate is None]
     raise DataRefused(
-        f"{what}: {labels}",
+        f"{what}: {'; '.join(alike)}",
         why=[
             "NE is the loss over the entropy of the labels, which is 0 here, and the AUC needs both classes"
         ],
         way_out="check which column is the label, or choose rows that have both",
     )
+
+
+def by_name(labels: Mapping[str, Labels]) -> str:
+    """A line for each task; of one task, without its name."""
+    if len(labels) == 1:
+        return str(next(iter(labels.values())))
+    return "; ".join(f"{name}: {each}" for name, each in labels.items())
+
+
+def shares(labels: Mapping[str, Labels]) -> float | tuple[float, ...] | None:
+    """The base rate of each task; None where the labels of one are all equal, and its NE is not defined."""
+    rates = [each.rate for each in labels.values()]
+    known = tuple(rate for rate in rates if rate is not None)
+    if len(known) < len(rates):
+        return None
+    return known[0] if len(known) == 1 else known

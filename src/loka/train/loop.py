@@ -27,7 +27,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
-from loka.data.batch import Batch, Source
+from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
 from loka.nn import unwrap
 from loka.train.checkpointing.checkpoint import (
@@ -40,13 +40,13 @@ from loka.train.checkpointing.state import identity_of, layout, plan_text, rows_
 from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, unused_batches
-from loka.train.metrics import Quality, normalized_entropy
+from loka.train.metrics import Quality, normalized_entropy, only
 from loka.train.ranks import first_rank, require_as_one, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
-from loka.train.steps.forward import arguments, matrix_precision, predict
+from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
 
@@ -60,16 +60,25 @@ def untracked(batches: Iterable[Batch], description: str, total: int) -> Iterabl
 class TrainLog:
     """`ne` covers all rows so far, `recent_ne` and `rows_per_second` those since the last log line.
 
-    `reading` has more of all rows, of the window, and by segment.
+    `reading_by_task` has more of all rows, of the window, and by segment. Of rows with several labels NE is
+    by task alone: `ne`, `recent_ne` and `reading` raise a LokaError that names the tasks.
     """
 
     step: int
     total_steps: int
     rows: int
-    recent_ne: float
+    recent_ne_by_task: Mapping[str, float]
     rows_per_second: float
     rate: float
-    reading: Reading
+    reading_by_task: Mapping[str, Reading]
+
+    @property
+    def reading(self) -> Reading:
+        return only(self.reading_by_task, "reading")
+
+    @property
+    def recent_ne(self) -> float:
+        return only(self.recent_ne_by_task, "recent_ne")
 
     @property
     def ne(self) -> float:
@@ -78,7 +87,7 @@ class TrainLog:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Steps, rows and `reading` cover the whole run; the speed is that of this process alone.
+    """Steps, rows and `reading_by_task` cover the whole run; the speed is that of this process alone.
 
     `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks,
     `average` the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the
@@ -88,7 +97,7 @@ class TrainResult:
 
     steps: int
     rows: int
-    reading: Reading
+    reading_by_task: Mapping[str, Reading]
     seconds: float
     rows_per_second: float
     resumed_from: int | None
@@ -99,6 +108,11 @@ class TrainResult:
     average: AveragedModel | None = None
     final_rate: float = 1.0
     gathering: Fp8AllGather | None = None
+
+    @property
+    def reading(self) -> Reading:
+        """Of the one task; raises LokaError where there are several."""
+        return only(self.reading_by_task, "reading")
 
     @property
     def train_ne(self) -> float:
@@ -184,7 +198,7 @@ def train(
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
-    run = Run(model, config, steps=length.steps, segments=segments)
+    run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source))
     run.unused = lambda: unused_batches(source, config, length, step=run.step)
     if plan:
         run.adopt(plan)
@@ -261,7 +275,7 @@ def train(
     return TrainResult(
         steps=run.step,
         rows=run.running.rows,
-        reading=run.running.read(),
+        reading_by_task=run.running.read(),
         seconds=seconds,
         rows_per_second=(run.running.rows - first_rows) / seconds,
         resumed_from=found.step if found else None,
@@ -303,7 +317,7 @@ def evaluate(
     precision: Precision = "fp32",
     track: Track = untracked,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Logits [N] and labels [N] of every row of `source`, in order, as float32.
+    """Logits [N] and labels [N] of every row of `source`, in order, as float32; of several tasks [N, tasks].
 
     The model runs in eval mode without gradients; the mode of each module is put back.
     """
@@ -315,7 +329,8 @@ def evaluate(
     try:
         with torch.no_grad(), matrix_precision(precision, torch.device(device)):
             for batch in track(source.batches(batch_size), "evaluate", total):
-                logits.append(predict(model, arguments(batch.to(device)), precision))
+                inputs = arguments(batch.to(device))
+                logits.append(predict(model, inputs, precision, tasks=tasks_in(batch)))
                 labels.append(batch.label)
     finally:
         for module in training:
@@ -345,7 +360,8 @@ class _Log:
         self.sums, self.time = run.running.losses_and_clicks(), time.perf_counter()
 
     def require_finite(self) -> None:
-        if not math.isfinite(self.run.running.losses_and_clicks()[0]):
+        sums = self.run.running.losses_and_clicks().values()
+        if not all(math.isfinite(losses) for losses, _ in sums):
             raise NonFinite(
                 f"the training loss became nan or infinite between steps {self.step} and {self.run.step}",
                 way_out="pass a NaN check to find the site, lower the learning rates, or set grad_clip",
@@ -354,16 +370,19 @@ class _Log:
     def line(self) -> TrainLog:
         run, now = self.run, time.perf_counter()
         sums, rows = run.running.losses_and_clicks(), run.running.rows
-        recent = rows - self.rows
-        losses, clicks = sums[0] - self.sums[0], sums[1] - self.sums[1]
+        count = rows - self.rows
+        recent = {}
+        for task, (losses, clicks) in sums.items():
+            before = self.sums[task]
+            recent[task] = normalized_entropy((losses - before[0]) / count, (clicks - before[1]) / count)
         line = TrainLog(
             step=run.step,
             total_steps=run.steps,
             rows=rows,
-            recent_ne=normalized_entropy(losses / recent, clicks / recent),
-            rows_per_second=recent / (now - self.time),
+            recent_ne_by_task=recent,
+            rows_per_second=count / (now - self.time),
             rate=run.rate,
-            reading=run.running.read(),
+            reading_by_task=run.running.read(),
         )
         self.step, self.rows, self.sums, self.time = run.step, rows, sums, now
         return line

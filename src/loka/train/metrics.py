@@ -12,13 +12,16 @@ make ties and infinite losses that the model did not have.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from loka.core.exceptions import NonFinite
+from loka.core.exceptions import LokaError, NonFinite
 
+T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -54,6 +57,29 @@ def quality(logits: npt.ArrayLike, labels: npt.ArrayLike) -> Quality:
         rows=len(x),
         base_rate=base_rate,
     )
+
+
+def quality_by_task(
+    tasks: Sequence[str], logits: npt.NDArray[np.float32], labels: npt.NDArray[np.float32]
+) -> dict[str, Quality]:
+    """Of `logits` and `labels` [N], or [N, tasks] of several, the quality of each task by itself."""
+    both = zip(columns(logits), columns(labels), strict=True)
+    return {name: quality(*each) for name, each in zip(tasks, both, strict=True)}
+
+
+def columns(values: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+    """[N] of each task, of values [N] or [N, tasks]."""
+    return [values] if values.ndim == 1 else list(values.T)
+
+
+def only(by_task: Mapping[str, T], what: str) -> T:
+    """The one there is. Raises LokaError where tasks are several: what is of one is not of another."""
+    if len(by_task) > 1:
+        raise LokaError(
+            f"there is no one {what}: it is of {len(by_task)} tasks, {', '.join(by_task)}",
+            way_out=f"read it by task: `.{what}_by_task[{next(iter(by_task))!r}]`",
+        )
+    return next(iter(by_task.values()))
 
 
 def checked(logits: npt.ArrayLike, labels: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:

@@ -8,7 +8,7 @@ between steps only, and what it has to remember goes into the run's checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
-from loka.data.batch import Batch
+from loka.data.batch import ONE_TASK, Batch
 from loka.distributed import Fp8AllGather, fp8_all_gather
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
@@ -29,7 +29,7 @@ from loka.train.checkpointing.sharded import save_sharded
 from loka.train.config import TrainConfig
 from loka.train.interrupt import Interrupt
 from loka.train.optim import build_optimizers
-from loka.train.running import RunningQuality
+from loka.train.running import RunningTasks
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
 from loka.train.steps.step import Sight, Step
@@ -66,7 +66,13 @@ class Run:
     """A model on `config.device` with its optimizers, metrics and plan, `step` steps into training."""
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, *, steps: int, segments: Segments | None = None
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        steps: int,
+        segments: Segments | None = None,
+        tasks: Sequence[str] = ONE_TASK,
     ) -> None:
         self.device = torch.device(config.device)
         self.model = model.to(self.device)
@@ -80,7 +86,8 @@ class Run:
         self.average = averaged_weights(model, config, steps)
         self._weights = Weights(model)
         self._schedulers = schedulers(self.optimizers, config, steps)
-        self.running = RunningQuality(self.device, window=config.window, segments=segments)
+        self.tasks = tuple(tasks)
+        self.running = RunningTasks(tasks, self.device, window=config.window, segments=segments)
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
         self.save_due = False  # a callback sets it where the next step may not be the same again

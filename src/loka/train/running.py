@@ -12,12 +12,14 @@ Adding never waits for the device; reading does. Sums have one order, so a resum
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from loka.core.numerics.label_rate import LabelRate
+from loka.data.batch import ONE_TASK
 from loka.train.metrics import Quality, normalized_entropy
 from loka.train.segments import OTHER, Segments
 
@@ -116,6 +118,61 @@ class RunningQuality:
         for name in SUMS:
             getattr(self, f"_{name}").copy_(state[name])
         self.rows, self._steps = state["rows"], state["steps"]
+
+
+class RunningTasks:
+    """A `RunningQuality` for each task, by name: no number is of two of them."""
+
+    def __init__(
+        self,
+        tasks: Sequence[str] = ONE_TASK,
+        device: torch.device | str = "cpu",
+        *,
+        window: int = 1000,
+        segments: Segments | None = None,
+    ) -> None:
+        self._tasks = {name: RunningQuality(device, window=window, segments=segments) for name in tasks}
+
+    @property
+    def rows(self) -> int:
+        return next(iter(self._tasks.values())).rows
+
+    def add(
+        self,
+        losses: torch.Tensor,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        segments: torch.Tensor | None = None,
+    ) -> None:
+        """One step's `losses`, `logits` and `labels` [B], or [B, tasks] of several; `segments` [B]."""
+        several = (part.reshape(len(part), -1).unbind(1) for part in (losses, logits, labels))
+        for running, *columns in zip(self._tasks.values(), *several, strict=True):
+            running.add(*columns, segments)
+
+    def losses_and_clicks(self) -> dict[str, tuple[float, float]]:
+        """Sums over all rows so far, by task."""
+        return {name: running.losses_and_clicks() for name, running in self._tasks.items()}
+
+    def read(self) -> dict[str, Reading]:
+        return {name: running.read() for name, running in self._tasks.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shared, not copied. Of one task as `RunningQuality` has it, as checkpoints always had."""
+        if len(self._tasks) == 1:
+            return next(iter(self._tasks.values())).state_dict()
+        return {name: running.state_dict() for name, running in self._tasks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, running in self._tasks.items():
+            running.load_state_dict(state if len(self._tasks) == 1 else state[name])
+
+
+def label_rates(state: Mapping[str, Any]) -> LabelRate | tuple[LabelRate, ...]:
+    """The labels counted in the state of a `RunningTasks`, of several tasks one for each."""
+    if "sums" in state:
+        return LabelRate(positives=round(float(state["sums"][0, 2])), rows=int(state["rows"]))
+    rates = [label_rates(each) for each in state.values()]
+    return tuple(rate for rate in rates if isinstance(rate, LabelRate))
 
 
 SUMS = ("sums", "blocks", "histogram", "histograms")

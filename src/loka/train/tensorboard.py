@@ -48,14 +48,19 @@ class TensorBoard:
 
 
 def scalars(line: TrainLog) -> dict[str, float]:
-    """By tag: "ne/lifetime", "ne/window", "auc/window", "segment ne/NAME", ..; without what is not known."""
-    reading = line.reading
-    found = {"ne/recent": line.recent_ne, "rate": line.rate, "rows per second": line.rows_per_second}
-    for name, quality in (("lifetime", reading.lifetime), ("window", reading.window)):
-        found |= {f"{measure}/{name}": value for measure, value in _measures(quality).items()}
-    for name, quality in reading.segments.items():
-        found[f"segment ne/{name}"] = quality.ne
-        found[f"segment calibration/{name}"] = quality.calibration
+    """By tag: "ne/lifetime", "ne/window", "auc/window", "segment ne/NAME", ..; without what is not known.
+
+    Of several tasks each begins with the task's name: "click/ne/lifetime".
+    """
+    found = {"rate": line.rate, "rows per second": line.rows_per_second}
+    for task, reading in line.reading_by_task.items():
+        of = f"{task}/" if len(line.reading_by_task) > 1 else ""
+        found[f"{of}ne/recent"] = line.recent_ne_by_task[task]
+        for name, quality in (("lifetime", reading.lifetime), ("window", reading.window)):
+            found |= {f"{of}{measure}/{name}": value for measure, value in _measures(quality).items()}
+        for name, quality in reading.segments.items():
+            found[f"{of}segment ne/{name}"] = quality.ne
+            found[f"{of}segment calibration/{name}"] = quality.calibration
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 

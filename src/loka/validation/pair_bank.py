@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loka.core.storage.codec import decode, encode, record
+from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import read_record, write_record
 from loka.validation.arms import NUDGED
 from loka.validation.power import Rates, deviation_by_rows, rates
@@ -59,6 +59,11 @@ class BankedArm:
     rows_error: float
     by_rows: float
     pairs: tuple[BankedPair, ...]
+    task: str = sparse("")
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.task}" if self.task else self.name
 
     @property
     def values(self) -> list[float]:
@@ -116,6 +121,7 @@ def deposit(bank: Bank, found: Validation) -> Bank:
             rows_error=arm.average.variance.rows_error,
             by_rows=deviation_by_rows(arm),
             pairs=new,
+            task=arm.task,
         )
         before = kept.get((added.world, added.key))
         if before is not None:

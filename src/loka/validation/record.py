@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.core.error import Estimate, estimate_mean
-from loka.core.storage.codec import decode, encode, inline, record
+from loka.core.storage.codec import decode, encode, inline, record, sparse
 from loka.core.storage.files import read_record, write_record
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
@@ -34,7 +34,8 @@ class ArmVerdict:
     """One arm against the control, pair by pair.
 
     `average` is None where no pair is done; `broke` says where a run ended in NaN. `readings` compare all
-    rows in other ways: no verdict goes by them. `key` is a digest of what the arm does.
+    rows in other ways: no verdict goes by them. `key` is a digest of what the arm does. Of several tasks an
+    arm has one of these for each, named by `task`.
     """
 
     name: str
@@ -44,6 +45,12 @@ class ArmVerdict:
     broke: str = ""
     readings: tuple[RowsVerdict, ...] = ()
     key: str = ""
+    task: str = sparse("")
+
+    @property
+    def title(self) -> str:
+        """The arm, and its task where there are several."""
+        return f"{self.name}, {self.task}" if self.task else self.name
 
     @property
     def differences(self) -> dict[int, PairedDifference]:
@@ -99,9 +106,9 @@ class Validation:
             return "fail"
         return "pass" if verdicts == {"pass"} else "undecided"
 
-    def band(self, arm: str) -> list[BandPoint]:
+    def band(self, arm: str, task: str = "") -> list[BandPoint]:
         """The training curves of `arm` and the control, and their difference over the finished pairs."""
-        runs = {(run.arm, run.seed): run for run in self.runs if not run.broke}
+        runs = {(run.arm, run.seed): run for run in self.runs if not run.broke and run.task == task}
         pairs = [
             (runs[self.control, seed].curve, runs[arm, seed].curve)
             for seed in self.seeds

@@ -16,7 +16,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from loka.core.exceptions import FileRefused, LokaError, NonFinite
-from loka.core.storage.codec import decode, encode, record
+from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import (
     canonical,
     read_record,
@@ -37,13 +37,13 @@ from loka.core.storage.files import (
     write_record,
     write_tensors,
 )
-from loka.data.batch import Source
+from loka.data.batch import Source, tasks_of
 from loka.nn import check_finite, fp8_runs
 from loka.train.average import as_averaged
 from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
-from loka.train.metrics import Quality, quality
+from loka.train.metrics import Quality, columns, quality_by_task
 from loka.validation.arms import ArmSpec
 
 _KIND, _VERSION = "loka-validation-run", 1
@@ -70,7 +70,7 @@ class Run:
     `rows_per_second` is that of the process that ended it, 0 where that had nothing left to train.
     `mean_quality` is that of the mean of its weights, where the config kept one; `final_rate` the learning
     rate of the last step as a share of the peak. `broke` says where a NaN or infinity ended it; it has no
-    quality then.
+    quality then. Of several tasks there is one of these for each, named by `task`.
     """
 
     arm: str
@@ -83,6 +83,7 @@ class Run:
     mean_quality: Quality | None = None
     final_rate: float = 1.0
     broke: str = ""
+    task: str = sparse("")
 
 
 def _check(found: _Finished) -> None:
@@ -94,11 +95,19 @@ def _check(found: _Finished) -> None:
 @record(check=_check)
 @dataclass(frozen=True, kw_only=True)
 class _Finished:
-    """`run.json`: a run, its identity, and the checksum of its predictions (None where it broke)."""
+    """`run.json`: a run, its identity, and the checksum of its predictions (None where it broke).
+
+    Of several tasks `run` is that of the first, `others` those of the others.
+    """
 
     run: Run
     identity: Mapping[str, Any]
     held_out: str | None
+    others: tuple[Run, ...] = sparse(())
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        return (self.run, *self.others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +123,31 @@ class Bench:
     track: Track
     on_log: Progress | None = None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks; of one alone "", as runs always had it."""
+        found = tasks_of(self.test)
+        return found if len(found) > 1 else ("",)
+
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Logits and labels of the held-out rows, all [N], in order; `mean_logits` are those of the mean of the
-    weights, None where none was kept."""
+    """Logits and labels of the held-out rows, all [N] or [N, tasks], in order; `mean_logits` are those of
+    the mean of the weights, None where none was kept."""
 
     logits: npt.NDArray[np.float32]
     labels: npt.NDArray[np.float32]
     mean_logits: npt.NDArray[np.float32] | None = None
 
+    def by_task(self, tasks: Sequence[str]) -> dict[str, HeldOut]:
+        """Those of each task by itself, [N]."""
+        parts = [columns(self.logits), columns(self.labels)]
+        parts += [] if self.mean_logits is None else [columns(self.mean_logits)]
+        return {name: HeldOut(*each) for name, each in zip(tasks, zip(*parts, strict=True), strict=True)}
 
-def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
-    """Trains `arm` with `seed`, or reads back the run that did.
+
+def run(bench: Bench, arm: ArmSpec, seed: int) -> tuple[Run, ...]:
+    """Trains `arm` with `seed`, or reads back the run that did: one `Run` for each task.
 
     Raises:
         LokaError: the folder holds a run of another model, other rows, or another configuration.
@@ -142,7 +163,8 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
     try:
         finished, held_out = _train(bench, arm, config, folder)
     except NonFinite as error:
-        finished = Run(arm=arm.name, seed=seed, broke=str(error))
+        broken = Run(arm=arm.name, seed=seed, broke=str(error))
+        finished = tuple(replace(broken, task=task) for task in bench.tasks)
         held_out = None
     digest = None
     if held_out is not None:
@@ -150,7 +172,8 @@ def run(bench: Bench, arm: ArmSpec, seed: int) -> Run:
         parts = {name: torch.from_numpy(part) for name, part in vars(held_out).items() if part is not None}
         write_tensors(tensors, parts)
         digest = sha256_of_file(tensors)
-    content = encode(_Finished(run=finished, identity=identity, held_out=digest))
+    first, *others = finished
+    content = encode(_Finished(run=first, identity=identity, held_out=digest, others=tuple(others)))
     write_record(folder / "run.json", kind=_KIND, version=_VERSION, content=content)
     _tidy(folder)
     return finished
@@ -207,7 +230,7 @@ def _identity(bench: Bench, arm: ArmSpec | None, config: TrainConfig) -> dict[st
     }
 
 
-def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
+def _finished(folder: Path, identity: Mapping[str, Any]) -> tuple[Run, ...] | None:
     try:
         found = _record(folder)
         if found.held_out is not None:
@@ -225,7 +248,7 @@ def _finished(folder: Path, identity: Mapping[str, Any]) -> Run | None:
             why=[f"{part}: {there.get(part)} there, {identity[part]} now" for part in differs],
             way_out="choose another output folder, or remove that one",
         )
-    return found.run
+    return found.runs
 
 
 def _record(folder: Path) -> _Finished:
@@ -238,7 +261,7 @@ def _record(folder: Path) -> _Finished:
     )
 
 
-def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[Run, HeldOut]:
+def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[tuple[Run, ...], HeldOut]:
     torch.manual_seed(config.seed)
     model = bench.build().to(config.device)
     arm.apply(model)
@@ -280,41 +303,56 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     if trained.average is not None:
         with as_averaged(model, trained.average, rows=bench.train, config=config):
             mean_logits, _ = predict()
-    finished = Run(
-        arm=arm.name,
-        seed=config.seed,
-        quality=quality(logits, labels),
-        train_ne=trained.train_ne,
-        rows_per_second=trained.rows_per_second,
-        curve=curve.points(),
-        fp8=fp8_runs(model),
-        mean_quality=None if mean_logits is None else quality(mean_logits, labels),
-        final_rate=trained.final_rate,
+    found = quality_by_task(bench.tasks, logits, labels)
+    of_mean = None if mean_logits is None else quality_by_task(bench.tasks, mean_logits, labels)
+    finished = tuple(
+        Run(
+            arm=arm.name,
+            seed=config.seed,
+            quality=found[task],
+            train_ne=reading.lifetime.ne,
+            rows_per_second=trained.rows_per_second,
+            curve=curve.points(place),
+            fp8=fp8_runs(model),
+            mean_quality=of_mean[task] if of_mean else None,
+            final_rate=trained.final_rate,
+            task=task,
+        )
+        for place, (task, reading) in enumerate(
+            zip(bench.tasks, trained.reading_by_task.values(), strict=True)
+        )
     )
     return finished, HeldOut(logits, labels, mean_logits)
 
 
-def _points(content: Mapping[str, Any]) -> dict[int, CurvePoint]:
+def _points(content: Mapping[str, Any]) -> dict[int, tuple[float, ...]]:
     lines = decode(dict[str, tuple[float, ...]], content)
-    return {int(rows): CurvePoint(int(rows), *line) for rows, line in lines.items()}
+    return {int(rows): line for rows, line in lines.items()}
 
 
 class _Curve:
-    """Log lines of a run that may be killed: kept on disk, and cut where a checkpoint goes on."""
+    """Log lines of a run that may be killed: kept on disk, and cut where a checkpoint goes on. A line is NE
+    and recent NE, of each task in turn."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._points: dict[int, CurvePoint] = {}
+        self._points: dict[int, tuple[float, ...]] = {}
         with contextlib.suppress(FileRefused):  # none yet, or damaged: the curve starts here
             self._points = read_record(path, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_points)
 
     def add(self, line: TrainLog) -> None:
         self._points = {rows: point for rows, point in self._points.items() if rows < line.rows}
-        self._points[line.rows] = CurvePoint(line.rows, line.ne, line.recent_ne)
+        both = zip(line.reading_by_task.values(), line.recent_ne_by_task.values(), strict=True)
+        self._points[line.rows] = tuple(
+            ne for reading, recent in both for ne in (reading.lifetime.ne, recent)
+        )
 
     def write(self) -> None:
-        content = {str(rows): encode((point.ne, point.recent_ne)) for rows, point in self._points.items()}
+        content = {str(rows): encode(line) for rows, line in self._points.items()}
         write_record(self._path, kind=_KIND, version=_VERSION, content=content)
 
-    def points(self) -> tuple[CurvePoint, ...]:
-        return tuple(self._points[rows] for rows in sorted(self._points))
+    def points(self, task: int = 0) -> tuple[CurvePoint, ...]:
+        """Of that task, by its place."""
+        return tuple(
+            CurvePoint(rows, *line[2 * task : 2 * task + 2]) for rows, line in sorted(self._points.items())
+        )

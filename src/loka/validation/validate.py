@@ -26,7 +26,7 @@ from loka.train.config import TrainConfig
 from loka.train.labels import require_both
 from loka.train.loop import Track, untracked
 from loka.train.metrics import Floats, checked, log_losses
-from loka.validation.annealed import annealed
+from loka.validation.annealed import Annealed, annealed
 from loka.validation.arms import ArmSpec
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
@@ -63,6 +63,9 @@ def validate(
 ) -> Validation:
     """Trains `pairs` pairs of the control and each of `arms`, and decides whether they differ in NE.
 
+    Where rows have several labels every arm has a verdict for each task, and passes if it passes at all of
+    them. The error of 5 % is then shared by the tasks (Bonferroni).
+
     A killed validation goes on where it was when called again with the same arguments; `pairs` may grow
     and arms may be added. The record is written to `out`/validation.json after every pair.
 
@@ -84,7 +87,7 @@ def validate(
         ValueError: no pairs, no arms, or a limit that is not positive.
         LokaError: two arms have one name, `out` holds another validation or one that was looked at by other
             rules, or the control ends in NaN.
-        DataRefused: all held-out labels are equal.
+        DataRefused: all held-out labels of a task are equal.
     """
     segment_limit = limit if segment_limit is None else segment_limit
     names = [arm.name for arm in arms]
@@ -126,20 +129,21 @@ def validate(
     for place, seed in enumerate(seeds):
         for arm in (base, *arms):
             finished = run(bench, arm, seed)
-            if finished.broke and arm is base:
+            if finished[0].broke and arm is base:
                 raise LokaError(
                     f"the control {control} ends in NaN with seed {seed}",
-                    why=finished.broke.splitlines()[:1],
+                    why=finished[0].broke.splitlines()[:1],
                     way_out="a lower learning rate, or TrainConfig(grad_clip=...)",
                 )
-            runs.append(finished)
-        known = {arm.name: arm.differences for arm in done.arms} if done else {}
+            runs += finished
+        known = {(arm.name, arm.task): arm.differences for arm in done.arms} if done else {}
         verdicts = [
             replace(
-                _arm_verdict(bench, rules, arm.name, runs, known.get(arm.name, {})),
-                key=digest_of(arm.identity),
+                _arm_verdict(bench, rules, arm.name, task, runs, known.get((arm.name, task), {})),
+                key=digest_of({**arm.identity, "task": task} if task else arm.identity),
             )
             for arm in arms
+            for task in bench.tasks
         ]
         done = Validation(
             model=model,
@@ -152,9 +156,7 @@ def validate(
             context=dict(context or {}),
             planned=planned,
             world=world_of(bench),
-            annealed=annealed(
-                runs[0].final_rate, [held_out(bench.out, control, s) for s in seeds[: place + 1][:MIN_PAIRS]]
-            ),
+            annealed=_annealed(bench, control, seeds[: place + 1][:MIN_PAIRS], runs[0].final_rate),
         )
         done.save(bench.out / "validation.json")
         if on_pair:
@@ -199,17 +201,32 @@ def _same_looks(out: Path, planned: int | None) -> None:
     )
 
 
+def _annealed(bench: Bench, control: str, seeds: Sequence[int], rate: float) -> Annealed:
+    """Of the task whose weights rest least: they are one model's."""
+    runs = [held_out(bench.out, control, seed).by_task(bench.tasks) for seed in seeds]
+    found = [annealed(rate, [run[task] for run in runs]) for task in bench.tasks]
+    return max(found, key=lambda one: (one.annealed is False, abs(one.gain.value) if one.gain else 0.0))
+
+
 def _arm_verdict(
-    bench: Bench, rules: _Rules, arm: str, runs: Sequence[Run], known: Mapping[int, PairedDifference]
+    bench: Bench,
+    rules: _Rules,
+    arm: str,
+    task: str,
+    runs: Sequence[Run],
+    known: Mapping[int, PairedDifference],
 ) -> ArmVerdict:
     """`known` are the pairs compared before."""
-    broken = [run for run in runs if run.arm == arm and run.broke]
-    seeds = [run.seed for run in runs if run.arm == arm and not run.broke]
+    mine = [run for run in runs if run.arm == arm and run.task == task]
+    broken = [run for run in mine if run.broke]
+    seeds = [run.seed for run in mine if not run.broke]
     differences = dict(known)
     labels: npt.NDArray[np.float32] = np.zeros(0, np.float32)
     losses, by_mean = [], []
     for seed in seeds:
-        before, after = held_out(bench.out, rules.control, seed), held_out(bench.out, arm, seed)
+        before, after = (
+            held_out(bench.out, which, seed).by_task(bench.tasks)[task] for which in (rules.control, arm)
+        )
         labels = before.labels
         if seed not in differences:
             differences[seed] = paired_difference(before.logits, after.logits, labels)
@@ -219,7 +236,8 @@ def _arm_verdict(
     broke = f"seed {broken[0].seed}: {broken[0].broke.splitlines()[0]}" if broken else ""
     pairs = tuple(SeedPair(seed=seed, difference=found) for seed, found in differences.items())
     if not seeds:
-        return ArmVerdict(name=arm, pairs=pairs, average=None, broke=broke)
+        return ArmVerdict(name=arm, task=task, pairs=pairs, average=None, broke=broke)
+    error = ERROR / len(bench.tasks)
     several = sum(len(part.names) for part in rules.segments)
 
     def verdicts(
@@ -237,15 +255,16 @@ def _arm_verdict(
     of_mean = replace(everything, names=(BY_MEAN,))
     return ArmVerdict(
         name=arm,
+        task=task,
         pairs=pairs,
-        average=verdicts(everything, rules.limit, ERROR)[0],
+        average=verdicts(everything, rules.limit, error)[0],
         segments=tuple(
             verdict
             for part in rules.segments
-            for verdict in verdicts(part, rules.segment_limit, ERROR / several)
+            for verdict in verdicts(part, rules.segment_limit, error / several)
         ),
         broke=broke,
-        readings=tuple(verdicts(of_mean, rules.limit, ERROR, by_mean)) if len(by_mean) == len(seeds) else (),
+        readings=tuple(verdicts(of_mean, rules.limit, error, by_mean)) if len(by_mean) == len(seeds) else (),
     )
 
 

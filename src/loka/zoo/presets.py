@@ -31,6 +31,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "dhen": DHEN,
     "hstu": HSTU,
 }
+PREDICTION_WIDTH = 8  # as in nn/linears.py, which this plain PyTorch does not import (tests/zoo)
 TAKE_HISTORIES = ("interformer", "dhen", "hstu")
 
 # SiLU and LayerNorm, so that the mods have something to replace.
@@ -297,8 +298,9 @@ def build(
     size: str = "small",
     history: HistoryTable | None = None,
     activation: str | None = None,
+    tasks: int = 1,
 ) -> nn.Module:
-    """A freshly initialized model, `forward(dense [B, D], sparse [B, F]) -> logits [B]`.
+    """A freshly initialized model, `forward(dense [B, D], sparse [B, F]) -> logits [B]`, or [B, tasks].
 
     Published sizes are large: build them under `torch.device("meta")` to look at their shapes.
 
@@ -310,8 +312,12 @@ def build(
         history: what the rows' sequences hold. The model is then called with
             (dense, sparse, sequence [B, L] int64, lengths [B] int64).
         activation: of its MLPs, "relu", "silu" or "gelu", in place of the size's own.
+        tasks: how many logits a row has; all that is before the last linear layer is shared (Caruana,
+            Multitask Learning, 1997).
 
     Raises:
+        ValueError: fewer than 1 task, or more than 8: a layer of 9 outputs counts as a hidden one, whose
+            gradients a plan may run in FP8.
         UnknownName: there is no such name, size or activation, or no history for this model; with those
             there are.
     """
@@ -338,4 +344,12 @@ def build(
         # What the MLPs of front and model have in common.
         **{key: arguments[key] for key in ("activation", "norm") if key in arguments},
     )
-    return MODELS[name](front, **arguments)
+    if not 1 <= tasks <= PREDICTION_WIDTH:
+        raise ValueError(
+            f"tasks is {tasks}; from 1 to {PREDICTION_WIDTH}, the most outputs of what plans take for a "
+            "prediction layer"
+        )
+    model = MODELS[name](front, **arguments)
+    if tasks > 1:  # `squeeze(1)` of what it returns leaves several columns alone
+        model.logit = nn.Linear(model.logit.in_features, tasks)  # type: ignore[arg-type, union-attr]
+    return model

@@ -18,7 +18,7 @@ import loka
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Cast, Format, Granularity, Recipe, recipe_named
 from loka.measurement.predicted_kl import depth_kl, joint_kl, predicted_kl
-from loka.probe.model_effects.sensitivity import step_seed
+from loka.probe.model_effects.calls import step_seed
 from loka.statistics.effect_casts import CASTS
 
 

@@ -14,10 +14,11 @@ from small_run import small_model
 from torch import nn
 
 from loka.core.exceptions import CheckpointRefused
+from loka.core.numerics.label_rate import LabelRate
 from loka.train import CheckpointNotSaved, load_newest, newest_step, save
 from loka.train.checkpointing.checkpoint import holds_checkpoints, load_one
-from loka.train.checkpointing.state import capture, labels_in, layout, rate_in, restore, restore_model
-from loka.train.running import RunningQuality
+from loka.train.checkpointing.state import capture, layout, rate_in, restore, restore_model
+from loka.train.running import RunningTasks, label_rates
 
 
 @pytest.fixture
@@ -68,16 +69,16 @@ def test_a_named_one_that_is_damaged_gives_way_to_none(folder: Path) -> None:
     assert "checksum" in error.value.why[0]
 
 
-def of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], RunningQuality]:
-    running = RunningQuality()
+def of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], RunningTasks]:
+    running = RunningTasks()
     return capture(model, optimizers, running), running
 
 
 def test_labels_of_a_state_are_those_that_were_added() -> None:
-    model, running = small_model(), RunningQuality()
+    model, running = small_model(), RunningTasks()
     for labels in ([1.0, 0, 0, 1], [0.0, 1, 0]):
         running.add(torch.full((len(labels),), 9.0), torch.full((len(labels),), 5.0), torch.tensor(labels))
-    assert labels_in(capture(model, {}, running)) == (3.0, 7)
+    assert label_rates(capture(model, {}, running)["running"]) == LabelRate(positives=3, rows=7)
 
 
 def test_the_rate_is_a_share_of_its_peak() -> None:

@@ -12,7 +12,7 @@ import typer
 from loka.cli.commands.gemm import PLAN, REPORT, RESULTS, GemmConfig, run_gemm_bench
 from loka.cli.commands.ne import named_budget
 from loka.cli.commands.step import StepConfig, run_step_bench, step_table
-from loka.cli.inputs import choose_device, open_data, share_of_labels
+from loka.cli.inputs import choose_device, one_task, open_data, share_of_labels
 from loka.cli.options import (
     BaseRate,
     BatchSize,
@@ -148,6 +148,7 @@ def step(
     )
     rows = config.batch_size * (config.probe_steps + 1)
     opened = open_data(data, rows=rows, seed=seed, holdout=0.01, schema=schema)
+    one_task(opened.train, "loka bench step", instead="plan by task: loka probe, measure and plan")
     with alone_in(out, "benchmarking"):
         text = step_table(run_step_bench(config, opened))
     write_atomic(out / "step.txt", f"{text}\n".encode())

@@ -68,6 +68,8 @@ def info(folder: Folder) -> None:
     manifest = read_manifest(folder)
     say(f"{manifest.rows} rows in {len(manifest.shards)} of {manifest.pieces} shards")
     say(f"{len(manifest.dense)} dense and {len(manifest.sparse)} sparse features")
+    if len(manifest.tasks) > 1:
+        say(f"{len(manifest.tasks)} tasks: {', '.join(manifest.tasks)}")
     for name, size in zip(manifest.sparse, manifest.vocab_sizes, strict=True):
         say(f"{name}: {size} ids")
     if manifest.history:

@@ -23,7 +23,7 @@ from loka import mods
 from loka.cli.arms import ArmRun, run_arm
 from loka.cli.commands.ne import named_budget
 from loka.cli.demo_screen import DETAILS, PAGE, Shown, screen_of, write_pages
-from loka.cli.inputs import Data, choose_device, model_builder, open_data, train_config
+from loka.cli.inputs import Data, choose_device, model_builder, one_task, open_data, train_config
 from loka.cli.terminal import printable, say
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError
@@ -137,6 +137,7 @@ def _run_demo(config: DemoConfig, out: Path, say: Say, details: Details) -> dict
         schema=Path(config.schema) if config.schema else None,
         test=Path(config.test_data) if config.test_data else None,
     )
+    one_task(data.train, "loka demo", instead="compare by task: loka probe, plan and validate")
     for part, source in (("rows to train on", data.train), ("held-out rows", data.test)):
         require_both(source, batch_size=config.batch_size, what=f"the {part}")
     features = f"{data.train.dense_features} dense and {len(data.train.vocab_sizes)} sparse features"
@@ -203,7 +204,7 @@ def _run_model(
     details(f"== {name}")
     details(f"mods: {mods.apply(builder(data.train), MODS).summary()}")
     bars = ProgressBars(name)
-    labels = count_labels(data.train, batch_size=config.batch_size)
+    (labels,) = count_labels(data.train, batch_size=config.batch_size).values()
     run = ArmRun(
         data=data,
         out=out,

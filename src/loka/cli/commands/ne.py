@@ -11,6 +11,7 @@ from loka.cli.terminal import say
 from loka.core.budget import Budget
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.records.drift import drift, drift_guard, effects_of
+from loka.core.records.parts import tasks_in
 from loka.core.records.plan import Plan
 from loka.core.records.report import Report
 from loka.core.records.stats import Stats
@@ -36,6 +37,31 @@ def named_budget(name: str, **others: Any) -> Budget:
         raise LokaError(str(error), way_out="a limit that makes sense, or leave the option out") from None
 
 
+def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Budget:
+    """`budget` with a limit by each NAME=LIMIT of --ne-of: of a task of the report, else of a segment.
+
+    Raises LokaError for a text that is no such pair, a limit that makes no sense, and for --ne beside a limit
+    for each task.
+    """
+    tasks: dict[str, float] = {}
+    segments: dict[str, float] = {}
+    for text in given:
+        name, _, limit = text.rpartition("=")
+        try:
+            (tasks if name in tasks_in(report.parts) else segments)[name.strip()] = float(limit)
+        except ValueError:
+            raise LokaError(f"--ne-of {text!r}", way_out="NAME=LIMIT, such as click=1e-4") from None
+    if tasks and budget.ne is not None:
+        raise LokaError(
+            f"--ne {budget.ne:g} holds for each task, and --ne-of names {', '.join(tasks)}",
+            way_out="leave --ne out and name every task, or leave those out",
+        )
+    try:
+        return replace(budget, ne=tasks or budget.ne, segments=segments)
+    except ValueError as error:
+        raise LokaError(str(error), way_out="a limit of 0 or more") from None
+
+
 def show_frontier(report: Report, budget: Budget, out: Path | None) -> None:
     """Prints it, and writes it into `out`: a picture, or JSON."""
     as_json = out is not None and out.suffix == ".json"
@@ -58,6 +84,7 @@ HOLDS, REPLAN, CLOSE, UNKNOWN = 0, 1, 3, 4  # exit statuses of `loka drift`; 2 i
 def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, report: Report | None) -> int:
     """Prints how the last window differs, what would be decided differently and what the drift guard should
     do, and returns the exit status. Earlier windows count for the drift guard's patience alone."""
+    by_part = [name for name in plan.limits if name]
     history = [drift(plan, window, before=before) for window in windows]
     say(history[-1])
     status = REPLAN if history[-1].over_budget else HOLDS
@@ -73,6 +100,12 @@ def show_drift(plan: Plan, windows: Sequence[Stats], before: Stats | None, repor
         say("no layer is in doubt, but planning again would pay")
         return REPLAN
     unknown = history[-1].unknown
+    if by_part:
+        say(
+            f"whether it keeps the limits of {', '.join(by_part)} is not known: a window tells the KL/H of "
+            "the whole model. Probe, measure and plan again: loka probe, loka measure, loka plan"
+        )
+        return UNKNOWN
     if unknown:
         say(f"whether the plan holds is not known: this window does not tell of {', '.join(unknown)}")
         return UNKNOWN

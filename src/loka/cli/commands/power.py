@@ -71,7 +71,7 @@ class Power:
         for arm in bank.of(found.world):
             if len(arm.pairs) < MIN_PAIRS:
                 continue
-            about = f"{arm.name}, {len(arm.pairs)} pairs, {arm.variance.between_pairs:.3g} % between them"
+            about = f"{arm.title}, {len(arm.pairs)} pairs, {arm.variance.between_pairs:.3g} % between them"
             none, harm, limit = (
                 resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
                 for effect in (0.0, HARM, self.limit)

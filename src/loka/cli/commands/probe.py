@@ -37,18 +37,20 @@ from loka.cli.options import (
 )
 from loka.cli.terminal import say
 from loka.cli.torchrun import require_alone
-from loka.cli.train_lines import show_log
+from loka.cli.train_lines import show_log, train_ne
 from loka.core.exceptions import CheckpointRefused
-from loka.core.numerics.label_rate import LabelRate
 from loka.core.records.stats import Stats
 from loka.core.storage.alone import alone_in
+from loka.data.batch import Source, tasks_of
 from loka.probe import Probe
 from loka.report.progress import ProgressBars
 from loka.train import TrainConfig
 from loka.train import train as train_model
-from loka.train.automatic.as_it_is import as_they_are, effect_lines, learn, rate_of, renew
+from loka.train.automatic.as_it_is import Divided, as_they_are, effect_lines, learn, rate_of, renew
 from loka.train.checkpointing.checkpoint import load_one
-from loka.train.checkpointing.state import labels_in, rate_in, restore_model
+from loka.train.checkpointing.state import rate_in, restore_model
+from loka.train.running import label_rates
+from loka.validation.segments import divide, division_named
 
 
 def probe(
@@ -66,6 +68,13 @@ def probe(
     device: Device = None,
     with_mods: WithMods = True,
     base_rate: BaseRate = None,
+    segment: Annotated[
+        str | None,
+        typer.Option(
+            help="dense:FEATURE[:BUCKETS] or sparse:FEATURE[:COUNT]: effects of each segment of the held-out "
+            "rows by itself too, for `loka plan --ne-of`."
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -78,18 +87,19 @@ def probe(
     Effects on KL/H are those of the model at the end, from at most 8 batches that training has not used.
     """
     require_alone("probe")
-    cadence, rate = steps_between(every, "--every"), share_of_labels(base_rate)
-    device = choose_device(device)
+    cadence, device = steps_between(every, "--every"), choose_device(device)
     opened = open_data(data, rows=rows, seed=seed, schema=schema)
+    rate = share_of_labels(base_rate, opened.train)
     torch.manual_seed(seed)
     built = model_builder(model)(opened.train)
     if with_mods:
         say(mods.apply(built, MODS))
     built.to(device)
     config = train_config(batch_size=batch_size, schedule=schedule, seed=seed, device=device)
+    segments = None if segment is None else _divided(segment, opened.test, batch_size)
     with alone_in(out, "probing"):
         if checkpoint is not None:
-            stats = _of_checkpoint(built, checkpoint, opened, config, rate)
+            stats = _of_checkpoint(built, checkpoint, opened, config, rate, segments)
         else:
             effects = effects_by(rate, opened.train, batch_size)
             with Probe(built, every=cadence, save_to=out, logits=as_they_are, **effects) as probing:
@@ -97,11 +107,20 @@ def probe(
                     built, opened.train, config=config, track=ProgressBars("probe"), on_log=show_log
                 )
             stats = probing.stats()
-            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {result.train_ne:.5f}")
+            say(f"{stats.sampled_steps} of {stats.steps} steps sampled, train NE {train_ne(result)}")
             began = time.perf_counter()
             fresh = opened.test.batches(batch_size)
-            known = rate or rate_of(result.quality)
-            stats = renew(built, stats, fresh, config=config, base_rate=known, seed=seed)
+            known = rate or rate_of(result.reading_by_task)
+            stats = renew(
+                built,
+                stats,
+                fresh,
+                config=config,
+                base_rate=known,
+                tasks=tasks_of(opened.test),
+                segments=segments,
+                seed=seed,
+            )
             for line in effect_lines(stats, time.perf_counter() - began):
                 say(line)
             stats = replace(stats, final_rate=result.final_rate)
@@ -111,8 +130,19 @@ def probe(
         say(f"written: {out}")
 
 
+def _divided(text: str, source: Source, batch_size: int) -> Divided:
+    """The segments that `loka validate --segment` gives these rows."""
+    (found,) = divide(source, [division_named(text, source)], batch_size=batch_size)
+    return Divided(found.names, torch.from_numpy(found.group))
+
+
 def _of_checkpoint(
-    model: nn.Module, path: Path, opened: Data, config: TrainConfig, rate: float | None
+    model: nn.Module,
+    path: Path,
+    opened: Data,
+    config: TrainConfig,
+    rate: float | None,
+    segments: Divided | None,
 ) -> Stats:
     """From held-out rows, which a run with the same --data, --rows and --seed has not trained on."""
     found = load_one(path)
@@ -121,13 +151,12 @@ def _of_checkpoint(
             f"{path} holds no checkpoint", way_out="name the folder that `loka train --checkpoints` wrote to"
         )
     restore_model(found.state, model, path=found.path)
-    clicks, seen = labels_in(found.state)
     say(
         f"the model of {found.path}, after {found.step} steps; the last fifth of the rows is taken for unused"
     )
     began = time.perf_counter()
-    known = rate or LabelRate(positives=round(clicks), rows=seen)
-    stats = learn(model, opened.test, config=config, base_rate=known)
+    known = rate or label_rates(found.state["running"])
+    stats = learn(model, opened.test, config=config, base_rate=known, segments=segments)
     say(f"{stats.sampled_steps} batches went forward and backward, and no weight moved")
     for line in effect_lines(stats, time.perf_counter() - began):
         say(line)

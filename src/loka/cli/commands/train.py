@@ -48,6 +48,7 @@ from loka.cli.terminal import say
 from loka.cli.torchrun import check_engine, over_ranks, process_group, rank_and_ranks
 from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
+from loka.core.numerics.label_rate import Shares
 from loka.core.records.plan import Plan
 from loka.core.storage.alone import alone_in
 from loka.data.batch import Source
@@ -60,7 +61,7 @@ from loka.train import train as train_model
 from loka.train.automatic.auto import Auto, AutoConfig
 from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
-from loka.train.labels import count_labels
+from loka.train.labels import by_name, count_labels, shares
 from loka.train.length import Length
 from loka.train.ranks import first_rank, together
 from loka.train.schedule import describe
@@ -205,7 +206,7 @@ def train(
                 AutoConfig(
                     every=steps_between(probe_every, "--probe-every"),
                     most_steps=probe_steps,
-                    base_rate=share_of_labels(base_rate) or _known_share(everything, batch_size),
+                    base_rate=share_of_labels(base_rate, everything) or _known_share(everything, batch_size),
                     budget=named_budget("default", **given) if given else None,
                     candidates=tuple(candidate) if candidate else None,
                     measure_seconds=measure_seconds,
@@ -268,16 +269,17 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def _known_share(source: Source, batch_size: int) -> float:
-    """Of the labels themselves: early in training predictions say little of it."""
+def _known_share(source: Source, batch_size: int) -> Shares:
+    """Of the labels themselves, by task: early in training predictions say little of it."""
     labels = count_labels(source, batch_size=batch_size)
-    if labels.rate is None:
+    rates = shares(labels)
+    if rates is None:
         raise LokaError(
-            f"--auto plans by what FP8 costs in KL/H, and {labels}: H is 0 on these rows",
+            f"--auto plans by what FP8 costs in KL/H, and {by_name(labels)}: H is 0 on these rows",
             way_out="check which column is the label, or say --base-rate; without --auto such rows train",
         )
-    say(labels)
-    return labels.rate
+    say(by_name(labels))
+    return rates
 
 
 def _build(name: str, source: Source, *, seed: int, with_mods: bool) -> nn.Module:

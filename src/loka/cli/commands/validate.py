@@ -208,4 +208,8 @@ class _Tenths:
         if tenth > self._shown.get(run, 0):
             self._shown[run] = tenth
             speed = f"{line.rows_per_second:.0f} rows/s"
-            say(f"{run}: step {line.step}/{line.total_steps}  ne {line.ne:.5f}  {speed}")
+            parts = [
+                f"{f'{task} ' if len(line.reading_by_task) > 1 else ''}ne {reading.lifetime.ne:.5f}"
+                for task, reading in line.reading_by_task.items()
+            ]
+            say(f"{run}: step {line.step}/{line.total_steps}  {'  '.join(parts)}  {speed}")

@@ -59,6 +59,8 @@ class LabelRate:
 
 BaseRate = float | LabelRate | Sequence[float | LabelRate]
 """A share of positive labels that is known, or labels counted; one for all tasks, or one for each."""
+Shares = float | Sequence[float]
+"""Shares of positive labels that are known; one for all tasks, or one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,13 +168,13 @@ def drift(plan: Plan, after: Stats, *, before: Stats | None = None, limits: Limi
                 way_out="probe more steps, or sample more often: --every 1",
             )
     recipes = plan.output_recipes
-    negligible = (plan.budget.ne or limits.ne) / (2 * max(len(recipes), 1))
+    negligible = (plan.kl_limit or limits.ne) / (2 * max(len(recipes), 1))
     layers = {}
     for path in plan.model.layers:
         layers[path] = _layer(path, plan, recipes, before, after, limits, negligible)
     costs = [layers[path].after or layers[path].before for path in recipes]
     now = [cost for cost in costs if cost is not None]
-    return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.budget.ne)
+    return Drift(layers=layers, total=total_effect(now) if now else None, budget=plan.kl_limit)
 
 
 def drift_guard(history: Sequence[Drift], *, limits: Limits | None = None) -> frozenset[str]:

@@ -16,6 +16,7 @@ from loka.core.exceptions import FileRefused
 from loka.core.problem import Problem
 from loka.core.recipe import RECIPES, Gemm
 from loka.core.records.coverage import Coverage
+from loka.core.records.parts import WHOLE
 from loka.core.records.report import HP, site_name
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode, record, sparse
@@ -36,7 +37,7 @@ class Decision:
     they are of the GEMM by itself, with both its operands quantized for it alone; in a region the time is
     its share of what the layer takes there, and the speed-up is that of the layer with the code around it.
     `saved_us` is what it saves to share those passes with an earlier GEMM of the layer. `kl` is the predicted
-    KL/H, of an FP8 `output` GEMM where the probe estimated it.
+    KL/H, of an FP8 `output` GEMM where the probe estimated it; `kl_by_part` that of tasks and segments.
     """
 
     path: str
@@ -52,6 +53,10 @@ class Decision:
     saved_us: float = 0.0
     runner_up: str | None = None
     rejected: Mapping[str, str] = field(default_factory=dict)
+    kl_by_part: Mapping[str, Estimate] = sparse(default_factory=dict)
+
+    def kl_of(self, part: str) -> Estimate | None:
+        return self.kl if part == WHOLE else self.kl_by_part.get(part)
 
     @property
     def site(self) -> str:
@@ -64,6 +69,8 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `centres`: by layer whose `output` runs by a centred recipe, what it takes off its input, by column.
+    `limits`: what the budget allows each task and segment in KL/H, by the part's name; empty where it has one
+    limit for the whole model, `budget.ne`, or none.
     """
 
     model: ModelSignature
@@ -73,6 +80,7 @@ class Plan:
     decisions: Mapping[str, Decision]
     coverage: Coverage | None = sparse(None)
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
+    limits: Mapping[str, float] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def save(self, path: Path | str) -> None:
@@ -119,9 +127,18 @@ class Plan:
     def kl(self) -> Estimate | None:
         """The predicted KL/H of the model: the sum over what runs in FP8. None where nothing
         of it was estimated; `kl_unknown` names what the sum lacks."""
-        effects = map(known_effect, (d.kl for d in self.decisions.values()))
+        return self.kl_of(WHOLE)
+
+    def kl_of(self, part: str) -> Estimate | None:
+        """The same of a task, a segment or a task in a segment, by its name (core/records/parts.py)."""
+        effects = (known_effect(d.kl_of(part)) for d in self.decisions.values())
         known = [effect for effect in effects if effect is not None]
         return total_effect(known) if known else None
+
+    @property
+    def kl_limit(self) -> float | None:
+        """What the whole model may spend; None without such a limit."""
+        return None if self.limits and WHOLE not in self.limits else self.budget.whole
 
     @property
     def kl_unknown(self) -> tuple[str, ...]:
@@ -173,11 +190,15 @@ class Plan:
 
     def _spent(self) -> str:
         """What the plan costs in KL/H, if anything of it is known or asked for."""
+        if self.limits:
+            spent = ((name, self.kl_of(name), limit) for name, limit in self.limits.items())
+            parts = (f"{name or 'all rows'} {kl or 'nothing'} of {limit:g}" for name, kl, limit in spent)
+            return f" Predicted KL/H by part, and its budget: {'; '.join(parts)}."
         missing = len(self.kl_unknown)
         asked = self.budget.ne is not None or any(d.kl is not None for d in self.decisions.values())
         if self.kl is None and not (missing and asked):
             return ""
-        limit = f"; the budget is {self.budget.ne:g}" if self.budget.ne is not None else ""
+        limit = f"; the budget is {self.kl_limit:g}" if self.kl_limit is not None else ""
         if self.kl is None:
             return f" Predicted KL/H: unknown, {missing} without an estimate{limit}."
         lacks = f", and {missing} without an estimate" if missing else ""

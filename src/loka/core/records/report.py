@@ -14,6 +14,7 @@ from loka.core.numerics.effect import OLD
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
+from loka.core.records.parts import WHOLE, Part
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode, named, record, sparse
 from loka.core.storage.files import read_record, write_record
@@ -38,6 +39,8 @@ class Measurement:
     "angle", "shrink", "bias", "variance" (core/numerics/gemm_error.py, core/numerics/direction.py); of
     `output` GEMMs "ne": the predicted KL/H, where the probe knows the effect.
 
+    `kl_by_part` is the same of single tasks and segments of rows, by the part's name (core/records/parts.py).
+
     `rounds` is how long it stayed in the race of the site: a name that left early was clearly
     slower than one at least as exact. `speedup` is free of clock drift and compares candidates;
     `microseconds` of candidates with different `rounds` were taken at different clocks.
@@ -49,6 +52,11 @@ class Measurement:
     speedup: Estimate | None = None
     rounds: int | None = None
     unsupported: str | None = None
+    kl_by_part: Mapping[str, Estimate] = sparse(default_factory=dict)
+
+    def kl_of(self, part: str) -> Estimate | None:
+        """The predicted KL/H of a part; None where it is not known."""
+        return self.errors.get("ne") if part == WHOLE else self.kl_by_part.get(part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +100,7 @@ class Report:
         final_rate: as the statistics have it: the last learning rate as a share of its peak.
         no_effect: by layer, why its effect on KL/H is not known, or is old.
         centres: by layer, what centred recipes take off its input, a number a column.
+        parts: tasks and segments of rows that have a KL/H of their own, as the statistics have them.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -110,6 +119,7 @@ class Report:
     final_rate: float | None = sparse(None)
     no_effect: Mapping[str, str] = sparse(default_factory=dict)
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
+    parts: Mapping[str, Part] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -142,6 +152,7 @@ class Report:
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
         lines += [line for path, times in self.region_times.items() if (line := _region_line(path, times))]
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
+        lines += [str(part) for part in self.parts.values()]
         lines += [f"note: {line}" for line in self.unknown_effects()]
         lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
         return "\n".join(lines)

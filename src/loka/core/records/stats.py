@@ -19,6 +19,7 @@ import torch
 from loka.core.numerics.effect import Effect
 from loka.core.problem import DTYPES
 from loka.core.records.coverage import Coverage
+from loka.core.records.parts import Part
 from loka.core.signature import ModelSignature
 from loka.core.storage.codec import decode, encode, record, sparse
 from loka.core.storage.files import (
@@ -65,7 +66,8 @@ class LinearStats:
     without `needs_input_grad` (a first layer) its grad_input GEMM never runs, without
     `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
     GEMM alone costs the model, by recipe name (probe/model_effects/sensitivity.py); `no_effect` says why that
-    is not known, or beside effects that the latest steps did not renew them.
+    is not known, or beside effects that the latest steps did not renew them. `effects_by_part` are the same
+    of single tasks and segments of rows, by the part's name (core/records/parts.py).
     """
 
     rows: int
@@ -78,6 +80,7 @@ class LinearStats:
     operands: Mapping[str, Distribution]
     effects: Mapping[str, Effect] = sparse(default_factory=dict)
     no_effect: str = sparse("")
+    effects_by_part: Mapping[str, Mapping[str, Effect]] = sparse(default_factory=dict)
 
 
 @record(ignore=None)  # what earlier versions noted of layers that feed each other
@@ -87,7 +90,7 @@ class Stats:
 
     `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
     any. `final_rate` is the learning rate, as a share of its peak, of the model that effects are of; None
-    where nobody said.
+    where nobody said. `parts` are the tasks and segments of rows that have effects of their own, by name.
     """
 
     model: ModelSignature
@@ -97,6 +100,7 @@ class Stats:
     skipped: Mapping[str, str] = field(default_factory=dict)
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)
+    parts: Mapping[str, Part] = sparse(default_factory=dict)
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""

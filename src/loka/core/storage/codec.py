@@ -123,7 +123,11 @@ def _decode(kind: Any, content: Any, at: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if content is None and type(None) in inner:
             return None
-        (kind,) = (one for one in inner if one is not type(None))
+        kinds = [one for one in inner if one is not type(None)]
+        if len(kinds) > 1:  # one value, or a mapping of such by name
+            named = isinstance(content, dict)
+            kinds = [one for one in kinds if (typing.get_origin(one) is not None) == named]
+        (kind,) = kinds
         return _decode(kind, content, at)
     if origin is Literal:
         return content if content in inner else _refuse(at, f"one of {', '.join(map(repr, inner))}", content)

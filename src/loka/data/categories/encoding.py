@@ -43,7 +43,8 @@ def encoded(chunk: Chunk, schema: Schema, vocabulary: Vocabulary | HashedVocabul
         counts[:, 2] += absent
         counts[:, 3] += (ids == 0) & ~absent
     counts[:, 4] = chunk.skipped
-    label = label_values(chunk.table[schema.label], name=schema.label)
+    labels = [label_values(chunk.table[name], name=name) for name in schema.labels]
+    label = labels[0] if len(labels) == 1 else np.stack(labels, axis=1)
     block = Block(dense=dense, sparse=sparse, label=label, counts=counts)
     return block if schema.sequence is None else _with_sequence(block, chunk, schema, vocabulary)
 

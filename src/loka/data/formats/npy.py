@@ -214,7 +214,8 @@ def _mapped(triplet: Triplet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                     (triplet.dense, triplet.sparse, triplet.labels), (dense, sparse, labels), strict=True
                 )
             ],
-            way_out="dense [N, D], sparse [N, F] and labels [N] or [N, 1] of the same rows",
+            way_out="dense [N, D], sparse [N, F] and labels [N] or [N, 1] of the same rows; rows of several "
+            "tasks are converted from a table: loka data convert --schema",
         )
     if not np.issubdtype(sparse.dtype, np.integer):
         raise DataRefused(f"{triplet.sparse}: ids must be integers", why=[f"they are {sparse.dtype}"])

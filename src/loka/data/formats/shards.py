@@ -3,7 +3,8 @@
     manifest.json         a record: settings, what the columns are, and of each shard rows, bytes and counts
     vocabulary.json       a record: from categories to ids
     shard-00000.parquet   label float32, dense list<float32>[D], sparse list<int32>[F]
-                          and with a history sequence list<int32>[L], lengths int32; no list without features
+                          of several tasks label list<float32>[T]; with a history also sequence
+                          list<int32>[L], lengths int32; no list without features
 
 Lists of fixed size decode twice as fast as a column per feature and any parquet reader knows them; LZ4 halves
 the bytes and costs less than reading them (benchmarks/reader). Pages carry checksums, so a flipped bit is an
@@ -22,7 +23,7 @@ import numpy as np
 from loka.core.exceptions import DataRefused
 from loka.core.storage.codec import decode
 from loka.core.storage.files import is_own_file, read_record, write_record
-from loka.data.batch import History
+from loka.data.batch import ONE_TASK, History
 from loka.data.block import Block
 from loka.data.files import require_pyarrow
 from loka.data.order import Shuffle
@@ -65,6 +66,12 @@ class Manifest:
     @property
     def whole(self) -> bool:
         return len(self.shards) == self.pieces
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The label columns that were converted."""
+        label = self.settings.get("schema", {}).get("label", ONE_TASK)
+        return (label,) if isinstance(label, str) else tuple(label)
 
     @property
     def rows(self) -> int:
@@ -144,6 +151,10 @@ class ShardStore:
         return self._manifest.history
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        return self._manifest.tasks
+
+    @property
     def identity(self) -> str:
         return self._manifest.digest
 
@@ -171,7 +182,7 @@ class ShardStore:
     def _columns(self) -> dict[str, tuple[str, int]]:
         """Of a shard, with the type of their values and the length of their lists, 0 where they are none."""
         dense, sparse, history = self.dense_features, len(self.vocab_sizes), self.history
-        found = {"label": ("float", 0)}
+        found = {"label": ("float", len(self.tasks) if len(self.tasks) > 1 else 0)}
         found |= {"dense": ("float", dense)} if dense else {}
         found |= {"sparse": ("int32", sparse)} if sparse else {}
         if history is not None:
@@ -283,6 +294,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     """Without files beside the folder, and numbers that memory or arithmetic would be lost on. A group takes
     more than one byte of its shard."""
     manifest = decode(Manifest, content)
+    if not manifest.tasks or not all(isinstance(name, str) for name in manifest.tasks):
+        raise ValueError(f"its schema has the labels {manifest.tasks}, which name no column")
     size = manifest.group_rows
     for number, shard in manifest.shards.items():
         if not is_own_file(shard.file):

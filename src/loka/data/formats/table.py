@@ -76,6 +76,10 @@ class TableClicks:
         return history_in(self._schema, self._vocabulary)
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        return self._schema.labels
+
+    @property
     def identity(self) -> str:
         config = {
             "source": "TableClicks",

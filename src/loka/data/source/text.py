@@ -166,7 +166,7 @@ def _arrow_table(block: bytes, layout: _Layout, *, label_only: bool) -> tuple[pa
 
     # Places, not names: a file may repeat the name of a column that nobody reads.
     names = [f"{place}" for place in layout.places]
-    roles = [pa.string()] + [pa.float64()] * len(layout.schema.dense)
+    roles = [pa.string()] * len(layout.schema.labels) + [pa.float64()] * len(layout.schema.dense)
     roles += [pa.string()] * len(layout.schema.sparse)
     table = arrow_csv.read_csv(
         pa.BufferReader(block),

@@ -15,25 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from loka.core.exceptions import NotConverted, PlanMismatch
-from loka.core.numerics.effect import NO_PROMISE, OLD
+from loka.core.numerics.effect import NO_PROMISE, OLD, Effect
 from loka.core.numerics.label_rate import BaseRate, task_rates
+from loka.core.records.parts import WIDTH, Part
 from loka.core.records.stats import LinearStats, Stats
 from loka.nn.linears import find_linears, signature
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import unwrap
 from loka.probe.force_eager import eager
 from loka.probe.layer_stats import with_effects
+from loka.probe.model_effects.calls import Found, step_seed
+from loka.probe.model_effects.effects_by_part import ProbedRows, effects_by_part
 from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, refuse
 from loka.probe.model_effects.movement import Horizon, added_variance, widened
 from loka.probe.model_effects.promise import no_promise
-from loka.probe.model_effects.sensitivity import Found, Sensitivity, step_seed
+from loka.probe.model_effects.segment_rows import SEGMENT_ROWS, RowSegments, SegmentRows
+from loka.probe.model_effects.sensitivity import Sensitivity
 from loka.probe.model_effects.untouched import as_evaluated
 from loka.probe.site_trace import SiteCall, SiteNames, SiteTrace
 from loka.statistics.effect_casts import CASTS
@@ -44,6 +48,9 @@ Clusters = Callable[[Any], torch.Tensor]
 """A batch -> int64 [B]: rows of one number, such as a user's, may be alike."""
 Weights = Callable[[Any], torch.Tensor]
 """A batch -> [B], not negative: what each row weighs in the loss."""
+Labels = Callable[[Any], torch.Tensor | None]
+"""A batch -> [B] or [B, tasks] in {0, 1}, or None."""
+T = TypeVar("T")
 
 SAMPLES, PER_BATCH = 1536, 192
 
@@ -59,6 +66,11 @@ def renew_effects(
     clusters: Clusters | None = None,
     weights: Weights | None = None,
     horizon: Horizon | None = None,
+    tasks: Sequence[str] = (),
+    segments: RowSegments | None = None,
+    segment_rows: int = SEGMENT_ROWS,
+    segment_width: float = WIDTH,
+    labels: Labels | None = None,
     samples: int = SAMPLES,
     per_batch: int = PER_BATCH,
     final_rate: float | None = None,
@@ -74,8 +86,8 @@ def renew_effects(
     Args:
         stats: of this model, by a Probe or by an earlier renewal.
         batches: rows that training has not used, in batches as large as training's: scales of whole tensors
-            depend on it. No more are read than `samples` takes.
-        logits: function from what `forward` returns to logits; as for `Probe`.
+            depend on it. No more are read than `samples` takes, or `segments`.
+        logits: function from what `forward` returns to logits; as for `Probe`, and not needed with `tasks`.
         base_rate: share of positive labels, or the labels counted, whose error then widens intervals; of
             several tasks one for all or a sequence of one for each; by default the mean prediction.
         forward: (model, batch) -> what the model returns; by default a `data.Batch` goes in as in training,
@@ -85,6 +97,16 @@ def renew_effects(
             weighted labels' H, so `base_rate` has to be of weighted labels too. Histograms stay unweighted.
         horizon: until when the effects are to hold while training goes on, and what is known of how the
             model moves (`Horizon.of_probe`). None: for the model as it is.
+        tasks: names of the logits, where they are several: effects on each by itself too (`Stats.parts`),
+            for one more backward pass each.
+        segments: which rows have effects by themselves too. Batches are read on until each segment has
+            `segment_rows` rows; the model sees those alone that hold rows of one that lacks some.
+        segment_rows: how many of each are probed.
+        segment_width: up to which factor between what a budget is charged and the estimate a task or segment
+            counts as known. Where it is wider, `Stats.parts` says how many rows are missing, and plans refuse
+            a limit on it.
+        labels: batch -> labels [B], or [B, tasks], for the H of each segment; by default `batch.label`. The
+            mean prediction where there is none, and of weighted rows.
         samples: rows in all, of which each batch gives `per_batch` at most.
         final_rate: learning rate of `model` as a share of its peak, by which plans tell whether it is
             annealed. None: nobody says.
@@ -93,11 +115,16 @@ def renew_effects(
     Raises:
         PlanMismatch: `stats` is of another model.
         NotConverted: the model runs by a plan; only the unquantized one can be evaluated.
-        ValueError: a base rate that is no share, another number of them than tasks, no samples, or weights
-            that are negative, not finite or all 0.
+        ValueError: a base rate that is no share, another number of them than tasks, other names than logits,
+            no samples, or weights that are negative, not finite or all 0.
     """
-    if samples < 1 or per_batch < 1:
-        raise ValueError(f"samples is {samples}, per_batch {per_batch}; each must be at least 1")
+    if samples < 1 or per_batch < 1 or segment_rows < 1 or not segment_width > 1:
+        raise ValueError(
+            f"samples is {samples}, per_batch {per_batch}, segment_rows {segment_rows}; each must be at "
+            f"least 1, and segment_width, {segment_width}, above 1"
+        )
+    if len(set(tasks)) < len(tasks) or "" in tasks:
+        raise ValueError(f"the names of tasks have to differ, and none is empty: {', '.join(tasks)}")
     if base_rate is not None:  # of one that cannot be nothing has to run
         task_rates(base_rate, len(base_rate) if isinstance(base_rate, Sequence) else 1)
     differences = signature(model, like=stats.model).differences(stats.model)
@@ -110,7 +137,10 @@ def renew_effects(
             "this model runs a plan, and its effects are those of the unquantized model",
             way_out="loka.revert(model) first",
         )
-    rows = _Rows()
+    strata = None if segments is None else SegmentRows(segments, wanted=segment_rows)
+    if len(tasks) > 1 and logits is None:
+        logits = _as_named  # whoever names its columns says what they are
+    rows = _Rows(tasks=tuple(tasks), strata=strata, labels=labels or _labels_of)
     try:
         refuse(model)
     except NoEffect as reason:
@@ -118,13 +148,23 @@ def renew_effects(
     else:
         run = forward or _as_in_training
         _read(unwrap(model), stats, batches, rows, logits, run, (clusters, weights), samples, per_batch, seed)
-    return replace(_renewed(stats, rows, base_rate, horizon), final_rate=final_rate)
+    renewed = _renewed(stats, rows, base_rate, horizon, segment_width)
+    return replace(renewed, final_rate=final_rate)
 
 
 @dataclass
 class _Rows:
-    """What the batches showed: one `Found` for each, its clusters and weights, and why sites show nothing."""
+    """What the batches showed: one `Found` for each, its clusters and weights, and why sites show nothing.
 
+    With `strata` a batch may have a second one, of rows beside the sample of all rows: `uniform` tells them
+    apart, and `places` say of each row in which segment it is.
+    """
+
+    tasks: tuple[str, ...]
+    strata: SegmentRows | None
+    labels: Labels
+    uniform: list[bool] = field(default_factory=list)
+    places: list[torch.Tensor] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
     clusters: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
@@ -147,23 +187,31 @@ def _read(
     clusters, weights = by_row
     linears, _ = find_linears(model)
     traced = {path: shape for path, shape in stats.model.layers.items() if shape.use is not None}
-    found: list[Found] = []
-    for number, batch in enumerate(batches):
-        take = min(per_batch, samples - rows.count)
+
+    def probe(batch: Any, step: int, take: int, chosen: torch.Tensor | None) -> Found | None:
+        """One forward, and backward from the logits of some rows."""
+        found: list[Found] = []
         sensitivity = Sensitivity(
-            samples=take, per_step=take, logits=logits, base_rate=None, seed=seed, sink=found.append
+            samples=take,
+            per_step=take,
+            logits=logits,
+            base_rate=None,
+            seed=seed,
+            sink=found.append,
+            by_task=bool(rows.tasks),
+            chosen=chosen,
         )
 
-        def observe(site: SiteCall, output: torch.Tensor, to: Sensitivity = sensitivity) -> None:
+        def observe(site: SiteCall, output: torch.Tensor) -> None:
             if site.path in stats.layers:
-                to.see(site.path, site.weight, site.x, output, site.rows)
+                sensitivity.see(site.path, site.weight, site.x, output, site.rows)
 
         names = SiteNames(linears, traced)
         trace = SiteTrace(model, names, linears=linears, filter=None, observe=observe, account=False)
         eager.acquire()
         try:
             with as_evaluated(model):
-                sensitivity.begin((), step=step_seed(seed, number + 1) % (1 << 31))
+                sensitivity.begin((), step=step_seed(seed, step) % (1 << 31))
                 trace.start()
                 try:
                     output = forward(model, batch)
@@ -174,38 +222,68 @@ def _read(
         finally:
             eager.release()
         rows.missed |= sensitivity.missed()
-        for fresh in found:
-            rows.found.append(fresh)
-            rows.count += len(fresh.picks)
-            if clusters is not None:
-                rows.clusters.append(clusters(batch).to("cpu", torch.int64)[fresh.picks])
-            if weights is not None:
-                rows.weights.append(weights(batch).to("cpu", torch.float64)[fresh.picks])
-        found.clear()
-        if rows.count >= samples:
+        return found[0] if found else None
+
+    def keep(batch: Any, fresh: Found | None, places: torch.Tensor | None, *, uniform: bool) -> None:
+        if fresh is None:
+            return
+        rows.found.append(fresh)
+        rows.uniform.append(uniform)
+        if rows.strata is not None and places is not None:
+            rows.strata.note(places, fresh)
+            rows.places.append(places[fresh.picks])
+        if clusters is not None:
+            rows.clusters.append(clusters(batch).to("cpu", torch.int64)[fresh.picks])
+        if weights is not None:
+            rows.weights.append(weights(batch).to("cpu", torch.float64)[fresh.picks])
+
+    for number, batch in enumerate(batches):
+        strata, places, fresh = rows.strata, None, None
+        if strata is not None:
+            places = strata.places(batch)
+            strata.see(places, rows.labels(batch))
+        if rows.count < samples:
+            fresh = probe(batch, number + 1, min(per_batch, samples - rows.count), None)
+            keep(batch, fresh, places, uniform=True)
+            rows.count += len(fresh.picks) if fresh is not None else 0
+        if strata is not None and places is not None:
+            taken = fresh.picks if fresh is not None else places[:0]
+            chosen = strata.choose(places, taken, step_seed(seed, number + 1) % (1 << 31))
+            if len(chosen):
+                keep(batch, probe(batch, number + 1, len(chosen), chosen), places, uniform=False)
+        if rows.count >= samples and (strata is None or strata.enough):
             return
 
 
-def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None) -> Stats:
-    if not rows.found:
+def _renewed(
+    stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Horizon | None, allowed: float
+) -> Stats:
+    if not any(rows.uniform):
         reasons = rows.missed or dict.fromkeys(stats.layers, "there were no rows to renew it from")
-        return replace(
-            stats, layers={p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
+        kept = {p: _kept(layer, reasons.get(p, "")) for p, layer in stats.layers.items()}
+        return replace(stats, layers=kept, parts={})
+    every = [found for found, uniform in zip(rows.found, rows.uniform, strict=True) if uniform]
+    z = torch.cat([found.logits for found in every])
+    if rows.tasks and len(rows.tasks) != z.shape[1]:
+        raise ValueError(
+            f"{len(rows.tasks)} names of tasks, {', '.join(rows.tasks)}, for {z.shape[1]} logits"
         )
-    z = torch.cat([found.logits for found in rows.found])
+    if rows.strata is not None and z.shape[1] > 1 and not rows.tasks:
+        raise ValueError(f"segments of {z.shape[1]} logits need their names: pass tasks=")
     rates = task_rates(base_rate, z.shape[1]) if base_rate is not None else None
     refused = no_promise(z, rates)
     if refused:
         reason = NO_PROMISE + refused
-        return replace(stats, layers={p: _without(layer, reason) for p, layer in stats.layers.items()})
+        without = {p: _without(layer, reason) for p, layer in stats.layers.items()}
+        return replace(stats, layers=without, parts={})
     predicted = z.sigmoid()
     if rates is not None:
         predicted = torch.tensor(rates.shares, dtype=torch.float64).expand(z.shape)
-    signed = torch.cat([found.signed for found in rows.found])
-    groups = torch.cat(rows.clusters).unique(return_inverse=True)[1] if rows.clusters else None
-    paths = [path for path in stats.layers if any(path in found.sites for found in rows.found)]
-    changes = [_over_batches(rows.found, path) for path in paths]
-    weighing = _of_mean_one(torch.cat(rows.weights)) if rows.weights else None
+    signed = torch.cat([found.signed for found in every])
+    groups = torch.cat(_of(rows.clusters, rows)).unique(return_inverse=True)[1] if rows.clusters else None
+    paths = [path for path in stats.layers if any(path in found.sites for found in every)]
+    changes = [_over_batches(every, path) for path in paths]
+    weighing = _of_mean_one(torch.cat(_of(rows.weights, rows))) if rows.weights else None
     known = dict(zip(paths, effects_of(changes, predicted, signed, groups, weighing), strict=True))
     now = {path: dict(zip(CASTS, effects, strict=True)) for path, effects in known.items()}
     now = {path: effects for path, effects in now.items() if any(e.count for e in effects.values())}
@@ -213,16 +291,47 @@ def _renewed(stats: Stats, rows: _Rows, base_rate: BaseRate | None, horizon: Hor
     moves = dict.fromkeys(now, 0.0)
     if horizon is not None:
         moves = added_variance({path: stats.layers[path].effects for path in now}, now, horizon)
+    by_part: dict[str, dict[str, dict[str, Effect]]] = {}
+    parts: dict[str, Part] = {}
+    if rows.tasks or rows.strata is not None:
+        by_part, parts = effects_by_part(
+            _probed(rows),
+            list(now),
+            tasks=rows.tasks,
+            segments=rows.strata,
+            base_rate=base_rate,
+            moves=moves,
+            allowed=allowed,
+        )
     layers = {}
     for path, layer in stats.layers.items():
         if path in now:
-            tables = _tables(rows.found, path)
+            tables = _tables(every, path)
             effects = widened(now[path], variance + moves[path])
-            layers[path] = with_effects(_without(layer, ""), effects, tables, "")
+            layer = with_effects(_without(layer, ""), effects, tables, "")
+            layers[path] = replace(layer, effects_by_part=by_part.get(path, {}))
         else:
             reason = rows.missed.get(path, "no fresh row reaches it")
             layers[path] = _kept(layer, "its effect is finite on no sample" if path in known else reason)
-    return replace(stats, layers=layers)
+    return replace(stats, layers=layers, parts=parts)
+
+
+def _of(values: Sequence[T], rows: _Rows) -> list[T]:
+    """Of the batches' samples of all rows."""
+    return [value for value, uniform in zip(values, rows.uniform, strict=True) if uniform]
+
+
+def _probed(rows: _Rows) -> ProbedRows:
+    counts = [len(found.picks) for found in rows.found]
+    none = [torch.full((count,), -1) for count in counts]
+    uniform = [torch.full((count,), one) for count, one in zip(counts, rows.uniform, strict=True)]
+    return ProbedRows(
+        found=rows.found,
+        places=torch.cat(rows.places or none),
+        uniform=torch.cat(uniform),
+        groups=torch.cat(rows.clusters) if rows.clusters else None,
+        weights=torch.cat(rows.weights) if rows.weights else None,
+    )
 
 
 def _of_mean_one(weights: torch.Tensor) -> torch.Tensor:
@@ -258,13 +367,22 @@ def _without(layer: LinearStats, reason: str) -> LinearStats:
         name: replace(d, tensors={n: t for n, t in d.tensors.items() if not n.startswith(PREFIX)})
         for name, d in layer.operands.items()
     }
-    return replace(layer, operands=operands, effects={}, no_effect=reason)
+    return replace(layer, operands=operands, effects={}, no_effect=reason, effects_by_part={})
 
 
 def _kept(layer: LinearStats, reason: str) -> LinearStats:
     """The effects of before, marked as old; `reason` is why they were not renewed."""
     reason = reason or layer.no_effect.removeprefix(OLD) or "the fresh rows do not tell"
-    return replace(layer, no_effect=OLD + reason if layer.effects else reason)
+    return replace(layer, no_effect=OLD + reason if layer.effects else reason, effects_by_part={})
+
+
+def _as_named(output: Any) -> Any:
+    return output
+
+
+def _labels_of(batch: Any) -> torch.Tensor | None:
+    found = getattr(batch, "label", None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _as_in_training(model: nn.Module, batch: Any) -> Any:

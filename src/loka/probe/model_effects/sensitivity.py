@@ -20,7 +20,7 @@ tensors inside the model do run; a model with backward hooks on modules is left 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,52 +28,27 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from loka.core.numerics.effect import OLD, Effect, merged
+from loka.core.numerics.label_rate import Shares, task_rates
 from loka.core.records.stats import LinearStats
-from loka.probe.model_effects.error_projection import changes_of, effects_of
+from loka.probe.model_effects.calls import (
+    Call,
+    Found,
+    Sink,
+    Step,
+    changes_at,
+    reason_of,
+    refuse_freed,
+    step_seed,
+)
+from loka.probe.model_effects.error_projection import effects_of
 from loka.probe.model_effects.logits import Logits, NoEffect, finite, logits_of, refuse
-from loka.probe.model_effects.sample_rows import RowsMix, batch_of, rows_of
+from loka.probe.model_effects.sample_rows import RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
 from loka.probe.trace import unseen
 from loka.statistics.effect_casts import CASTS
-from loka.statistics.effect_depths import Tables, effect_tables, faded_tables, merge_tables, tables_of
+from loka.statistics.effect_depths import Tables, faded_tables, merge_tables, tables_of
 
 _UNREACHED = "its output does not reach these logits"
-
-
-@dataclass(eq=False)
-class Step:
-    """A sampled step. `picks` where its output showed no logits: of training's gradient, in `pending`."""
-
-    batch: int = 0
-    picks: torch.Tensor | None = None
-    pending: dict[str, tuple[torch.Tensor, Tables]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Call:
-    """A site's call. `given` shares the input's memory and its `version` counter; `rows` brings a gradient
-    of what was returned to [..., N]."""
-
-    path: str
-    weight: torch.Tensor
-    given: torch.Tensor
-    version: int
-    dtype: torch.dtype
-    rows: Callable[[torch.Tensor], torch.Tensor]
-    step: Step
-
-
-@dataclass(frozen=True)
-class Found:
-    """Of one pass: s [m, recipes] and histograms by site, rows [m], logits and signed weights [m, T]."""
-
-    sites: Mapping[str, tuple[torch.Tensor, Tables]]
-    picks: torch.Tensor
-    logits: torch.Tensor
-    signed: torch.Tensor
-
-
-Sink = Callable[[Found], None]
 
 
 class Sensitivity:
@@ -91,12 +66,14 @@ class Sensitivity:
         samples: 0 turns it off.
         per_step: samples of a batch used in one step.
         logits: what takes the model's output to logits; by default the output is taken as it is.
-        base_rate: share of positive labels, whose entropy is then H; else that of the mean
-            prediction, which is off where the model is not calibrated. With it, a model whose output
-            shows no logits falls back to the empirical Fisher: the gradient of training times the
-            batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
+        base_rate: share of positive labels, of several tasks one for each, whose entropy is then H; else
+            that of the mean prediction, which is off where the model is not calibrated. With it, a model
+            whose output shows no logits falls back to the empirical Fisher: the gradient of training times
+            the batch size in place of g. It assumes a loss that is an unscaled mean over the batch.
         seed: of samples and signs.
         sink: receives what each step finds, in place of the effects over the steps.
+        by_task: beside the pass of all logits one for each, for the sink.
+        chosen: the samples of every batch; by default they are drawn.
     """
 
     working = False
@@ -107,13 +84,15 @@ class Sensitivity:
         samples: int,
         per_step: int,
         logits: Logits | None,
-        base_rate: float | None,
+        base_rate: Shares | None,
         seed: int,
         sink: Sink | None = None,
+        by_task: bool = False,
+        chosen: torch.Tensor | None = None,
     ) -> None:
         self._samples, self._per_step, self._seed = samples, per_step, seed
         self._logits, self._base_rate = logits, base_rate
-        self._sink = sink
+        self._sink, self._by_task, self._chosen = sink, by_task, chosen
         self._generator = torch.Generator()
         self._calls: list[tuple[Call, GradientEdge]] = []
         self._step, self._shown = Step(), False  # whether the output ever showed logits
@@ -175,12 +154,15 @@ class Sensitivity:
                 self._step.picks = self._fall_back(str(reason))
                 return
             self._shown = True
+            if self._base_rate is not None:
+                task_rates(self._base_rate, z.shape[1])
             refuse(model)
-            _refuse_freed(calls)
+            refuse_freed(calls)
             picks = finite(self._pick(z.shape[0]), z)
-            grads, signed, p = self._backward(model, z, picks, edges)
+            signed, p = self._signed(z, picks)
+            grads = self._backward(model, z, picks, edges, signed)
         except Exception as error:  # user code runs in the pass, and training goes on without it
-            self._drop(calls, _reason(error))
+            self._drop(calls, reason_of(error))
             return
         reached = {call.path for call, grad in zip(calls, grads, strict=True) if grad is not None}
         self._drop([call for call in calls if call.path not in reached], _UNREACHED)
@@ -191,8 +173,35 @@ class Sensitivity:
                 self._add(found, call, grad, picks, z.shape[0], mixing=mixing)
         if self._sink is None:
             self._note(found, p, signed)
-        else:
-            self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed))
+            return
+        tasks = range(z.shape[1]) if self._by_task and z.shape[1] > 1 else ()
+        alone = [self._of_task(task, model, z, picks, calls, edges, signed) for task in tasks]
+        self._sink(Found(found, picks, z.detach()[picks.to(z.device)], signed, alone))
+
+    def _of_task(
+        self,
+        task: int,
+        model: nn.Module,
+        z: torch.Tensor,
+        picks: torch.Tensor,
+        calls: Sequence[Call],
+        edges: Sequence[GradientEdge],
+        signed: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """s [m, recipes] of one task's logit, by site; NaN where it does not tell."""
+        only = torch.zeros_like(signed)
+        only[:, task] = signed[:, task]
+        found: dict[str, torch.Tensor] = {}
+        for call, grad in zip(calls, self._backward(model, z, picks, edges, only), strict=True):
+            if grad is None:  # another task's tower
+                changes = torch.zeros(len(picks), len(CASTS), device=z.device)
+            else:
+                try:
+                    changes, _ = changes_at(call, grad, picks, z.shape[0], self._generator, tables=False)
+                except NoEffect:
+                    changes = torch.full((len(picks), len(CASTS)), torch.nan, device=z.device)
+            found[call.path] = found[call.path] + changes if call.path in found else changes
+        return found
 
     def see_gradient(self, call: Call, grad: torch.Tensor) -> None:
         """Training's gradient at an output, where the model's output shows no logits."""
@@ -231,29 +240,38 @@ class Sensitivity:
 
     def _pick(self, batch: int) -> torch.Tensor:
         """Never the whole batch: rows of other samples, whose gradient is 0, show how rows lie."""
+        if self._chosen is not None:
+            return self._chosen
         if batch < 2:
             raise NoEffect("a batch of one row does not show which rows are of which sample")
         count = min(self._per_step, batch - 1)
         return torch.randperm(batch, generator=self._generator)[:count].sort().values
 
-    def _backward(
-        self, model: nn.Module, z: torch.Tensor, picks: torch.Tensor, edges: Sequence[GradientEdge]
-    ) -> tuple[tuple[torch.Tensor | None, ...], torch.Tensor, torch.Tensor]:
-        """The gradients of v at `edges`; eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
+    def _signed(self, z: torch.Tensor, picks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """eps sqrt(p (1 - p)) and p [m, T] of the picked samples."""
         signs = torch.randint(2, (len(picks), z.shape[1]), generator=self._generator).mul_(2).sub_(1)
-        at = picks.to(z.device)
-        p = z.detach()[at].sigmoid()
+        p = z.detach()[picks.to(z.device)].sigmoid()
+        return signs.to(z.device) * (p * (1 - p)).sqrt(), p
+
+    def _backward(
+        self,
+        model: nn.Module,
+        z: torch.Tensor,
+        picks: torch.Tensor,
+        edges: Sequence[GradientEdge],
+        signed: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients at `edges` of the picked samples' logits [m, T], weighted by `signed`."""
         weight = torch.zeros_like(z)
-        signed = weight[at] = signs.to(z.device) * (p * (1 - p)).sqrt()
+        weight[picks.to(z.device)] = signed
         devices = [z.device] if z.device.type == "cuda" else []
         Sensitivity.working = True
         try:
             # A checkpoint may draw, and move the buffers of a BatchNorm, when it recomputes.
             with unseen(), buffers_kept(model), torch.random.fork_rng(devices=devices):
-                grads = torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
+                return torch.autograd.grad(z, edges, weight, retain_graph=True, allow_unused=True)
         finally:
             Sensitivity.working = False
-        return grads, signed, p
 
     def _add(
         self,
@@ -271,9 +289,12 @@ class Sensitivity:
         `mixing` says what in the model mixes the rows of samples.
         """
         try:
-            changes, tables = _changes(call, grad, picks, batch, self._generator, of_all=of_all)
+            tell = self._chosen is None  # histograms are of the sample of all rows
+            changes, tables = changes_at(
+                call, grad, picks, batch, self._generator, of_all=of_all, tables=tell
+            )
         except Exception as error:  # out of memory, say; the step itself is whole
-            self._drop([call], _reason(error) + (mixing if isinstance(error, RowsMix) else ""))
+            self._drop([call], reason_of(error) + (mixing if isinstance(error, RowsMix) else ""))
             found.pop(call.path, None)
             return
         if call.path in found:
@@ -285,7 +306,8 @@ class Sensitivity:
         for step in waiting:
             if step.picks is not None and self._base_rate is not None:
                 pending, step.pending = step.pending, {}
-                self._note(pending, torch.full((len(step.picks), 1), self._base_rate), None)
+                tasks = len(self._base_rate) if isinstance(self._base_rate, Sequence) else 1
+                self._note(pending, torch.empty(len(step.picks), tasks), None)
         missed, self._missed = self._missed, {}
         self._reasons |= missed
         for path in missed.keys() & self._known.keys():
@@ -304,7 +326,8 @@ class Sensitivity:
     ) -> None:
         """Effects of s [m, recipes]. `signed` [m, T] takes the signs out: E[signed s] = p (1 - p) J . dY."""
         if self._base_rate is not None:
-            predicted = torch.full_like(predicted, self._base_rate, dtype=torch.float64)
+            shares = task_rates(self._base_rate, predicted.shape[1]).shares
+            predicted = torch.tensor(shares, dtype=torch.float64).expand(predicted.shape)
         known = effects_of([changes for changes, _ in found.values()], predicted, signed)
         for (path, (_, tables)), effects in zip(found.items(), known, strict=True):
             fresh = _Known(dict(zip(CASTS, effects, strict=True)), tables)
@@ -346,47 +369,3 @@ def _after(before: _Known | None, fresh: _Known, limit: int) -> _Known:
     except ValueError:  # another number of tasks: what came before was of another output
         return fresh
     return _Known(effects, merge_tables(faded.tables, fresh.tables))
-
-
-def step_seed(seed: int, step: int) -> int:
-    """For the generator of one step: what is random there depends on nothing that came before."""
-    return (seed * 1_000_003 + step) % (1 << 63)
-
-
-def _refuse_freed(calls: Sequence[Call]) -> None:
-    """Raises NoEffect where a weight has no memory any more: a backward that reads it ends the process."""
-    for call in calls:
-        weight = call.weight
-        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
-            raise NoEffect(
-                f"the weight of {call.path} was freed after its call, as a wrapper that shards does"
-            )
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return first if isinstance(error, NoEffect) else f"{type(error).__name__}: {first}"
-
-
-def _changes(
-    call: Call,
-    grad: torch.Tensor,
-    picks: torch.Tensor,
-    batch: int,
-    generator: torch.Generator,
-    *,
-    of_all: bool,
-) -> tuple[torch.Tensor, Tables]:
-    """s [m, recipes] float32: what each recipe's error changes v by, to first order; and histograms."""
-    weight = call.weight
-    if call.given._version != call.version:
-        raise NoEffect("its input was changed in place after the call")
-    with unseen(), torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-        grads = grad if of_all else call.rows(grad)
-        grads = grads.reshape(-1, grads.shape[-1])
-        rows = rows_of(call.given.shape[:-1], grads, picks.to(grad.device), batch, of_all=of_all)
-        given = call.given.reshape(-1, call.given.shape[-1]).to(call.dtype)
-        changes = changes_of(given, weight, grads, rows, tuple(CASTS.values()))
-        tables = effect_tables(given, weight, grads, rows, CASTS.values(), generator)
-    return changes, tables

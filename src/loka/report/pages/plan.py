@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from loka.core.budget import upper_bound
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
@@ -59,10 +60,12 @@ def plan_section(plan: Plan) -> Html:
     ]
     if plan.kl is not None:
         known.append(("predicted KL/H", f"{plan.kl.value:.2g}", ""))
-    if plan.budget.ne is not None:
-        known.append(("budget of KL/H", f"{plan.budget.ne:g}", ""))
+    if plan.kl_limit is not None:
+        known.append(("budget of KL/H", f"{plan.kl_limit:g}", ""))
     parts: list[Html] = [tiles(known), _bar(rows) if plan.timed else Html("")]
     parts.append(paragraph(plan.summary()))
+    if plan.limits:
+        parts.append(_limits(plan))
     if low:
         parts.append(_layers(low, plan.timed))
     if high:
@@ -71,6 +74,26 @@ def plan_section(plan: Plan) -> Html:
         notes = tag("ul", *(tag("li", note) for note in plan.notes))
         parts.append(fold(f"notes of the planner: {len(plan.notes)}", notes))
     return section("plan", TITLE, *parts)
+
+
+def _limits(plan: Plan) -> Html:
+    """What each task and segment may spend of KL/H, and does."""
+    rows = []
+    for name, limit in plan.limits.items():
+        kl = plan.kl_of(name)
+        spent = upper_bound(kl) if kl else 0.0
+        rows.append(
+            (
+                name or "all rows",
+                number(kl.value if kl else 0.0, "{:.2e}"),
+                Cell(f"[{kl.low:.2e}, {kl.high:.2e}]" if kl else "-", ""),
+                number(spent, "{:.2e}"),
+                number(limit, "{:.2e}"),
+                number(100 * spent / limit if limit else None, "{:.0f} %"),
+            )
+        )
+    header = ("part", "predicted KL/H", "95 % interval", "charged", "limit", "spent")
+    return table(header, rows, caption="Limits by task and segment", first=30)
 
 
 def _time_tiles(plan: Plan) -> Iterable[tuple[str, str, str]]:

@@ -45,7 +45,7 @@ def quality_section(found: Validation | Comparison) -> Html:
     if isinstance(found, Comparison):
         return _compared(found)
     arms = [_arm(arm, found) for arm in found.arms]
-    known: list[tuple[str, object, str]] = [(a.name, a.verdict, _KIND[a.verdict]) for a in found.arms]
+    known: list[tuple[str, object, str]] = [(a.title, a.verdict, _KIND[a.verdict]) for a in found.arms]
     known.append(("pairs", str(len(found.seeds)), ""))
     known.append(("limit", f"{found.limit:g} % of NE", ""))
     context = ", ".join(f"{key}: {value}" for key, value in found.context.items())
@@ -65,7 +65,7 @@ def quality_section(found: Validation | Comparison) -> Html:
 
 def _arm(arm: ArmVerdict, found: Validation) -> Html:
     parts: list[object] = [
-        tag("h3", f"{arm.name}: ", tag("span", arm.verdict, class_=_KIND[arm.verdict])),
+        tag("h3", f"{arm.title}: ", tag("span", arm.verdict, class_=_KIND[arm.verdict])),
         paragraph(f"A run ended in NaN. {arm.broke}") if arm.broke else None,
     ]
     average = arm.average
@@ -165,7 +165,8 @@ def _runs(found: Validation) -> Html:
         more = ("logloss", "auc", "calibration")
         cells = [number(getattr(q, name) if q else None, "{:.5f}") for name in more]
         train_ne = number(run.train_ne if q else None, "{:.5f}")
-        rows.append((number(run.seed, "{:d}"), run.arm, ne, *cells, train_ne, speed))
+        name = f"{run.arm}, {run.task}" if run.task else run.arm
+        rows.append((number(run.seed, "{:d}"), name, ne, *cells, train_ne, speed))
     header = ("seed", "arm", "ne", "logloss", "auc", "calibration", "train ne", "rows/s")
     return table(header, rows, caption="Every run on the held-out rows", first=12)
 
@@ -207,9 +208,9 @@ def curves_section(found: Validation) -> Html | None:
     """None where no arm has curves in common with the control."""
     drawn = []
     for arm in found.arms:
-        band = found.band(arm.name)
+        band = found.band(arm.name, arm.task)
         if len(band) > 1:
-            drawn += [tag("h3", arm.name), tag("div", *_curves(band, arm.name, found), class_="grid")]
+            drawn += [tag("h3", arm.title), tag("div", *_curves(band, arm.title, found), class_="grid")]
     return section("curves", CURVES, *drawn) if drawn else None
 
 

@@ -173,9 +173,9 @@ def _frontier(found: Frontier, plan: Plan | None) -> Html:
     at = 100 * knee.time / found.base
     frame.dot(max(knee.spent, left), at, "b", f"knee: budget {knee.budget:.1e}", radius=6, hollow=True)
     frame.text(max(knee.spent, left), at, "knee", dx=9, dy=-7, soft=False)
-    if plan is not None and plan.budget.ne:
-        frame.rule(x=plan.budget.ne, colour="b")
-        frame.text(plan.budget.ne, frame.y.high, "budget", dx=4, dy=10)
+    if plan is not None and plan.kl_limit:
+        frame.rule(x=plan.kl_limit, colour="b")
+        frame.text(plan.kl_limit, frame.y.high, "budget", dx=4, dy=10)
     unit = "linear-layer time" if found.unit == "us" else "multiplications, halved in FP8"
     return frame.draw(
         label="time against predicted KL/H",

@@ -8,7 +8,8 @@ in eval mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,18 +17,32 @@ from torch import nn
 from torch.nn import functional
 
 from loka.core.exceptions import DataRefused
-from loka.core.numerics.label_rate import LabelRate
+from loka.core.numerics.label_rate import BaseRate, LabelRate
 from loka.core.records.stats import Stats
-from loka.data.batch import Batch, Source
+from loka.data.batch import Batch, Source, tasks_of
 from loka.probe import Probe, renew_effects
 from loka.probe.model_effects.movement import Horizon
 from loka.probe.model_effects.renewal import PER_BATCH, SAMPLES
 from loka.probe.model_effects.untouched import as_evaluated
 from loka.train.config import TrainConfig
 from loka.train.metrics import Quality
-from loka.train.steps.forward import arguments, matrix_precision, predict
+from loka.train.running import Reading
+from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
 
 _WATCHED_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Segments of the rows of a source: `places` int64 [N], in their order, each row's place in `names`."""
+
+    names: tuple[str, ...]
+    places: torch.Tensor
+
+    @property
+    def of(self) -> Callable[[Any], torch.Tensor]:
+        """Of a batch with its places, as `renew` hands them on."""
+        return lambda pair: pair[1]
 
 
 def batches_needed(batch_size: int) -> int:
@@ -38,8 +53,13 @@ def batches_needed(batch_size: int) -> int:
     return max(SAMPLES // PER_BATCH, -(-SAMPLES // max(batch_size - 1, 1)))
 
 
-def rate_of(quality: Quality) -> LabelRate:
-    """The labels that were counted."""
+def rate_of(reading_by_task: Mapping[str, Reading]) -> BaseRate:
+    """The labels that were counted, of several tasks one for each."""
+    rates = tuple(_counted(reading.lifetime) for reading in reading_by_task.values())
+    return rates[0] if len(rates) == 1 else rates
+
+
+def _counted(quality: Quality) -> LabelRate:
     return LabelRate(
         positives=round(quality.base_rate * quality.rows) if quality.rows else 0, rows=quality.rows
     )
@@ -51,34 +71,54 @@ def renew(
     batches: Iterable[Batch],
     *,
     config: TrainConfig,
-    base_rate: float | LabelRate | None,
+    base_rate: BaseRate | None,
     horizon: Horizon | None = None,
+    tasks: Sequence[str] = (),
+    segments: Divided | None = None,
     seed: int = 0,
 ) -> Stats:
     """`stats` with effects of the model as it is; see `renew_effects`. Reads `batches_needed` at most, and
-    takes more rows of each where there are fewer."""
+    takes more rows of each where there are fewer. `tasks` are names, and count where they are several; with
+    `segments`, of these rows, it reads on until each of them has enough."""
     device = torch.device(config.device)
 
-    def forward(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return predict(model, arguments(batch.to(device)), config.precision)
+    def forward(model: nn.Module, pair: tuple[Batch, torch.Tensor]) -> torch.Tensor:
+        batch = pair[0]
+        return predict(model, arguments(batch.to(device)), config.precision, tasks=tasks_in(batch))
 
-    few = list(itertools.islice(batches, batches_needed(config.batch_size)))
+    def with_places() -> Iterator[tuple[Batch, torch.Tensor]]:
+        at = 0
+        for batch in batches:
+            places = torch.full((len(batch),), -1) if segments is None else segments.places[at:][: len(batch)]
+            yield batch, places
+            at += len(batch)
+
+    pairs = with_places()
+    few = list(itertools.islice(pairs, batches_needed(config.batch_size)))
     with matrix_precision(config.precision, device):
         return renew_effects(
             model,
             stats,
-            few,
+            few if segments is None else itertools.chain(few, pairs),
             logits=as_they_are,
             base_rate=base_rate,
             forward=forward,
             horizon=horizon,
+            tasks=tasks if len(tasks) > 1 else (),
+            segments=segments,
+            labels=lambda pair: pair[0].label,
             per_batch=-(-SAMPLES // max(len(few), 1)),
             seed=seed,
         )
 
 
 def learn(
-    model: nn.Module, source: Source, *, config: TrainConfig, base_rate: float | LabelRate | None
+    model: nn.Module,
+    source: Source,
+    *,
+    config: TrainConfig,
+    base_rate: BaseRate | None,
+    segments: Divided | None = None,
 ) -> Stats:
     """Statistics and effects of `model`, which is left as it was, from the first rows of `source`.
 
@@ -90,7 +130,8 @@ def learn(
     device = torch.device(config.device)
     model.to(device)
     wanted = _WATCHED_BATCHES + batches_needed(config.batch_size)
-    batches = list(itertools.islice(source.batches(config.batch_size), wanted))
+    every = source.batches(config.batch_size)
+    batches = list(itertools.islice(every, wanted))
     watched = len(batches) * _WATCHED_BATCHES // wanted
     if not watched:
         raise DataRefused(
@@ -105,11 +146,20 @@ def learn(
         Probe(model, every=1, effect_samples=0, seed=config.seed) as probe,
     ):
         for batch in _on(device, batches[:watched]):
-            logits = predict(model, arguments(batch), config.precision)
-            loss = functional.binary_cross_entropy_with_logits(logits, batch.label)
-            torch.autograd.grad(loss, weights, allow_unused=True)  # `.grad` is the caller's
+            logits = predict(model, arguments(batch), config.precision, tasks=tasks_in(batch))
+            loss = functional.binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
+            torch.autograd.grad(loss / len(batch), weights, allow_unused=True)  # `.grad` is the caller's
+    if segments is not None:
+        segments = replace(segments, places=segments.places[watched * config.batch_size :])
     return renew(
-        model, probe.stats(), batches[watched:], config=config, base_rate=base_rate, seed=config.seed
+        model,
+        probe.stats(),
+        itertools.chain(batches[watched:], every if segments is not None else ()),
+        config=config,
+        base_rate=base_rate,
+        tasks=tasks_of(source),
+        segments=segments,
+        seed=config.seed,
     )
 
 
@@ -125,6 +175,7 @@ def effect_lines(stats: Stats, seconds: float) -> list[str]:
         f"effects on KL/H: of {len(renewed)} of {len(stats.layers)} sites from {rows:.0f} rows that training "
         f"has not used, on the model as it is; {seconds:.1f} s"
     ]
+    lines += map(str, stats.parts.values())
     for reason, paths in reasons.items():
         which = "every site" if len(paths) == len(stats.layers) else ", ".join(paths)
         lines.append(f"no new effect on KL/H of {which}: {reason}")

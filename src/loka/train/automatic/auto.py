@@ -26,10 +26,10 @@ from typing import Any, Literal
 import torch
 
 from loka.core.budget import Budget, total_effect, upper_bound
-from loka.core.exceptions import CheckpointRefused, NoKernelFits, PlanMismatch, WrongResults
+from loka.core.exceptions import CheckpointRefused, EffectUnknown, NoKernelFits, PlanMismatch, WrongResults
 from loka.core.exchange import ranks_of
 from loka.core.numerics.effect import NO_PROMISE
-from loka.core.numerics.label_rate import LabelRate
+from loka.core.numerics.label_rate import Shares
 from loka.core.records.drift import effects_of
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
@@ -49,6 +49,7 @@ from loka.train.automatic.as_it_is import as_they_are, batches_needed, effect_li
 from loka.train.automatic.timeline import Event, Timeline
 from loka.train.ranks import by_the_first, first_rank, together
 from loka.train.run import Callback, Run
+from loka.train.running import label_rates
 from loka.train.schedule import rate_factor
 from loka.train.steps.step import Sight
 
@@ -57,7 +58,7 @@ Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 
 NE_ALLOWED = 2e-4
 _REFERENCE = "rowwise_e4m3"  # the recipe whose effects have to be known
-_CANNOT_RUN = (NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
+_CANNOT_RUN = (EffectUnknown, NoKernelFits, PlanMismatch, WrongResults)  # a plan; bf16 goes on
 _LOOK_EVERY = 25  # steps between two looks at how narrow the effects are
 
 
@@ -84,7 +85,7 @@ class AutoConfig:
 
     every: int | Literal["auto"] = "auto"
     overhead: float = 0.05
-    base_rate: float | None = None
+    base_rate: Shares | None = None
     least_steps: int | None = None
     most_steps: int | None = None
     width: float = 1.5
@@ -261,15 +262,15 @@ class Auto(Callback):
         if not batches:
             self._tell("effects on KL/H are those of sampled steps: no row is left that was not trained on")
             return stats
-        _, clicks = run.running.losses_and_clicks()
         began = time.perf_counter()
         renewed = renew(
             run.model,
             stats,
             batches,
             config=run.config,
-            base_rate=self.config.base_rate or LabelRate(positives=clicks, rows=run.running.rows),
+            base_rate=self.config.base_rate or label_rates(run.running.state_dict()),
             horizon=Horizon.of_probe(stats, until=min(run.steps, 2 * run.step)),
+            tasks=run.tasks,
             seed=torch.distributed.get_rank() if ranks_of() > 1 else 0,
         )
         for line in effect_lines(renewed, time.perf_counter() - began):

@@ -25,6 +25,7 @@ from torch.nn import functional
 from loka.core.error import Estimate, student_t_95
 from loka.core.exceptions import DataRefused, NonFinite, NotConverted, PlanMismatch
 from loka.core.numerics.label_rate import task_rates
+from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.core.signature import LinearShape
@@ -92,6 +93,7 @@ def joint_effect(
     *,
     forward: Forward | None = None,
     base_rate: float | Sequence[float] | None = None,
+    part: str = WHOLE,
 ) -> JointEffect:
     """Runs `model` on each batch as it is and with the plan's FP8 `output` GEMMs emulated.
 
@@ -103,6 +105,8 @@ def joint_effect(
         forward: (model, batch) -> logits [B] or [B, T]; `model(batch.dense, batch.sparse)` by default.
         base_rate: share of positive labels, for the entropy that KL is relative to; by default that of the
             mean prediction. Give it what the effects were given: one share, or one for each task.
+        part: the task or segment, by the name that the plan has for it, which `batches` and the logits of
+            `forward` are of alone; what was predicted and allowed there is then compared.
 
     Raises:
         PlanMismatch: the plan was made for another model.
@@ -150,8 +154,8 @@ def joint_effect(
         raise DataRefused("the predictions have no entropy, so KL/H is not defined on these rows")
     return JointEffect(
         measured=_mean(rows / entropy),
-        predicted=plan.kl,
-        budget=plan.budget.ne,
+        predicted=plan.kl_of(part),
+        budget=plan.limits.get(part) if plan.limits else plan.kl_limit,
         rows=len(rows),
         sites=len(candidates),
         unknown=plan.kl_unknown,

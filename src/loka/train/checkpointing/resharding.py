@@ -25,7 +25,7 @@ from loka.core.records.plan import Plan
 from loka.nn.unwrap import unwrap
 from loka.train.checkpointing.sharded import Manifest, read_own, read_tensors
 from loka.train.checkpointing.state import capture, restore_optimizer, restore_own
-from loka.train.running import SUMS, RunningQuality
+from loka.train.running import SUMS, RunningTasks
 
 _MODEL, _OPTIMIZERS, _AVERAGE = "model/", "optimizers/", "average/"
 
@@ -49,7 +49,7 @@ def tensors_of(
 def own_state(
     model: nn.Module,
     optimizers: Mapping[str, Optimizer],
-    running: RunningQuality,
+    running: RunningTasks,
     average: AveragedModel | None,
     plan: Plan | None,
 ) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def restore_sharded(
     state: Mapping[str, Any],
     model: nn.Module,
     optimizers: Mapping[str, Optimizer],
-    running: RunningQuality,
+    running: RunningTasks,
     average: AveragedModel | None,
     *,
     path: Path,
@@ -155,6 +155,8 @@ def _empty(found: Any, weight: torch.Tensor | None) -> torch.Tensor:
 
 
 def _added_up(states: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Sums of metrics over the rows of several ranks; of none, zeros."""
+    """Sums of metrics over the rows of several ranks, of each task; of none, zeros."""
+    if "sums" not in like:
+        return {task: _added_up([one[task] for one in states], its) for task, its in like.items()}
     sums = {name: sum((one[name] for one in states), torch.zeros_like(like[name])) for name in SUMS}
     return {**like, **sums, "rows": sum(one["rows"] for one in states)}

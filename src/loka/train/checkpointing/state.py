@@ -24,13 +24,13 @@ from loka.data import Dealt
 from loka.data.batch import Source
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import kind_of
-from loka.train.running import RunningQuality
+from loka.train.running import RunningTasks
 
 
 def capture(
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    running: RunningQuality,
+    running: RunningTasks,
     average: AveragedModel | None = None,
     plan: Plan | None = None,
 ) -> dict[str, Any]:
@@ -59,11 +59,6 @@ def plan_text(plan: Plan | None) -> str | None:
     return json.dumps(plan.to_json(), allow_nan=False) if plan else None
 
 
-def labels_in(state: Mapping[str, Any]) -> tuple[float, int]:
-    """Positive labels of all rows that were trained on, and how many rows that are."""
-    return float(state["running"]["sums"][0, 2]), int(state["running"]["rows"])
-
-
 def rate_in(state: Mapping[str, Any]) -> float | None:
     """The dense learning rate that the next step would have, as a share of its peak; None of a record of
     before there were schedules."""
@@ -78,7 +73,7 @@ def restore(
     state: Mapping[str, Any],
     model: nn.Module,
     optimizers: Mapping[str, torch.optim.Optimizer],
-    running: RunningQuality,
+    running: RunningTasks,
     average: AveragedModel | None = None,
     *,
     path: Path,
@@ -98,7 +93,7 @@ def restore(
     restore_own(state, model, running, path=path)
 
 
-def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningQuality, *, path: Path) -> None:
+def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTasks, *, path: Path) -> None:
     """Buffers, counts of FP8 sites, metrics and random numbers: all but weights and optimizers."""
     try:
         for name, value in state["buffers"].items():

@@ -18,18 +18,29 @@ def arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for name, tensor in batch.tensors().items() if name != "label")
 
 
-def predict(model: nn.Module, inputs: tuple[torch.Tensor, ...], precision: Precision) -> torch.Tensor:
-    """Logits [B] in float32. Raises LokaError for a model that returns anything else."""
+def tasks_in(batch: Batch) -> int:
+    """How many labels its rows have."""
+    return 1 if batch.label.ndim == 1 else batch.label.shape[1]
+
+
+def predict(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], precision: Precision, *, tasks: int = 1
+) -> torch.Tensor:
+    """Logits in float32, [B] of one task or [B, tasks]. Raises LokaError for a model that returns anything
+    else."""
     device = inputs[0].device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         logits = model(*inputs)
-    if not isinstance(logits, torch.Tensor) or logits.shape != inputs[0].shape[:1]:
+    rows = inputs[0].shape[0]
+    wanted = (rows,) if tasks == 1 else (rows, tasks)
+    if not isinstance(logits, torch.Tensor) or logits.shape != wanted:
         shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise LokaError(
-            f"the model returns {shape}, not one logit for each of {inputs[0].shape[0]} rows",
-            why=["rows have one label here"],
-            way_out="return the logits [B] of one task; a model of several trains in a loop of yours, with "
-            "loka.Probe, loka.plan and loka.convert around it (docs/ne.md)",
+            f"the model returns {shape}, not {'one logit' if tasks == 1 else f'{tasks} logits'} for each of "
+            f"{rows} rows",
+            why=["rows have one label here" if tasks == 1 else f"rows have {tasks} labels here"],
+            way_out="return a logit for each label: `loka.zoo.build(..., tasks=)` of the zoo's models; the "
+            'labels are those of the schema: "label": "click", or "label": ["click", "buy"] (docs/data.md)',
         )
     return logits.float()
 

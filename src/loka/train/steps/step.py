@@ -39,7 +39,8 @@ code runs it either."""
 
 
 class Predicted(NamedTuple):
-    """Of the batch, before it was learned from: float32 [B] each. The next step may overwrite them."""
+    """Of the batch, before it was learned from: float32 [B] each, or [B, tasks]. The next step may overwrite
+    them."""
 
     losses: torch.Tensor
     logits: torch.Tensor
@@ -198,15 +199,17 @@ def _backward(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor, config: TrainConfig
 ) -> Predicted:
     """Gradients of the sum of the rows' losses over `config.batch_size`: their mean, or less in a short
-    batch, so that each row counts alike. The batch goes through the model in `accumulate` parts."""
+    batch, so that each row counts alike. Losses of a row's tasks add up. The batch goes through the model in
+    `accumulate` parts."""
     rows, size = len(label), -(-len(label) // config.accumulate)
     losses, logits = [], []
     for first in range(0, rows, size):
         part = slice(first, first + size)
-        found = predict(model, tuple(tensor[part] for tensor in inputs), config.precision)
+        tasks = 1 if label.ndim == 1 else label.shape[1]
+        found = predict(model, tuple(tensor[part] for tensor in inputs), config.precision, tasks=tasks)
         loss = functional.binary_cross_entropy_with_logits(found, label[part], reduction="none")
         if size == config.batch_size:  # the whole batch at once
-            loss.mean().backward()
+            (loss if loss.ndim == 1 else loss.sum(1)).mean().backward()
         else:
             (loss.sum() / config.batch_size).backward()
         losses.append(loss.detach())

@@ -1,0 +1,113 @@
+"""Parts of a model's loss that have a KL/H of their own: a task, a segment of rows, a task in a segment.
+
+    KL/H of task t in segment g  =  mean over the rows of g of  1/2 p_t (1 - p_t) (J_t . dY)^2  /  H_t there
+
+Neither is a share of the whole's: a segment of 2 % of the rows may lose a hundred times what all lose in the
+mean. Meta's Lattice (arXiv 2512.09200) serves many pairs of a domain and an objective, "portfolios", by one
+model: each has a quality of its own that has to hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from loka.core.budget import total_effect, upper_bound
+from loka.core.numerics.effect import Effect
+from loka.core.storage.codec import record
+
+WHOLE = ""
+"""The name of the part that is everything: losses summed over tasks, on all rows."""
+REFERENCE = "rowwise_e4m3"
+"""The recipe whose effects say how well a part is known."""
+WIDTH = 2.0
+LEAST_ROWS = 128
+"""Below it an interval holds less often than it says: few rows carry most of the sum."""
+
+
+def part_name(task: str = "", segment: str = "") -> str:
+    """Such as "click", "domain = 7", or "click, domain = 7"."""
+    return ", ".join(name for name in (task, segment) if name)
+
+
+def _check(part: Part) -> None:
+    if not (part.rows >= 0 and part.read >= 0 and part.allowed > 1):
+        raise ValueError("a number of rows, or a width, that cannot be")
+
+
+@record(check=_check)
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`rows` of it were probed, of `read` that were there to choose from.
+
+    `width` is what a budget is charged for all layers together over their estimate, by the reference recipe:
+    2 says that the upper end is twice the estimate; inf where nothing is known. At most `allowed` counts as
+    known. `unknown` says why no KL/H can be stated at all, such as labels that are all alike; "" else.
+    """
+
+    task: str = ""
+    segment: str = ""
+    rows: int = 0
+    read: int = 0
+    width: float = math.inf
+    allowed: float = WIDTH
+    unknown: str = ""
+
+    @property
+    def name(self) -> str:
+        return part_name(self.task, self.segment)
+
+    @property
+    def missing(self) -> int:
+        """About how many more rows would do: widths of logarithms fall with the square root of the rows."""
+        factor = (math.log(self.width) / math.log(self.allowed)) ** 2 if math.isfinite(self.width) else 1.0
+        return max(math.ceil(self.rows * factor), LEAST_ROWS, self.rows) - self.rows
+
+    @property
+    def unsupported(self) -> str:
+        """Why no budget can go by it; "" where one can."""
+        if self.unknown or not self.missing:
+            return self.unknown
+        known = f", which tell its KL/H to a factor of {self.width:.2f}, not {self.allowed:g}"
+        return (
+            f"{self.rows} rows of it were probed{known if math.isfinite(self.width) else ''}: about "
+            f"{self.missing} more are needed"
+        )
+
+    def __str__(self) -> str:
+        if self.unsupported:
+            return f"{self.name}: KL/H not known: {self.unsupported}"
+        return f"{self.name}: KL/H known to a factor of {self.width:.2f}, from {self.rows} rows"
+
+
+def judged(part: Part, effects: Iterable[Mapping[str, Effect]]) -> Part:
+    """`part` with its width, by the effects of each layer."""
+    known = [by_recipe[REFERENCE].kl() for by_recipe in effects if REFERENCE in by_recipe]
+    total = total_effect(known)
+    width = upper_bound(total) / total.value if total.value > 0 else math.inf
+    return replace(part, width=width)
+
+
+def joined(part: Part, other: Part) -> Part:
+    """The same part of other rows too; its width is to be judged anew."""
+    return replace(
+        part,
+        rows=part.rows + other.rows,
+        read=part.read + other.read,
+        unknown=part.unknown and other.unknown,
+        allowed=min(part.allowed, other.allowed),
+    )
+
+
+def tasks_in(parts: Mapping[str, Part]) -> tuple[str, ...]:
+    """Names of the tasks; none where the model has one, or nobody named them."""
+    return _distinct(part.task for part in parts.values())
+
+
+def segments_in(parts: Mapping[str, Part]) -> tuple[str, ...]:
+    return _distinct(part.segment for part in parts.values())
+
+
+def _distinct(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name))

@@ -1,0 +1,113 @@
+"""What a budget limits: which parts of the model's loss, and what each candidate spends there.
+
+    limit        of whom
+    Budget.ne    the whole model; where the probe was told tasks, each of them
+    segments     one segment of rows, of each task there
+
+A limit on a part whose KL/H is not known, or not well enough, is refused: no number stands for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loka.core.budget import Budget, upper_bound
+from loka.core.exceptions import EffectUnknown, UnknownName
+from loka.core.recipe import Gemm
+from loka.core.records.parts import WHOLE, part_name, segments_in, tasks_in
+from loka.core.records.plan import known_effect
+from loka.core.records.report import HP, Measurement, Report, SiteReport
+
+WAY_OUT = "probe its effect (docs/ne.md), or plan with ne=None, on error alone"
+
+Limits = Mapping[str, float]
+"""Parts, by name, and what each may spend."""
+Cost = tuple[float, ...]
+"""What a candidate spends of each limit, in their order."""
+
+
+def limits_of(budget: Budget, report: Report) -> dict[str, float]:
+    """The parts that `budget` limits in this report; one, the whole model, where it has a single number.
+
+    Raises:
+        UnknownName: a task or segment that the report has not, or a task without a limit.
+        EffectUnknown: a part whose KL/H is not known well enough; it says how many rows are missing.
+    """
+    tasks, segments = tasks_in(report.parts), segments_in(report.parts)
+    found: dict[str, float] = {}
+    if isinstance(budget.ne, Mapping):
+        _require_names("ne", budget.ne, tasks, way_out=_TASKS)
+        absent = [task for task in tasks if task not in budget.ne]
+        if absent:
+            raise UnknownName(
+                f"ne has no limit for {', '.join(absent)}",
+                way_out=f"name every task: {', '.join(tasks)}; a large number lets one spend what it likes",
+            )
+        found |= {task: budget.ne[task] for task in tasks}
+    elif budget.ne is not None:
+        found |= dict.fromkeys(tasks or (WHOLE,), budget.ne)
+    _require_names("segments", budget.segments, segments, way_out=_SEGMENTS)
+    for segment, limit in budget.segments.items():
+        found |= {part_name(task, segment): limit for task in tasks or ("",)}
+    wrong = {name: report.parts[name].unsupported for name in found if name in report.parts}
+    why = [f"{name}: {reason}" for name, reason in wrong.items() if reason]
+    if why:
+        raise EffectUnknown(
+            "the budget limits KL/H where it is not known well enough", why=why, way_out=_MORE_ROWS
+        )
+    return found
+
+
+_TASKS = (
+    "give their names to the probe, renew_effects(..., tasks=(...)); `loka probe` takes them from the schema"
+)
+_SEGMENTS = "name the rows' segments to the probe: renew_effects(..., segments=...), loka probe --segment"
+_MORE_ROWS = (
+    "probe more rows of it (more --data or --rows; renew_effects(batches, segment_rows=)), join it with "
+    "another segment, allow a wider interval (segment_width=), or leave its limit out"
+)
+
+
+def _require_names(field: str, given: Mapping[str, float], known: tuple[str, ...], *, way_out: str) -> None:
+    strange = [name for name in given if name not in known]
+    if strange:
+        raise UnknownName(
+            f"{field}: the report knows no KL/H of {', '.join(map(repr, strange))}",
+            why=[f"it knows that of {', '.join(map(repr, known))}" if known else "it knows none by name"],
+            way_out=way_out,
+        )
+
+
+def cost_of(site: SiteReport, name: str, limits: Limits) -> Cost:
+    """What `name` spends at `site` of each limit: nothing in hp, for a gradient, or where it is not known or
+    not finite (then only force admits it, and the plan counts what its sum lacks)."""
+    measured = site.measured(name)
+    if name == HP or site.problem.gemm is not Gemm.OUTPUT or measured is None:
+        return (0.0,) * len(limits)
+    effects = (known_effect(measured.kl_of(part)) for part in limits)
+    return tuple(upper_bound(effect) if effect is not None else 0.0 for effect in effects)
+
+
+def fits(cost: Cost, granted: Cost) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(cost, granted, strict=True))
+
+
+def over_limits(measured: Measurement, limits: Limits) -> str | None:
+    """Why a candidate cannot be admitted by what it spends alone, or None."""
+    for part, limit in limits.items():
+        effect, of = measured.kl_of(part), f" of {part}" if part else ""
+        if effect is None:
+            return f"its KL/H{of} is not known; {WAY_OUT}"
+        if not upper_bound(effect) <= limit:
+            return f"KL/H{of} +{effect} is above the whole budget of {limit:g}"
+    return None
+
+
+def share_spent(cost: Cost, limits: Limits) -> float:
+    """Of the limit that it spends most of; of a single one what it spends."""
+    if len(cost) == 1:
+        return cost[0]
+    return max(
+        (mine / limit if limit else (0.0 if not mine else float("inf")))
+        for mine, limit in zip(cost, limits.values(), strict=True)
+    )

@@ -1,0 +1,123 @@
+"""Effects of single tasks and segments from the rows of a renewal; what a part is: core/records/parts.py.
+
+    s_i of task t alone, the rows of segment g alone, H by the labels of t in g
+
+Every part has effects of its own with intervals of its own: none is scaled from the whole's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from loka.core.numerics.effect import Effect
+from loka.core.numerics.label_rate import BaseRate, LabelRate, TaskRates, task_rates
+from loka.core.records.parts import Part, judged
+from loka.probe.model_effects.calls import Found
+from loka.probe.model_effects.error_projection import effects_of
+from loka.probe.model_effects.movement import widened
+from loka.probe.model_effects.promise import no_promise
+from loka.probe.model_effects.segment_rows import SegmentRows
+from loka.statistics.effect_casts import CASTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedRows:
+    """All rows of a renewal, one after the other: `found` of each batch, and of each row [m] its place among
+    the segments, whether it is of the sample of all rows, and its cluster and weight, if any."""
+
+    found: Sequence[Found]
+    places: torch.Tensor
+    uniform: torch.Tensor
+    groups: torch.Tensor | None
+    weights: torch.Tensor | None
+
+
+def effects_by_part(
+    rows: ProbedRows,
+    paths: Sequence[str],
+    *,
+    tasks: Sequence[str],
+    segments: SegmentRows | None,
+    base_rate: BaseRate | None,
+    moves: Mapping[str, float],
+    allowed: float,
+) -> tuple[dict[str, dict[str, dict[str, Effect]]], dict[str, Part]]:
+    """By layer and part the effects by recipe, and what is known of each part.
+
+    `moves` is the variance that the logarithm of a layer's effects has by what the model still moves.
+    """
+    z = torch.cat([found.logits for found in rows.found]).cpu()
+    signed = torch.cat([found.signed for found in rows.found]).cpu()
+    single = ("",) if z.shape[1] == 1 else tuple(tasks)
+    wanted: list[tuple[Part, int, torch.Tensor, LabelRate | float | None]] = []
+    for task, name in enumerate(single):
+        if name:
+            known = base_rate[task] if isinstance(base_rate, Sequence) else base_rate
+            here = rows.uniform
+            part = Part(task=name, rows=int(here.sum()), read=int(here.sum()), allowed=allowed)
+            wanted.append((part, task, here, known))
+        for at, segment in enumerate(segments.segments.names if segments else ()):
+            assert segments is not None
+            here, read = rows.places == at, segments.read[at]
+            known = None
+            if segments.positives is not None and rows.weights is None:  # weighted rows weigh predictions
+                known = LabelRate(positives=float(segments.positives[at, task]), rows=read)
+            part = Part(task=name, segment=segment, rows=int(here.sum()), read=read, allowed=allowed)
+            wanted.append((part, task, here, known))
+    effects: dict[str, dict[str, dict[str, Effect]]] = {path: {} for path in paths}
+    parts: dict[str, Part] = {}
+    for part, task, here, rate in wanted:
+        rates = None if rate is None else task_rates(rate, 1)
+        reason = no_promise(z[here][:, task : task + 1], rates) if part.rows else "none of its rows was read"
+        if part.segment:  # whose rate nobody passes: it is of the rows that are read
+            reason = reason.removesuffix(", or pass base_rate=")
+        part = replace(part, unknown=reason)
+        if not reason:
+            mine = _effects(rows, paths, task, len(single) > 1, here, z, signed, rates)
+            for path, by_recipe in mine.items():
+                variance = moves.get(path, 0.0) + (rates.log_variance if rates else 0.0)
+                effects[path][part.name] = widened(by_recipe, variance)
+            part = judged(part, (effects[path].get(part.name, {}) for path in paths))
+        parts[part.name] = part
+    return effects, parts
+
+
+def _effects(
+    rows: ProbedRows,
+    paths: Sequence[str],
+    task: int,
+    several: bool,
+    here: torch.Tensor,
+    z: torch.Tensor,
+    signed: torch.Tensor,
+    rates: TaskRates | None,
+) -> dict[str, dict[str, Effect]]:
+    """Of the rows `here`, by layer and recipe; without layers of which no row tells."""
+    column = slice(task, task + 1)
+    predicted = z[here][:, column].sigmoid()
+    if rates is not None:
+        predicted = torch.full(predicted.shape, rates.shares[0], dtype=torch.float64)
+    groups = None if rows.groups is None else rows.groups[here].unique(return_inverse=True)[1]
+    weighing = None
+    if rows.weights is not None:
+        weighing = rows.weights[here] / rows.weights[here].mean().clamp_min(1e-300)
+    changes = [_changes(rows.found, path, task if several else None)[here] for path in paths]
+    found = effects_of(changes, predicted, signed[here][:, column], groups, weighing)
+    named = {path: dict(zip(CASTS, each, strict=True)) for path, each in zip(paths, found, strict=True)}
+    return {path: each for path, each in named.items() if any(effect.count for effect in each.values())}
+
+
+def _changes(found: Sequence[Found], path: str, task: int | None) -> torch.Tensor:
+    """s [m, recipes] over all rows; NaN, which is left out, in batches that do not tell of the site."""
+    parts = []
+    for batch in found:
+        known = batch.sites[path][0] if path in batch.sites else None
+        if known is not None and task is not None:
+            known = batch.by_task[task].get(path)
+        if known is None:
+            known = torch.full((len(batch.picks), len(CASTS)), torch.nan)
+        parts.append(known.cpu())
+    return torch.cat(parts)

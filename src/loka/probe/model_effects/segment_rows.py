@@ -1,0 +1,96 @@
+"""Rows of each segment for a renewal of effects: a stratified sample of the batches that are read.
+
+A rare segment has too few rows in any sample of all rows: of 1536 it has 31 where it is 2 % of them. So
+beside that sample more rows of each segment are drawn, until it has its own number of them. Within a segment
+every row of a batch is as likely as another, whichever of the two draws it, so means over its rows need no
+weights; means over all rows go by the sample of all rows alone (Cochran, Sampling Techniques, chapter 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from loka.probe.model_effects.calls import Found
+
+SEGMENT_ROWS = 512
+
+
+class RowSegments(Protocol):
+    """Which segment a row belongs to, such as `loka.train.Segments`: `of(batch)` gives each row's place in
+    `names`, int64 [B]; a row of any other number belongs to none."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def of(self) -> Callable[[Any], torch.Tensor]: ...
+
+
+@dataclass
+class SegmentRows:
+    """What each segment still lacks, and what was found of it.
+
+    `wanted` rows of each are probed; `read` counts all that went by, and `positives` [segments, T] their
+    positive labels, where there are labels.
+    """
+
+    segments: RowSegments
+    wanted: int = SEGMENT_ROWS
+    probed: list[int] = field(init=False)
+    read: list[int] = field(init=False)
+    positives: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.probed, self.read = ([0] * len(self.segments.names) for _ in range(2))
+
+    @property
+    def enough(self) -> bool:
+        return all(count >= self.wanted for count in self.probed)
+
+    def places(self, batch: Any) -> torch.Tensor:
+        """int64 [B] on the CPU.
+
+        Raises ValueError for another shape or dtype.
+        """
+        found = self.segments.of(batch)
+        if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+            raise ValueError(
+                f"segments.of gives {found.dtype} {list(found.shape)}, not whole numbers [B]: a row's place "
+                "in `names`, or any other number for none"
+            )
+        return found.to("cpu", torch.int64)
+
+    def see(self, places: torch.Tensor, labels: torch.Tensor | None) -> None:
+        """A batch goes by, with `labels` [B] or [B, T]."""
+        for at in range(len(self.read)):
+            self.read[at] += int((places == at).sum())
+        if labels is None:
+            return
+        columns = labels.to("cpu", torch.float64).reshape(len(places), -1)
+        known = (places >= 0) & (places < len(self.read))
+        if self.positives is None:
+            self.positives = torch.zeros(len(self.read), columns.shape[1], dtype=torch.float64)
+        self.positives.index_add_(0, places[known], columns[known])
+
+    def choose(self, places: torch.Tensor, taken: torch.Tensor, seed: int) -> torch.Tensor:
+        """Rows of the batch for what is lacking, beside those `taken`; none where nothing is, or is here."""
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(places), generator=generator)
+        free = torch.ones(len(places), dtype=torch.bool)
+        free[taken] = False
+        parts = [
+            order[(free & (places == at))[order]][: self.wanted - count]
+            for at, count in enumerate(self.probed)
+            if count < self.wanted
+        ]
+        chosen = torch.cat(parts) if parts else order[:0]
+        return chosen[: len(places) - 1].sort().values  # never the whole batch (sensitivity.py)
+
+    def note(self, places: torch.Tensor, found: Found) -> None:
+        """These rows of the batch were probed."""
+        for at in range(len(self.probed)):
+            self.probed[at] += int((places[found.picks] == at).sum())

@@ -1,0 +1,245 @@
+"""Effects by task and by segment: those of a model asked by itself, with enough rows or a word why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.core.budget import Budget
+from loka.core.exceptions import EffectUnknown, UnknownName
+from loka.core.records.parts import LEAST_ROWS, Part
+from loka.core.records.report import Report
+from loka.core.records.stats import Stats
+from loka.probe import merge_stats, renew_effects
+from loka.train import Segments
+from loka.train.automatic.joint_effect import joint_effect
+
+TASKS = ("click", "buy")
+THIRD = Segments(("high",), lambda batch: torch.where(batch[0][:, 0] > 2.0, 0, -1), by="first column")
+ROWS = {"tasks": TASKS, "segments": THIRD, "forward": lambda model, batch: model(batch[0])}
+
+
+class Two(nn.Module):
+    """The second logit reads what the first does not: its own tower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.tower = nn.Linear(24, 32), nn.Linear(32, 16)
+        self.click, self.buy = nn.Linear(32, 1), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.shared(x))
+        return torch.cat([self.click(h), self.buy(torch.relu(self.tower(h)))], dim=1)
+
+
+def batches(rows: int, seed: int = 1, size: int = 128) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """With labels [B, 2]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 24, generator=generator)
+    labels = (torch.rand(rows, 2, generator=generator) < torch.tensor([0.4, 0.1])).float()
+    return list(zip(x.split(size), labels.split(size), strict=True))
+
+
+def labels_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return batch[1]
+
+
+def probed(model: nn.Module) -> Stats:
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        for x, _ in batches(256, seed=0):
+            model(x).sum().backward()
+    return probe.stats()
+
+
+@pytest.fixture(scope="module")
+def model() -> Two:
+    torch.manual_seed(0)
+    made = Two()
+    with torch.no_grad():
+        for head in (made.click, made.buy):
+            head.weight.mul_(3)
+            head.bias.sub_(1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def renewed(model: Two) -> Stats:
+    return renew_effects(model, probed(model), batches(24_000), labels=labels_of, segment_rows=256, **ROWS)
+
+
+@pytest.fixture(scope="module")
+def report(renewed: Stats) -> Report:
+    return loka.measure(renewed, device="cpu", candidates=("emulated:rowwise_e4m3",))
+
+
+def test_all_parts_are_known_and_each_segment_has_its_rows(renewed: Stats) -> None:
+    assert list(renewed.parts) == ["click", "click, high", "buy", "buy, high"]
+    assert not [part.unsupported for part in renewed.parts.values() if part.unsupported]
+    assert {part.rows for part in renewed.parts.values()} == {1536, 256}
+    high = renewed.parts["buy, high"]
+    assert 256 <= high.read < 24_000 * 0.04, "it stops where it has enough, and knows how many went by"
+
+
+def test_a_task_reads_as_a_model_that_has_it_alone(model: Two, renewed: Stats) -> None:
+    """Its own logit alone, on the same rows: the same numbers, not a share of the sum."""
+    for at, task in enumerate(TASKS):
+        alone = renew_effects(
+            model,
+            probed(model),
+            batches(24_000),
+            logits=lambda z, at=at: z[:, at],
+            forward=ROWS["forward"],
+            base_rate=None,
+        )
+        for path in ("shared", *(("tower",) if at else ())):
+            mine = renewed.layers[path].effects_by_part[task]["rowwise_e4m3"]
+            theirs = alone.layers[path].effects["rowwise_e4m3"]
+            assert mine.kl().value == pytest.approx(theirs.kl().value, rel=1e-4), (task, path)
+    assert renewed.layers["tower"].effects_by_part["click"]["rowwise_e4m3"].total == 0
+
+
+def test_what_all_tasks_lose_is_what_each_does(renewed: Stats) -> None:
+    """Losses add up; the sum of the passes by task is free of the signs that one pass for all has."""
+    both = [renewed.layers["shared"].effects_by_part[task]["rowwise_e4m3"].loss().value for task in TASKS]
+    assert sum(both) == pytest.approx(renewed.layers["shared"].effects["rowwise_e4m3"].loss().value, rel=0.15)
+
+
+def test_segments_leave_the_effects_of_all_rows_as_they_are(model: Two, renewed: Stats) -> None:
+    plain = renew_effects(model, probed(model), batches(24_000), forward=ROWS["forward"], logits=lambda z: z)
+    for path, layer in plain.layers.items():
+        assert layer.effects == renewed.layers[path].effects
+        for name, operand in layer.operands.items():
+            for table, tensor in operand.tensors.items():
+                assert torch.equal(tensor, renewed.layers[path].operands[name].tensors[table]), (path, table)
+
+
+def test_a_segment_is_what_joint_effects_of_its_rows_say(model: Two, report: Report) -> None:
+    plan = loka.plan(report, Budget(ne={"click": 1.0, "buy": 1.0}, segments={"high": 1.0}, min_sqnr_db=None))
+    x = torch.cat([x[x[:, 0] > 2.0] for x, _ in batches(100_000, seed=9)])
+    for at, task in enumerate(TASKS):
+        counted = torch.cat([y[x[:, 0] > 2.0] for x, y in batches(24_000)])[:, at].mean().item()
+        found = joint_effect(
+            model,
+            plan,
+            [x],
+            forward=lambda model, x, at=at: model(x)[:, at],
+            base_rate=counted,
+            part=f"{task}, high",
+        )
+        assert found.budget == 1.0
+        assert found.ratio is not None
+        assert 0.7 < found.ratio < 1.4
+
+
+def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model: Two) -> None:
+    few = renew_effects(model, probed(model), batches(1500), labels=labels_of, **ROWS)
+    part = few.parts["click, high"]
+    assert part.rows == part.read < LEAST_ROWS
+    assert part.missing >= LEAST_ROWS - part.rows
+    assert f"about {part.missing} more are needed" in part.unsupported
+    report = loka.measure(few, device="cpu", candidates=("emulated:rowwise_e4m3",))
+    with pytest.raises(EffectUnknown, match="not known well enough") as refused:
+        loka.plan(report, Budget(segments={"high": 1e-4}))
+    assert part.unsupported in "\n".join(refused.value.why)
+    loka.plan(report, Budget(ne=1e-4))  # without the limit nobody needs to know
+
+
+def test_labels_that_are_alike_in_a_segment_promise_nothing(model: Two) -> None:
+    rows = [(x, torch.where((x[:, :1] > 2.0), 0.0, y)) for x, y in batches(24_000)]
+    found = renew_effects(model, probed(model), rows, labels=labels_of, segment_rows=200, **ROWS)
+    assert "labels are negative" in found.parts["click, high"].unsupported
+    assert not found.parts["click"].unsupported
+    assert "click, high" not in found.layers["shared"].effects_by_part
+
+
+def test_ranks_that_each_have_too_few_have_enough_together(model: Two) -> None:
+    halves = [
+        renew_effects(model, probed(model), batches(6000, seed=seed), labels=labels_of, **ROWS)
+        for seed in (3, 4)
+    ]
+    both = merge_stats(halves)
+    name = "buy, high"
+    assert both.parts[name].rows == sum(half.parts[name].rows for half in halves)
+    assert both.parts[name].width < max(half.parts[name].width for half in halves)
+
+
+def test_a_budget_by_task_binds_where_it_is_tight(report: Report) -> None:
+    """The tower costs `buy` alone: what `click` may spend does not matter to it."""
+    loose = loka.plan(report, Budget(ne={"click": 1.0, "buy": 1.0}, min_sqnr_db=None))
+    assert loose.decisions["tower/output"].candidate != "hp"
+    for part in TASKS:
+        assert loose.kl_of(part).value == pytest.approx(
+            sum(d.kl_of(part).value for d in loose.decisions.values() if d.kl_of(part))
+        )
+    buy = loka.plan(report, Budget(ne={"click": 1.0, "buy": 1e-12}, min_sqnr_db=None))
+    assert {d.candidate for d in buy.decisions.values() if d.site.endswith("output")} == {"hp"}
+    assert "KL/H of buy" in buy.decisions["tower/output"].rejected["emulated:rowwise_e4m3"]
+    click = loka.plan(report, Budget(ne={"click": 0.0, "buy": 1.0}, min_sqnr_db=None))
+    assert click.decisions["shared/output"].candidate == "hp"
+    assert click.decisions["tower/output"].candidate != "hp"
+
+
+def test_one_number_is_a_limit_for_each_task(report: Report) -> None:
+    plan = loka.plan(report, Budget(ne=3e-4))
+    assert plan.limits == {"click": 3e-4, "buy": 3e-4}
+    assert plan.kl_limit is None
+    assert "click" in plan.summary()
+
+
+def test_tasks_that_nobody_named_are_said_to_be_together(model: Two, report: Report) -> None:
+    plain = renew_effects(model, probed(model), batches(2000), forward=ROWS["forward"], logits=lambda z: z)
+    summed = loka.measure(plain, device="cpu", candidates=("emulated:rowwise_e4m3",))
+    together = "KL/H is that of 2 tasks together"
+    assert any(note.startswith(together) for note in loka.plan(summed, Budget(ne=1e-3)).notes)
+    assert not any(note.startswith(together) for note in report.notes)
+
+
+def test_records_keep_it_all(report: Report, renewed: Stats, tmp_path) -> None:
+    budget = Budget(ne={"click": 1e-3, "buy": 2e-3}, segments={"high": 5e-3})
+    plan = loka.plan(report, budget)
+    plan.save(tmp_path / "plan.json")
+    assert type(plan).load(tmp_path / "plan.json") == plan
+    renewed.save(tmp_path / "stats")
+    assert Stats.load(tmp_path / "stats").parts == renewed.parts
+    report.save(tmp_path / "report.json")
+    assert loka.plan(Report.load(tmp_path / "report.json"), budget).to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        (Budget(ne={"click": 1e-4}), "no limit for buy"),
+        (Budget(ne={"click": 1e-4, "cvr": 1e-4}), "'cvr'"),
+        (Budget(segments={"domain = 8": 1e-4}), "it knows that of 'high'"),
+    ],
+)
+def test_names_that_nobody_probed_are_refused(report: Report, budget: Budget, said: str) -> None:
+    with pytest.raises(UnknownName) as refused:
+        loka.plan(report, budget)
+    assert said in str(refused.value)
+
+
+def test_settings_that_cannot_be_are_refused(model: Two) -> None:
+    with pytest.raises(ValueError, match="an increase allowed is 0 or more"):
+        Budget(segments={"a": -1.0})
+    with pytest.raises(ValueError, match="names no task"):
+        Budget(ne={})
+    with pytest.raises(ValueError, match="3 names of tasks"):
+        renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
+    with pytest.raises(ValueError, match="pass tasks="):
+        renew_effects(
+            model,
+            probed(model),
+            batches(256),
+            segments=THIRD,
+            forward=ROWS["forward"],
+            logits=lambda z: z,
+        )
+
+
+def test_missing_rows_follow_from_the_width() -> None:
+    assert Part(rows=200, width=1.9).missing == 0
+    assert Part(rows=200, width=4.0).missing == 600  # twice the logarithm: four times the rows
+    assert Part(rows=20, width=1.1).missing == LEAST_ROWS - 20
