@@ -212,6 +212,7 @@ def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
     assert f"graph break: {listed.breaks[0]}" in str(listed)
 
 
+@pytest.mark.slow
 def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
     whole = nn.Sequential(nn.Identity(), model)

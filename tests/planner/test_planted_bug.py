@@ -54,6 +54,7 @@ def result(example: ModuleType, stats: loka.Stats):
     return example.measured(stats)
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_table_that_the_example_prints(example: ModuleType, result) -> None:
     """Row by row; last digits may differ from processor to processor."""
     page = (ROOT / "docs" / "self_check.md").read_text()
@@ -63,6 +64,7 @@ def test_the_page_shows_the_table_that_the_example_prints(example: ModuleType, r
     assert [" | ".join(re.split(r"\s{2,}", line)[:3]) for line in printed] == shown
 
 
+@pytest.mark.slow
 def test_standard_normal_inputs_miss_it(result) -> None:
     found, same = result
     for bug in BUGS:
@@ -81,6 +83,7 @@ def test_standard_normal_inputs_miss_it(result) -> None:
         assert right["calc_diff"].high < 0.001 < wrong["calc_diff"].low
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", list(RECIPE_OF))
 @pytest.mark.parametrize("bug", ["neighbour", "order"])
 def test_learnt_inputs_show_it(result, scales: str, bug: str) -> None:
@@ -99,6 +102,7 @@ def test_learnt_inputs_show_it(result, scales: str, bug: str) -> None:
     assert wrong["calc_diff"].low > 0.01
 
 
+@pytest.mark.slow
 def test_a_bug_in_alike_weights_escapes_learnt_inputs_too(result) -> None:
     """Blocks of barely trained weights are alike; with powers of two a wrong one has no effect there."""
     _, same = result

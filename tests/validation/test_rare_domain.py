@@ -98,6 +98,7 @@ def test_the_cost_in_speed_is_stated(world: World) -> None:
     assert [note for note in world.both.notes if note.startswith("several limits: the choice saves")]
 
 
+@pytest.mark.slow
 def test_verdicts_by_segment_agree(world: World, tmp_path) -> None:
     def build() -> Tower:
         model = Tower()

@@ -13,6 +13,7 @@ from foreign.experts import Einsum
 from foreign.spec import floats
 from oracle import assert_close, by_hand
 from small_towers import batch, tower
+from sweeps import sweep
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -114,7 +115,7 @@ WRAPPERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", sweep(WRAPPERS, ("compiled", "DDP", "averaged", "all")))
 def test_r10_plans_through_wrappers_have_the_bare_models_names(wrapper: str, one_rank: None) -> None:
     """A prefix (`_orig_mod.`, `module.`) in one name makes the plan fit nothing else."""
     (x,) = floats(32)(24)

@@ -126,6 +126,7 @@ def test_the_looked_up_rows_get_the_gradient_of_training(
     assert not model.front.embeddings.table.weight.requires_grad
 
 
+@pytest.mark.slow
 def test_an_arm_is_freed_before_the_next_is_built(
     losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -
     assert len(graph) == 3, "one graph of all its layers"
 
 
+@pytest.mark.slow
 def test_bench_step_from_the_command_line(
     losses: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
