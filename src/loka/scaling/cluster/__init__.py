@@ -1,0 +1,1 @@
+"""Steps on many GPUs, before there are any; start at `across.py`."""
