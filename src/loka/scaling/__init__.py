@@ -1,11 +1,8 @@
 """Will it help? Sites, FLOPs and times of a model before it has run; start at `scale.py`, for many GPUs at
 `cluster/across.py`."""
 
-from loka.core.records.across import Across
-from loka.core.records.network import Network
 from loka.core.records.scale import Scale
-from loka.scaling.cluster.across import scale_across
 from loka.scaling.scale import scale
 from loka.scaling.stored import gpus
 
-__all__ = ["Across", "Network", "Scale", "gpus", "scale", "scale_across"]
+__all__ = ["Scale", "gpus", "scale"]

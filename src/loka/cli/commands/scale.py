@@ -21,8 +21,6 @@ from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
 from loka.data.batch import Batch, Source
 from loka.scaling import scale as scale_model
-from loka.scaling.cluster.across import scale_across
-from loka.scaling.cluster.collectives import check_ranks
 from loka.scaling.inputs import fake_mode
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
@@ -94,7 +92,7 @@ def scale(
     build = (
         _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
     )
-    found = _without_numbers(build, ask)
+    found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:
         found.save(out)
@@ -123,6 +121,16 @@ def _without_numbers(build: Callable[[], _Built], ask: _Ask) -> Scale | Across:
         return ask(build())
 
 
+def _never_with_numbers(build: Callable[[], _Built], ask: _Ask) -> Scale | Across:
+    """The same of a step that is traced without numbers in any case, so that to ask again is of no use."""
+    try:
+        with fake_mode():
+            built = build()
+    except Exception:
+        built = build()
+    return ask(built)
+
+
 def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
     def ask(built: _Built) -> Scale:
         rows = None if built.sized else batch_size
@@ -142,6 +150,9 @@ def _on_many(
     batch_size: int,
     kernels: Any,
 ) -> _Ask:
+    from loka.scaling.cluster import scale_across
+    from loka.scaling.cluster.collectives import check_ranks
+
     def ask(built: _Built) -> Across:
         found = scale_across(
             built.model,

@@ -100,7 +100,7 @@ def scale_across(
     return Across(
         model=found.model,
         batch_size=found.batch_size,
-        gpu=gpu.lower(),
+        gpu=gpu.lower() if plan is None else plan.machine.device,
         network=network.name,
         times=_origins(times, plan),
         rows=tuple(rows),

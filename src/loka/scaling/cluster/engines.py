@@ -21,7 +21,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from loka.core.exceptions import LokaError
 from loka.distributed.fsdp_units import sharded_parameters
@@ -176,16 +175,18 @@ class _Watch(TorchDispatchMode):
     """Notes what kernels do; collectives are noted by those who ask for them."""
 
     def __init__(self, log: _Log) -> None:
+        from torch.utils.flop_counter import flop_registry  # takes Triton along
+
         super().__init__()
-        self.log = log
+        self.log, self._flops = log, flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.log.events.append(CopiedOut())
-        if func._overloadpacket in flop_registry:
-            flops = float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+        if func._overloadpacket in self._flops:
+            flops = float(self._flops[func._overloadpacket](*args, **kwargs, out_val=out))
             self.log.events.append(_matmul(func, args, flops, self.log.backward))
         elif func.namespace in ("aten", "prims", "fsdp") and not func.is_view:
             size = _bytes((args, kwargs)) + _bytes(out)
