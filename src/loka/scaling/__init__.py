@@ -1,4 +1,5 @@
-"""Will it help? Sites, FLOPs and times of a model before it has run; start at `scale.py`."""
+"""Will it help? Sites, FLOPs and times of a model before it has run; start at `scale.py`, for many GPUs at
+`cluster/across.py`."""
 
 from loka.core.records.scale import Scale
 from loka.scaling.scale import scale

@@ -15,6 +15,9 @@ from loka.cli.inputs import find_function, is_of_zoo, model_builder, open_data
 from loka.cli.options import DataFile, SchemaFile
 from loka.cli.terminal import say
 from loka.core.exceptions import LokaError
+from loka.core.records.across import Across
+from loka.core.records.network import Network
+from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
 from loka.data.batch import Batch, Source
 from loka.scaling import scale as scale_model
@@ -48,16 +51,48 @@ def scale(
     data: DataFile = None,
     schema: SchemaFile = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."
+        ),
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="With --network: numbers of GPUs.")] = "8,64,256,1024",
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="With --network: a plan measured at this batch size, for its times."),
+    ] = None,
+    unit: Annotated[
+        list[str] | None,
+        typer.Option(help="With --network: paths that FSDP2 shards each for itself, such as 'layers.*'."),
+    ] = None,
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
     Needs no GPU: times are stored measurements, interpolated where that was checked, and unknown elsewhere.
+    With --network: does it still pay on many GPUs, under DDP and FSDP2?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
+    if network is None and (plan is not None or unit):
+        raise LokaError(
+            "--plan and --unit are of steps on many GPUs",
+            way_out="give --network too, such as examples/h200-ib.json",
+        )
+    ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
+    if network is not None:
+        ask = _on_many(
+            Network.load(network),
+            _numbers(gpus),
+            None if plan is None else Plan.load(plan),
+            tuple(unit or ()),
+            gpu=gpu,
+            batch_size=batch_size,
+            kernels=kernels,
+        )
     build = (
         _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
     )
-    found = _without_numbers(build, gpu=gpu, batch_size=batch_size, kernels=kernels)
+    found = (_without_numbers if network is None else _never_with_numbers)(build, ask)
     say(found)
     if out is not None:
         found.save(out)
@@ -73,20 +108,75 @@ class _Built:
     sized: bool
 
 
-def _without_numbers(build: Callable[[], _Built], *, gpu: str, batch_size: int, kernels: Any) -> Scale:
-    """Built without memory where the model's code allows that, else as it is."""
+_Ask = Callable[[_Built], Scale | Across]
 
-    def run(built: _Built) -> Scale:
+
+def _without_numbers(build: Callable[[], _Built], ask: _Ask) -> Scale | Across:
+    """Built without memory where the model's code allows that, else as it is."""
+    try:
+        with fake_mode():
+            built = build()
+        return ask(built)
+    except Exception:  # a model's own code raises what it likes where numbers are missing
+        return ask(build())
+
+
+def _never_with_numbers(build: Callable[[], _Built], ask: _Ask) -> Scale | Across:
+    """The same of a step that is traced without numbers in any case, so that to ask again is of no use."""
+    try:
+        with fake_mode():
+            built = build()
+    except Exception:
+        built = build()
+    return ask(built)
+
+
+def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
+    def ask(built: _Built) -> Scale:
         rows = None if built.sized else batch_size
         found = scale_model(built.model, built.batch, gpu=gpu, batch_size=rows, kernels=kernels)
         return replace(found, batch_size=batch_size)
 
+    return ask
+
+
+def _on_many(
+    network: Network,
+    gpus: tuple[int, ...],
+    plan: Plan | None,
+    units: tuple[str, ...],
+    *,
+    gpu: str,
+    batch_size: int,
+    kernels: Any,
+) -> _Ask:
+    from loka.scaling.cluster import scale_across
+    from loka.scaling.cluster.collectives import check_ranks
+
+    def ask(built: _Built) -> Across:
+        found = scale_across(
+            built.model,
+            built.batch,
+            network=network,
+            gpus=gpus,
+            plan=plan,
+            gpu=gpu,
+            batch_size=None if built.sized else batch_size,
+            kernels=kernels,
+            units=units,
+        )
+        return replace(found, batch_size=batch_size)
+
+    for ranks in gpus:  # before anything is built
+        check_ranks(ranks, network)
+    return ask
+
+
+def _numbers(text: str) -> tuple[int, ...]:
     try:
-        with fake_mode():
-            built = build()
-        return run(built)
-    except Exception:  # a model's own code raises what it likes where numbers are missing
-        return run(build())
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise LokaError(f"--gpus {text!r} are no numbers", way_out="such as 8,64,256,1024") from None
 
 
 def _of_rows(model: str, data: Path | None, schema: Path | None) -> Callable[[], _Built]:

@@ -1,0 +1,234 @@
+"""The record of `loka scale --network`: what eight bits would give a step on many GPUs.
+
+Ends of intervals are those of all inputs at once, each at its own end: GEMM times' are of 95 %, those of
+assumptions are what the network file says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka.core.error import Estimate
+from loka.core.records.network import Quantity
+from loka.core.storage.codec import decode, encode
+from loka.core.storage.files import read_record, write_record
+from loka.core.table import format_table
+
+_KIND, _VERSION = "loka-scale-across", 1
+_WAY_OUT = "run `loka scale --network` again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swing:
+    """The speed-up with one input at its low and at its high end, all others at their values."""
+
+    low: float
+    high: float
+
+    @property
+    def size(self) -> float:
+        return abs(self.high - self.low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Of a step, in microseconds, at the values of all inputs. `exposed`: nothing computes, for the wire is
+    not done; `wire`: of all collectives, hidden behind compute or not; `sent`: bytes of their buffers."""
+
+    gemms: float
+    other: float
+    exposed: float
+    wire: float
+    sent: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcrossRow:
+    """A step on `gpus` GPUs by plan, against the same engine in bf16 throughout.
+
+    Attributes:
+        gather: of FSDP2's weights; "-" of DDP, which gathers none.
+        bf16, planned: microseconds of the step.
+        speedup: bf16 over planned.
+        format_gain: of gather and gradients alone: the step by plan with both in bf16, over this one.
+        swings: of `speedup`, by input.
+    """
+
+    gpus: int
+    engine: str
+    gather: str
+    gradients: str
+    bf16: Estimate
+    planned: Estimate
+    speedup: Estimate
+    format_gain: Estimate
+    bf16_parts: Parts
+    parts: Parts
+    swings: Mapping[str, Swing]
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything on the wire is in bf16."""
+        return self.gather != "fp8" and self.gradients == "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """A model's step on many GPUs.
+
+    Attributes:
+        batch_size: rows of each GPU.
+        times: where GEMM times are from, in words.
+        assumptions: every input that is not a GEMM time, by name.
+        units: what FSDP2 shards each for itself, besides the root.
+        notes: what is not in it, and what was taken so.
+    """
+
+    model: str
+    batch_size: int
+    gpu: str
+    network: str
+    times: str
+    rows: tuple[AcrossRow, ...]
+    assumptions: Mapping[str, Quantity]
+    units: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def answers(self) -> list[str]:
+        """The questions of a team, each answered with the numbers that it rests on."""
+        lines = []
+        for engine in dict.fromkeys(row.engine for row in self.rows):
+            mine = [row for row in self.rows if row.engine == engine]
+            lines.append(f"{engine}: {_where_it_pays([row for row in mine if row.plain])}")
+            formats = dict.fromkeys((row.gather, row.gradients) for row in mine if not row.plain)
+            for gather, gradients in formats:
+                told = ", ".join(
+                    f"{row.gpus}: {_factor(row.format_gain)} {_word(row.format_gain)}"
+                    for row in mine
+                    if (row.gather, row.gradients) == (gather, gradients)
+                )
+                lines.append(f"  {_format(gather, gradients)}, against bf16 on the wire: {told}")
+        return lines
+
+    def falsified_by(self) -> list[str]:
+        """Measurements that would show it to be wrong."""
+        most = max(row.gpus for row in self.rows)
+        lines = [
+            f"a step of {row.engine} on {row.gpus} GPUs outside {_ms(row.bf16)} ms in bf16, or outside "
+            f"{_ms(row.planned)} ms by plan"
+            for row in self.rows
+            if row.plain and row.gpus == most
+        ]
+        return [
+            *lines,
+            "collectives of nccl-tests outside the alphas and bandwidths assumed, or slower beside compute",
+            "a profile in which gathers do not run ahead as assumed, or the GPU waits for the host",
+        ]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}, {self.batch_size} rows a GPU, on {self.gpu}, {self.network}",
+            f"GEMM times: {self.times}.",
+            format_table(_HEADER, [_row(row) for row in self.rows]),
+            "GEMMs, other, exposed (nothing computes, the wire is not done) and wire in ms, MB of the",
+            "buffers of all collectives: in bf16 > by plan, at the values of all inputs.",
+            *self.answers(),
+            "What moves the speed-up most, each input alone from its low to its high end:",
+            *_swings(self.rows),
+            "Assumptions:",
+            *(
+                f"  {name}: {q.value:g} [{q.low:g}, {q.high:g}] {q.origin}: {q.comment}"
+                for name, q in self.assumptions.items()
+            ),
+            *(f"note: {note}" for note in self.notes),
+            "Falsified by:",
+            *(f"  {line}" for line in self.falsified_by()),
+        ]
+        return "\n".join(lines)
+
+    def save(self, path: Path | str) -> None:
+        write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Across:
+        """Raises FileRefused for a missing, truncated or edited file."""
+        parse = functools.partial(decode, cls)
+        return read_record(Path(path), kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=parse)
+
+
+_HEADER = (
+    "GPUs", "engine", "gather", "gradients", "bf16 ms", "by plan ms", "speed-up", "GEMMs", "other",
+    "exposed", "wire", "MB",
+)  # fmt: skip
+_MOST = 4  # inputs told of a row
+
+
+def _row(row: AcrossRow) -> tuple[str, ...]:
+    before, after = row.bf16_parts, row.parts
+    pairs = (
+        (before.gemms, after.gemms),
+        (before.other, after.other),
+        (before.exposed, after.exposed),
+        (before.wire, after.wire),
+    )
+    return (
+        str(row.gpus),
+        row.engine,
+        row.gather,
+        row.gradients,
+        _ms(row.bf16),
+        _ms(row.planned),
+        _factor(row.speedup),
+        *(f"{one / 1e3:.2f} > {other / 1e3:.2f}" for one, other in pairs),
+        f"{before.sent / 1e6:.1f} > {after.sent / 1e6:.1f}",
+    )
+
+
+def _where_it_pays(rows: list[AcrossRow]) -> str:
+    kinds = {word: [row for row in rows if _word(row.speedup) == word] for word in ("yes", "perhaps", "no")}
+    told = [
+        f"{text} at {', '.join(f'{row.gpus} ({_factor(row.speedup)})' for row in kinds[word])}"
+        for word, text in (
+            ("yes", "eight bits pay"),
+            ("perhaps", "it is open whether they do"),
+            ("no", "they do not pay"),
+        )
+        if kinds[word]
+    ]
+    return f"with bf16 on the wire {'; '.join(told)}"
+
+
+def _swings(rows: tuple[AcrossRow, ...]) -> list[str]:
+    lines = []
+    for row in rows:
+        if row.plain:
+            first = sorted(row.swings.items(), key=lambda item: -item[1].size)[:_MOST]
+            told = ", ".join(f"{name} {s.low:.3f}x to {s.high:.3f}x" for name, s in first)
+            lines.append(f"  {row.gpus} GPUs, {row.engine}: {told}")
+    return lines
+
+
+def _word(gain: Estimate) -> str:
+    """As the two digits that are printed say it."""
+    if round(gain.low, 2) > 1:
+        return "yes"
+    return "perhaps" if round(gain.high, 2) > 1 else "no"
+
+
+def _format(gather: str, gradients: str) -> str:
+    parts = [
+        *(["FP8 gather"] if gather == "fp8" else []),
+        *([f"{gradients} gradients"] if gradients != "bf16" else []),
+    ]
+    return " and ".join(parts)
+
+
+def _factor(gain: Estimate) -> str:
+    return f"{gain.value:.2f}x [{gain.low:.2f}, {gain.high:.2f}]"
+
+
+def _ms(us: Estimate) -> str:
+    return f"{us.value / 1e3:.2f} [{us.low / 1e3:.2f}, {us.high / 1e3:.2f}]"

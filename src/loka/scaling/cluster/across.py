@@ -1,0 +1,314 @@
+"""Does it still pay at a thousand GPUs? A traced step, priced by plan and in bf16, at each number of GPUs.
+
+step    the engine's own order of GEMMs and collectives (engines.py), bytes by format (wires.py)
+price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then two streams (schedule.py)
+ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.records.across import Across, AcrossRow, Parts, Swing
+from loka.core.records.network import Network, Quantity
+from loka.core.records.plan import Plan
+from loka.core.records.scale import Scale
+from loka.nn.linears import signature
+from loka.nn.unwrap import unwrap
+from loka.scaling.cluster.collectives import HOPS, End, check_ranks
+from loka.scaling.cluster.compute import (
+    OTHER_RATE,
+    GemmTime,
+    Placed,
+    forecast_times,
+    layers_in_fp8,
+    mean_rate,
+    placed,
+    planned_times,
+)
+from loka.scaling.cluster.engines import ENGINES, EngineStep, traced_step
+from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, step_of
+from loka.scaling.cluster.schedule import Timeline, schedule
+from loka.scaling.cluster.wires import check_traced
+from loka.scaling.inputs import fake_batch, fake_mode, fake_model, mode_of, rows_of
+from loka.scaling.scale import Kernels, scale
+
+GPUS = (8, 64, 256, 1024)
+
+_FORMATS = {
+    "ddp": (Formats("-", "bf16"), Formats("-", "int8")),
+    "fsdp2": tuple(Formats(gather, grads) for gather in ("bf16", "fp8") for grads in ("bf16", "int8")),
+}
+_Ends = Mapping[str, End]
+
+
+def scale_across(
+    model: nn.Module,
+    batch: Any,
+    *,
+    network: Network,
+    gpus: Sequence[int] = GPUS,
+    plan: Plan | None = None,
+    gpu: str = "h200",
+    batch_size: int | None = None,
+    kernels: Kernels = "all",
+    units: Sequence[str] = (),
+) -> Across:
+    """What eight bits would give a training step of `model` on many GPUs, under DDP and FSDP2.
+
+        print(scale_across(model, batch, network=Network.load("h200-ib.json"), batch_size=8192))
+
+    The model is left as it is. Adam is taken to update what a GPU holds of the parameters; tables are in
+    neither engine, and neither are their lookups' exchange.
+
+    Args:
+        batch: what the model is called with on one GPU; `batch_size`, `gpu`, `kernels`: as `loka.scale`.
+        gpus: numbers of GPUs, each of which fills a node in part or several nodes.
+        plan: measured at this batch size; without it, times are those of `loka.scale`.
+        units: patterns of paths that FSDP2 shards each for itself.
+
+    Raises:
+        LokaError: no number of GPUs or one that fills no nodes, a model that does not run without numbers,
+            more than 5 % of its FLOPs at shapes that nobody measured near, an untimed plan.
+        PlanMismatch: the plan is of another model, or of other shapes.
+        UnknownName, NotConverted: as `loka.scale`.
+    """
+    for ranks in gpus:
+        check_ranks(ranks, network)
+    if not gpus:
+        raise LokaError("no number of GPUs was asked for", way_out="such as 8, 64, 256")
+    if plan is not None:
+        lines = signature(unwrap(model), like=plan.model).differences(plan.model)
+        if lines:
+            raise PlanMismatch("the plan is of another model", why=lines[:8], way_out="plan this model")
+    found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
+    times = forecast_times(found) if plan is None else planned_times(found, plan)
+    steps = _steps(model, batch, found.batch_size, units)
+    told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
+    fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
+    inputs = _inputs(network)
+    rate, rows = mean_rate(times), []
+    for ranks in dict.fromkeys(gpus):
+        for step in steps:
+            made = _Steps(step, told[step.engine], rate, ranks, network, fp8)
+            rows += [_row(made, formats, inputs) for formats in _FORMATS[step.engine]]
+    return Across(
+        model=found.model,
+        batch_size=found.batch_size,
+        gpu=gpu.lower() if plan is None else plan.machine.device,
+        network=network.name,
+        times=_origins(times, plan),
+        rows=tuple(rows),
+        assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
+        units=steps[-1].units,
+        notes=_notes(found, steps, told, plan, len(fp8), network),
+    )
+
+
+def _steps(model: nn.Module, batch: Any, rows: int, units: Sequence[str]) -> list[EngineStep]:
+    mode = mode_of(model) or fake_mode()
+    inner = fake_model(unwrap(model), mode)
+    given = fake_batch(batch, mode, rows=rows) if rows_of(batch) is not None else batch
+    steps = [traced_step(inner, given, mode=mode, engine=engine, units=units) for engine in ENGINES]
+    for step in steps:
+        check_traced(step)
+    return steps
+
+
+def _inputs(network: Network) -> dict[str, Quantity | None]:
+    """Everything that has two ends, by name; None where the ends are GEMM times' own."""
+    return {
+        TIMES: None,
+        GAINS: None,
+        **network.quantities,
+        HOPS: Quantity(
+            value=2,
+            low=1,
+            high=2,
+            origin="assumed",
+            comment="two ways to count. 2: as NCCL's tuner does, a ring's for gathers, the fewer of ring "
+            "and tree for all-reduce, and one to each rank for all-to-all; 1: log2 of the ranks, for "
+            "all-to-all one",
+        ),
+        PRODUCTS: Quantity(
+            value=OTHER_RATE.value,
+            low=OTHER_RATE.low,
+            high=OTHER_RATE.high,
+            origin="assumed",
+            comment="time of products that are no site, over that of as many FLOPs of sites; a guess",
+        ),
+    }
+
+
+class _Steps:
+    """Step times of one engine on a number of GPUs; each is worked out once."""
+
+    def __init__(
+        self,
+        step: EngineStep,
+        place: Placed,
+        rate: float,
+        ranks: int,
+        network: Network,
+        fp8: frozenset[str],
+    ) -> None:
+        self.engine, self.ranks = step.engine, ranks
+        self._rate, self._network = rate, network
+        self._priced = {
+            formats: step_of(
+                step, place, ranks, formats=formats, in_fp8=fp8 if formats.gather == "fp8" else frozenset()
+            )
+            for formats in _FORMATS[step.engine]
+        }
+        self._known: dict[tuple[Any, ...], float] = {}
+
+    def us(self, formats: Formats, ends: _Ends, *, planned: bool) -> float:
+        """Microseconds of the step with inputs at the ends that are given."""
+        key = (formats, planned, tuple(sorted(ends.items())))
+        if key not in self._known:
+            self._known[key] = self._line(formats, ends, planned=planned).total
+        return self._known[key]
+
+    def parts(self, formats: Formats, *, planned: bool) -> Parts:
+        line, priced = self._line(formats, {}, planned=planned), self._priced[formats]
+        gemms = priced.gemm_us(planned=planned)
+        return Parts(
+            gemms=gemms,
+            other=line.compute - gemms,
+            exposed=line.exposed,
+            wire=line.wire,
+            sent=sum(wire.size for wire in priced.wires),
+        )
+
+    def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:
+        priced = self._priced[formats]
+        return schedule(priced.items(self._network, self.ranks, rate=self._rate, planned=planned, ends=ends))
+
+
+def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
+    plain = _FORMATS[steps.engine][0]
+
+    def bf16(ends: _Ends) -> float:
+        return steps.us(plain, ends, planned=False)
+
+    def planned(ends: _Ends) -> float:
+        return steps.us(formats, ends, planned=True)
+
+    speedup, swings = _ratio(lambda ends: bf16(ends) / planned(ends), inputs)
+    gain = Estimate(1.0, 1.0, 1.0)
+    if formats != plain:
+        gain, _ = _ratio(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
+    return AcrossRow(
+        gpus=steps.ranks,
+        engine=steps.engine,
+        gather=formats.gather,
+        gradients=formats.gradients,
+        bf16=_time(bf16, inputs),
+        planned=_time(planned, inputs),
+        speedup=speedup,
+        format_gain=gain,
+        bf16_parts=steps.parts(plain, planned=False),
+        parts=steps.parts(formats, planned=True),
+        swings=swings,
+    )
+
+
+_FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}
+_ROUNDS = 3  # over all inputs; two left no end to move in the examples tried
+
+
+def _time(value: Callable[[_Ends], float], inputs: Iterable[str]) -> Estimate:
+    """A step time. No start of the schedule falls when something takes longer, so its ends are those of all
+    inputs at their fast and at their slow ends."""
+    fast: dict[str, End] = {name: "high" if name in _FASTER else "low" for name in inputs}
+    slow: dict[str, End] = {name: "low" if name in _FASTER else "high" for name in inputs}
+    return Estimate(value({}), value(fast), value(slow))
+
+
+def _ratio(value: Callable[[_Ends], float], inputs: Iterable[str]) -> tuple[Estimate, dict[str, Swing]]:
+    """A ratio of step times, which an input may move either way, and the more the less another hides it: its
+    ends are found by moving one input after the other to its best end until none helps."""
+    swings = {name: Swing(low=value({name: "low"}), high=value({name: "high"})) for name in inputs}
+    order = sorted(swings, key=lambda name: -swings[name].size)
+    return Estimate(value({}), -_highest(lambda ends: -value(ends), order), _highest(value, order)), swings
+
+
+def _highest(value: Callable[[_Ends], float], order: Sequence[str]) -> float:
+    ends: dict[str, End] = {}
+    best = value(ends)
+    for _ in range(_ROUNDS):
+        before = best
+        for name in order:
+            for end in _TRIED:
+                found = value({**ends, name: end})
+                if found > best:
+                    best, ends = found, {**ends, name: end}
+        if best == before:
+            break
+    return best
+
+
+_TRIED: tuple[End, ...] = ("low", "high")
+
+
+def _origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
+    if plan is not None:
+        return f"measured by the plan on {plan.machine}"
+    total = sum(time.flops for time in times) or 1.0
+    shares = {
+        origin: sum(time.flops for time in times if time.origin == origin) / total
+        for origin in ("measured", "interpolated", "unknown")
+    }
+    told = [f"{100 * share:.3g} % {origin}" for origin, share in shares.items() if share]
+    return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
+
+
+def _notes(
+    found: Scale,
+    steps: Sequence[EngineStep],
+    told: Mapping[str, Placed],
+    plan: Plan | None,
+    fp8: int,
+    network: Network,
+) -> tuple[str, ...]:
+    step, first = steps[0], told[steps[0].engine]
+    units = steps[-1].units
+    notes = [
+        *found.notes,
+        *([f"network: {network.comment}"] if network.comment else []),
+        f"FSDP2 shards {len(units)} units and the root: {', '.join(units[:6])}"
+        f"{', ...' if len(units) > 6 else ''}",
+        f"FP8 gather: {fp8} weights"
+        + (
+            ", as if every site that gains ran by rowwise_e4m3_pow2"
+            if plan is None
+            else ", by the plan's recipes"
+        ),
+        "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
+        "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
+    ]
+    if step.tables:
+        notes.append(
+            f"not in it: tables of {step.tables} elements, the exchange of their lookups and their "
+            "optimizer, which are TorchRec's"
+        )
+    if step.buffers:
+        notes.append(f"not in it: DDP's broadcast of {step.buffers} bytes of buffers before each forward")
+    if first.missing:
+        notes.append(f"not in it: {100 * first.missing:.2g} % of the sites' FLOPs, of unknown time")
+    for engine, where in told.items():
+        if where.unseen:
+            notes.append(
+                f"{engine}: {100 * where.unseen:.2g} % of the sites' FLOPs ran by products of other shapes; "
+                "their time stands in front of the step, where nothing hides behind it"
+            )
+    return (
+        *notes,
+        "not in it: input pipeline, launches of an eager step, stragglers, traffic of other jobs, compute "
+        "slowed by the collectives beside it, 2D sharding",
+    )

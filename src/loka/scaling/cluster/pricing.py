@@ -1,0 +1,162 @@
+"""A traced step with formats chosen: what the schedule runs, for any ends of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loka.core.records.network import Network
+from loka.scaling.cluster.collectives import HOPS, End, Wire, picked_of, picked_wire_us
+from loka.scaling.cluster.compute import OTHER_RATE, Placed, Segment, gemm_us
+from loka.scaling.cluster.engines import CopiedOut, EngineStep, Gathered, Moved, Reduced
+from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce
+from loka.scaling.cluster.wires import (
+    gather_wire,
+    held_elements,
+    quantized_bytes,
+    reduce_wires,
+    scale_wire,
+)
+
+TIMES, GAINS, PRODUCTS = "bf16 GEMM times", "gain of eight bits", "other products"
+"""Inputs that are no number of a network."""
+
+_ADAM = 28
+"""Bytes that a fused Adam reads and writes for a float32 parameter: 4 each of it, its gradient and its two
+moments, and all but the gradient back."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """`gather`: "bf16" or "fp8" of FSDP2, "-" of DDP. `gradients`: "bf16", "int8" or "e4m3"."""
+
+    gather: str
+    gradients: Any
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Bytes of eager code: of an optimizer, of quantizing shards."""
+
+    size: float
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """`kind`: gather, gather_backward, reduce (`waits`) or blocking."""
+
+    wire: Wire
+    kind: str
+
+
+class _Work:
+    """A segment with the sums of its sites' times."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._sums: dict[tuple[bool, str, str], float] = {}
+
+    def gemms(self, planned: bool, time: str, gain: str) -> float:
+        key = (planned, time, gain)
+        if key not in self._sums:
+            self._sums[key] = gemm_us(self.segment.gemms, planned=planned, time=time, gain=gain)
+        return self._sums[key]
+
+
+_Entry = Segment | _Traffic | _Sent | Copied | Join
+
+
+class Priced:
+    """A step whose formats are chosen, in the engine's order."""
+
+    def __init__(self, entries: Sequence[_Entry]) -> None:
+        self._entries = [_Work(entry) if isinstance(entry, Segment) else entry for entry in entries]
+        # A model's layers are alike, and so is what they send: each kind is priced once.
+        self._kinds = list(dict.fromkeys(entry for entry in entries if isinstance(entry, _Sent)))
+        places = {kind: place for place, kind in enumerate(self._kinds)}
+        self._sent = [places[entry] for entry in entries if isinstance(entry, _Sent)]
+
+    @property
+    def wires(self) -> list[Wire]:
+        return [entry.wire for entry in self._entries if isinstance(entry, _Sent)]
+
+    def gemm_us(self, *, planned: bool) -> float:
+        """Of all sites, at the values of their times."""
+        return sum(e.gemms(planned, "value", "value") for e in self._entries if isinstance(e, _Work))
+
+    def items(
+        self, network: Network, ranks: int, *, rate: float, planned: bool, ends: Mapping[str, End]
+    ) -> Iterator[Item]:
+        """What `schedule` runs. `rate`: FLOPs a microsecond of products that are no site. `ends`: of the
+        network's quantities, HOPS, TIMES, GAINS and PRODUCTS."""
+        picked = picked_of(network, ends)
+        moved = picked["elementwise share"] / picked["memory bandwidth"] / 1e3
+        flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
+        time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
+        sent = [
+            _item(one.kind, picked_wire_us(one.wire, ranks, network.gpus_per_node, picked, hops))
+            for one in self._kinds
+        ]
+        following = iter(self._sent)
+        for entry in self._entries:
+            if isinstance(entry, _Work):
+                other = entry.segment.moved * moved + entry.segment.flops * flops
+                yield Compute(entry.gemms(planned, time, gain) + other)
+            elif isinstance(entry, _Traffic):
+                yield Compute(entry.size / picked["memory bandwidth"] / 1e3)
+            elif isinstance(entry, _Sent):
+                yield sent[next(following)]
+            else:
+                yield entry
+
+
+def _item(kind: str, us: float) -> Item:
+    if kind.startswith("gather"):
+        return Gather(us, backward=kind == "gather_backward")
+    return Blocking(us) if kind == "blocking" else Reduce(us, waits=kind == "reduce waits")
+
+
+def step_of(
+    step: EngineStep, placed: Placed, ranks: int, *, formats: Formats, in_fp8: frozenset[str]
+) -> Priced:
+    """`step` on `ranks` GPUs. `in_fp8`: names of weights that FSDP2 gathers in eight bits."""
+    entries: list[_Entry] = []
+    gathered = [p for p in step.params if p.name in in_fp8]
+    if gathered:
+        entries.append(_Traffic(quantized_bytes(gathered, ranks, in_fp8)))
+        entries.append(_Sent(scale_wire(len(gathered)), "blocking"))
+    _add(entries, placed.segments[-1])
+    for place, event in enumerate(step.events):
+        if isinstance(event, Moved):
+            _add(entries, Segment(moved=event.size))
+        elif isinstance(event, Gathered):
+            wire = gather_wire(event.params, ranks, in_fp8=in_fp8)
+            entries.append(_Sent(wire, "gather_backward" if event.backward else "gather"))
+        elif isinstance(event, CopiedOut):
+            entries.append(Copied())
+        elif isinstance(event, Reduced):
+            kind = "reduce" if step.engine == "ddp" else "reduce waits"
+            if step.engine == "ddp" and formats.gradients != "bf16":
+                kind = "blocking"  # its hook calls collectives that the compute stream waits for
+            wires = reduce_wires(
+                step.engine, event.params, ranks, gradients=formats.gradients, itemsize=event.itemsize
+            )
+            entries += [_Sent(wire, kind) for wire in wires]
+        else:
+            _add(entries, placed.segments[place])
+    sharded = ranks if step.engine == "fsdp2" else 1
+    return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.params, sharded))))
+
+
+def _add(entries: list[_Entry], segment: Segment) -> None:
+    """To what computes in front of it, if nothing is sent between."""
+    last = entries[-1] if entries else None
+    if not isinstance(last, Segment):
+        entries.append(segment)
+        return
+    entries[-1] = Segment(
+        gemms=(*last.gemms, *segment.gemms),
+        flops=last.flops + segment.flops,
+        moved=last.moved + segment.moved,
+    )

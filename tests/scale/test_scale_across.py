@@ -1,0 +1,385 @@
+"""Steps on many GPUs: labels, intervals, what is refused, and the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import loka as run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import exactly, network
+from torch import nn
+
+import loka
+from loka.core.budget import Budget
+from loka.core.error import Estimate
+from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
+from loka.core.problem import linear_problem
+from loka.core.recipe import Gemm
+from loka.core.records.across import Across
+from loka.core.records.network import Link, Network, Quantity
+from loka.core.records.plan import Decision, Plan
+from loka.nn.linears import signature
+from loka.scaling.cluster.across import scale_across
+from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
+from loka.scaling.cluster.engines import Matmul, traced_step
+from loka.scaling.cluster.pricing import GAINS, Formats, step_of
+from loka.scaling.cluster.schedule import schedule
+from loka.scaling.inputs import fake_batch, fake_mode, fake_model
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
+ROWS = 8192
+
+
+def tower(width: int = 2048, depth: int = 3) -> nn.Sequential:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def across(model: nn.Module | None = None, **options: Any) -> Across:
+    given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
+    return scale_across(model or tower(), torch.randn(4, 2048), **given)
+
+
+def row(found: Across, gpus: int, engine: str, gather: str, gradients: str = "bf16") -> Any:
+    (one,) = (
+        row
+        for row in found.rows
+        if (row.gpus, row.engine, row.gather, row.gradients) == (gpus, engine, gather, gradients)
+    )
+    return one
+
+
+def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwise_e4m3_pow2") -> Plan:
+    """Every GEMM took 100 us in bf16 and takes 50 in eight bits, 10 of them saved by a neighbour."""
+    decisions = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        for gemm in Gemm:
+            problem = linear_problem(
+                gemm,
+                rows=rows,
+                in_features=layer.in_features,
+                out_features=layer.out_features,
+                dtype="float32",
+                target="sm_90",
+            )
+            decision = Decision(
+                path=path,
+                problem=problem,
+                candidate=candidate,
+                reason="made up",
+                microseconds=Estimate(50.0, 45.0, 55.0),
+                hp_microseconds=Estimate(100.0, 90.0, 110.0),
+                saved_us=10.0,
+            )
+            decisions[decision.site] = decision
+    machine = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS).machine
+    return Plan(model=signature(model), machine=machine, budget=Budget(), timed=True, decisions=decisions)
+
+
+def test_a_step_on_ddp_by_hand() -> None:
+    """Nothing takes time but GEMMs of 100 and 40 us and two buckets; 12.6 M parameters in three layers.
+
+    DDP's first bucket is closed by the first layer that fills 1 MiB, the second by 25 MiB of gradients: one
+    layer (4 M + 2 k elements of 4 bytes) passes each limit. Eight GPUs in a node: a launch and a tree's or
+    ring's 2 x 7 hops; twice 7 / 8 of a bucket in bf16 over the link.
+    """
+    model = tower()
+    quiet = replace(
+        network(inside=(2, 100), launch=1), elementwise_share=exactly(1e-12), memory_gbps=exactly(1e12)
+    )
+    found = row(across(model, network=quiet, plan=plan_of(model), gpus=(8,)), 8, "ddp", "-")
+    mode = fake_mode()
+    step = traced_step(
+        fake_model(model, mode), fake_batch(torch.randn(4, 2048), mode, rows=ROWS), mode=mode, engine="ddp"
+    )
+    sizes = [sum(p.numel for p in e.params) for e in step.events if type(e).__name__ == "Reduced"]
+    assert sum(sizes) == 3 * (2048 * 2048 + 2048)
+    assert len(sizes) > 1
+    us = [1 + 2 * 7 * 2 + 2 * size * 2 * 7 / 8 / 100e3 for size in sizes]
+    for each, told in ((100.0, found.bf16.value), (40.0, found.planned.value)):
+        now = wire = 0.0
+        buckets = iter(us)
+        for event in step.events:
+            if isinstance(event, Matmul):
+                now += each
+            elif type(event).__name__ == "Reduced":
+                wire = max(wire, now) + next(buckets)
+        assert told == pytest.approx(max(now, wire), rel=1e-6)
+    assert found.bf16_parts.gemms == pytest.approx(8 * 100)  # the first layer's input wants no gradient
+    assert found.parts.gemms == pytest.approx(8 * 40)
+
+
+def test_ends_are_those_of_all_inputs_at_once() -> None:
+    """GEMMs in bf16 110 us at most; by plan 110 / (100 / (55 - 10)) = 49.5."""
+    model = tower()
+    quiet = replace(
+        network(inside=(1e-9, 1e9), launch=1e-9), elementwise_share=exactly(1e-12), memory_gbps=exactly(1e12)
+    )
+    found = row(across(model, network=quiet, plan=plan_of(model), gpus=(8,)), 8, "ddp", "-")
+    assert (found.bf16.low, found.bf16.value, found.bf16.high) == pytest.approx((720, 800, 880))
+    assert found.planned.high == pytest.approx(8 * 49.5)
+    assert (found.speedup.low, found.speedup.value, found.speedup.high) == pytest.approx(
+        (100 / 45, 100 / 40, 100 / 35)
+    )
+    assert found.swings[GAINS].low == pytest.approx(100 / 45)
+    assert found.swings[GAINS].high == pytest.approx(100 / 35)
+
+
+def test_every_number_has_its_ends_and_its_label() -> None:
+    found = across(network=Network.load(EXAMPLE))
+    text = str(found)
+    for one in found.rows:
+        for estimate in (one.bf16, one.planned, one.speedup, one.format_gain):
+            assert estimate.low <= estimate.value <= estimate.high
+        for name, swing in one.swings.items():  # one input alone never leaves the interval
+            assert one.speedup.low - 1e-9 <= min(swing.low, swing.high), name
+            assert one.speedup.high + 1e-9 >= max(swing.low, swing.high), name
+    for name, quantity in found.assumptions.items():
+        assert f"{name}: {quantity.value:g} [{quantity.low:g}, {quantity.high:g}] assumed: " in text
+    for told in ("interpolated", "Falsified by", "not in it", "stragglers", "taken to have"):
+        assert told in text, told
+
+
+def test_where_the_wire_is_all_there_is_eight_bit_gemms_do_not_pay_and_half_the_bytes_do() -> None:
+    slow = network(inside=(1e-6, 0.5), between=(1e-6, 0.05), launch=1e-6, memory=1e6)
+    found = across(network=slow)
+    plain = row(found, 64, "fsdp2", "bf16")
+    assert plain.speedup.high < 1.01
+    assert plain.parts.exposed > 20 * plain.parts.gemms
+    gathered = row(found, 64, "fsdp2", "fp8")
+    assert gathered.parts.sent < 0.70 * plain.parts.sent  # two gathers of three by half
+    assert gathered.format_gain.low > 1.3
+    answer = next(line for line in found.answers() if line.startswith("fsdp2"))
+    assert "they do not pay" in answer
+    assert "64 (1.00x" in answer
+
+
+def test_int8_gradients_send_each_byte_by_its_own_card() -> None:
+    """Rings add up inside a node first; an all-to-all of half the bytes sends four times as much between."""
+    slow = network(inside=(1e-6, 1e6), between=(1e-6, 0.05), launch=1e-6, memory=1e9)
+    found = across(network=slow)
+    assert row(found, 64, "fsdp2", "bf16", "int8").format_gain.high < 1
+    inside = network(inside=(1e-6, 0.5), launch=1e-6, memory=1e9)
+    assert row(across(network=inside, gpus=(8,)), 8, "fsdp2", "bf16", "int8").format_gain.low > 1.1
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Any:
+    """A traced step of each engine, with its times."""
+    model, mode = tower(), fake_mode()
+    found = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS)
+    times, steps = forecast_times(found), {}
+    for engine, formats in (("ddp", Formats("-", "bf16")), ("fsdp2", Formats("bf16", "bf16"))):
+        batch = fake_batch(torch.randn(4, 2048), mode, rows=ROWS)
+        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)  # type: ignore[arg-type]
+        steps[engine] = step_of(step, placed(step, times), 64, formats=formats, in_fp8=frozenset())
+    return steps, mean_rate(times)
+
+
+_factors = st.floats(1, 20)
+
+
+@settings(max_examples=40)
+@given(engine=st.sampled_from(["ddp", "fsdp2"]), planned=st.booleans(), factors=st.tuples(*[_factors] * 6))
+def test_a_slower_network_never_makes_a_step_faster(
+    prepared: Any, engine: str, planned: bool, factors: tuple[float, ...]
+) -> None:
+    steps, rate = prepared
+    a, b, c, d, e, f = factors
+
+    def total(net: Network) -> float:
+        return schedule(steps[engine].items(net, 64, rate=rate, planned=planned, ends={})).total
+
+    fast = network(inside=(2, 300), between=(5, 40), launch=8, memory=3000, share=0.05)
+    slow = network(
+        inside=(2 * a, 300 / b), between=(5 * c, 40 / d), launch=8 * e, memory=3000 / f, share=0.05 * f
+    )
+    assert total(slow) >= total(fast)
+
+
+def test_the_plan_of_another_model() -> None:
+    with pytest.raises(PlanMismatch, match="of another model"):
+        across(tower(depth=2), plan=plan_of(tower()))
+
+
+def test_a_plan_at_other_shapes_is_not_carried_over() -> None:
+    with pytest.raises(PlanMismatch, match="measured at 4096x2048x2048, runs at 8192x2048x2048"):
+        across(plan=plan_of(tower(), rows=4096))
+
+
+def test_a_plan_without_times() -> None:
+    with pytest.raises(LokaError, match="not timed"):
+        across(plan=replace(plan_of(tower()), timed=False))
+    plan = plan_of(tower())
+    first = next(iter(plan.decisions))
+    untimed = replace(plan.decisions[first], hp_microseconds=None)
+    with pytest.raises(PlanMismatch, match="no time was measured"):
+        across(plan=replace(plan, decisions={**plan.decisions, first: untimed}))
+
+
+def test_shapes_that_nobody_measured_near_are_not_guessed() -> None:
+    with pytest.raises(LokaError, match=r"100 % of the sites' FLOPs are at shapes that nobody measured near"):
+        across(batch_size=16)
+    model = nn.Sequential(
+        nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 7)
+    )
+    few = across(model, gpus=(8,))
+    told = [note for note in few.notes if "of unknown time" in note]
+    assert bool(told) == (loka.scale(model, torch.randn(4, 2048), batch_size=ROWS).unknown_share > 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"), [((12,), "multiple of 8"), ((1,), "2 to 8"), ((), "no number of GPUs")]
+)
+def test_numbers_of_gpus(gpus: tuple[int, ...], told: str) -> None:
+    with pytest.raises(LokaError, match=told):
+        across(gpus=gpus)
+
+
+def test_products_that_are_no_site_take_time_too() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2048, 2048)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            return y @ (y.transpose(0, 1) @ y)
+
+    quiet = replace(network(), elementwise_share=exactly(1e-12), memory_gbps=exactly(1e12))
+    found = row(across(Attends(), network=quiet, gpus=(8,)), 8, "ddp", "-")
+    # Two sites' GEMMs (the input wants no gradient); 2 products forward, twice as many backward, as large.
+    assert found.bf16_parts.other == pytest.approx(found.bf16_parts.gemms * 6 / 2, rel=0.01)
+    assert found.bf16.high > found.bf16.value + 1.9 * found.bf16_parts.other  # up to three times as long
+
+
+def test_saving_and_loading(tmp_path: Path) -> None:
+    found = across(gpus=(8,))
+    found.save(tmp_path / "across.json")
+    assert Across.load(tmp_path / "across.json") == found
+    (tmp_path / "across.json").write_text((tmp_path / "across.json").read_text().replace('"ddp"', '"dpp"'))
+    with pytest.raises(FileRefused, match="edited"):
+        Across.load(tmp_path / "across.json")
+
+
+def test_the_example_network_labels_every_number() -> None:
+    found = Network.load(EXAMPLE)
+    for name, quantity in found.quantities.items():
+        assert quantity.origin == "assumed", name
+        assert len(quantity.comment) > 20, name
+
+
+_BROKEN: dict[str, Any] = {
+    "gpus_per_node is 0": lambda net: net.update(gpus_per_node=0),
+    "inside.alpha_us: 0 < low <= value <= high": lambda net: net["inside"]["alpha_us"].update(low=5),
+    "between.bandwidth_gbps: 0 < low": lambda net: net["between"]["bandwidth_gbps"].update(low=-1),
+    "between is missing": lambda net: net.pop("between"),
+    "inside.bandwidth_gbps.value has to be a number": lambda net: net["inside"]["bandwidth_gbps"].update(
+        value="fast"
+    ),
+    "launch_us.origin has to be one of": lambda net: net["launch_us"].update(origin="known"),
+    "launch_us: comment is empty": lambda net: net["launch_us"].update(comment=" "),
+    "switches, of which nothing is known": lambda net: net.update(switches=3),
+    "high is at most 1": lambda net: net["elementwise_share"].update(high=1.5),
+}
+
+
+@pytest.mark.parametrize("told", _BROKEN)
+def test_broken_networks(told: str, tmp_path: Path) -> None:
+    content = json.loads(EXAMPLE.read_text())
+    _BROKEN[told](content)
+    (tmp_path / "net.json").write_text(json.dumps(content))
+    with pytest.raises(FileRefused, match="as a network") as raised:
+        Network.load(tmp_path / "net.json")
+    assert told in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"name": 1e999}'])
+def test_files_that_are_no_networks(text: str, tmp_path: Path) -> None:
+    (tmp_path / "net.json").write_text(text)
+    with pytest.raises(FileRefused, match="as a network"):
+        Network.load(tmp_path / "net.json")
+    with pytest.raises(FileRefused, match="no such file"):
+        Network.load(tmp_path / "none.json")
+    with pytest.raises(FileRefused, match="as a network"):
+        Network.load(tmp_path)
+
+
+def test_a_number_needs_its_source() -> None:
+    assert Link(alpha_us=exactly(1), bandwidth_gbps=exactly(1)).alpha_us == Quantity(
+        value=1, low=1, high=1, origin="assumed", comment="by hand"
+    )
+
+
+MODELS = """
+import torch
+from torch import nn
+
+def build():
+    layers = [nn.Linear(2048, 2048) for _ in range(3)]
+    return nn.Sequential(*layers), torch.randn(4, 2048)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "my_many_models.py").write_text(MODELS)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    sys.modules.pop("my_many_models", None)
+
+
+def test_the_command(folder: Path) -> None:
+    text = run(
+        "scale", "my_many_models:build", "--network", EXAMPLE, "--gpus", "8,1024", "--unit", "0",
+        "--out", "across.json", cwd=folder,
+    )  # fmt: skip
+    saved = Across.load(folder / "across.json")
+    assert {one.gpus for one in saved.rows} == {8, 1024}
+    assert saved.units == ("0",)
+    assert saved.batch_size == 8192
+    assert all(line in text for line in saved.answers())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--network", "none.json"), ("as a network", "examples/h200-ib.json")),
+        (("--network", EXAMPLE, "--gpus", "12"), ("12 GPUs in nodes of 8",)),
+        (("--network", EXAMPLE, "--gpus", "many"), ("are no numbers", "8,64")),
+        (("--network", EXAMPLE, "--plan", "none.json"), ("none.json",)),
+        (("--network", EXAMPLE, "--unit", "blocks.*"), ("no module", "'blocks.*'")),
+        (("--unit", "blocks.*"), ("--network too",)),
+    ],
+)
+def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: tuple[str, ...]) -> None:
+    text = run("scale", "my_many_models:build", *arguments, cwd=folder, fails=2)
+    assert "Traceback" not in text
+    for part in told:
+        assert part in text, text
+
+
+def test_ten_seconds_for_a_hundred_sites() -> None:
+    """Of processor time, which other work on the machine does not lengthen; four numbers of GPUs."""
+    begun = time.process_time()
+    found = scale_across(
+        nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(100))),
+        torch.randn(4, 1024),
+        network=Network.load(EXAMPLE),
+        batch_size=ROWS,
+    )
+    assert time.process_time() - begun < 10
+    assert len(found.units) == 100
+    assert {one.gpus for one in found.rows} == {8, 64, 256, 1024}
