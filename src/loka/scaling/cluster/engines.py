@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
-from loka.distributed.fsdp_units import sharded_parameters
+from loka.nn.fsdp_units import sharded_parameters
 from loka.nn.unwrap import class_name
 from loka.scaling.inputs import arguments, fake_model
 
