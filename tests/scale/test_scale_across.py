@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from loka.core.records.across import Across
 from loka.core.records.network import Link, Network, Quantity
 from loka.core.records.plan import Decision, Plan
 from loka.nn.linears import signature
-from loka.scaling.cluster.across import scale_across
+from loka.scaling.cluster.across import _inputs, _ratio, scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
@@ -383,3 +384,23 @@ def test_ten_seconds_for_a_hundred_sites() -> None:
     assert time.process_time() - begun < 10
     assert len(found.units) == 100
     assert {one.gpus for one in found.rows} == {8, 64, 256, 1024}
+
+
+def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
+    """The search for a ratio's ends, against 400 draws of all inputs' ends at once."""
+    net, (steps, rate) = Network.load(EXAMPLE), prepared
+    inputs = _inputs(net)
+    drawn = random.Random(0)
+    for engine, step in steps.items():
+
+        def ratio(ends: Any, step: Any = step) -> float:
+            bf16, planned = (
+                schedule(step.items(net, 64, rate=rate, planned=planned, ends=ends)).total
+                for planned in (False, True)
+            )
+            return bf16 / planned
+
+        found, _ = _ratio(ratio, inputs)
+        corners = [ratio({name: drawn.choice(("low", "high")) for name in inputs}) for _ in range(400)]
+        assert found.low <= min(corners) * 1.001, engine
+        assert found.high >= max(corners) * 0.999, engine
