@@ -329,6 +329,7 @@ def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: t
         assert part in text, text
 
 
+@pytest.mark.slow
 def test_ten_seconds_for_a_hundred_sites() -> None:
     """Of processor time, which other work on the machine does not lengthen; four numbers of GPUs."""
     begun = time.process_time()

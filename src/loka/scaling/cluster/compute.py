@@ -90,7 +90,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
     if not plan.timed:
         raise LokaError(
             "this plan was not timed, so it says nothing of a step's time",
-            way_out="`loka measure` on the GPU, then plan again; or leave --plan out",
+            way_out="`loka measure` on the GPU, then plan again; or `loka scale` without --plan",
         )
     times, wrong = [], []
     for layer in found.layers:
@@ -153,7 +153,7 @@ def placed(step: EngineStep, times: Sequence[GemmTime]) -> Placed:
         raise LokaError(
             f"{100 * missing:.0f} % of the sites' FLOPs are at shapes that nobody measured near",
             why=[*lost[:8], *([f"and {len(lost) - 8} more"] if len(lost) > 8 else [])],
-            way_out="measure them: `loka probe`, `loka measure`, `loka plan`, and give the plan by --plan",
+            way_out="measure them: `loka probe`, `loka measure`, `loka plan`, then `loka scale --plan`",
         )
     waiting: dict[_Key, list[GemmTime]] = defaultdict(list)
     for time in times:
