@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -26,7 +28,10 @@ def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> lis
     which of these it was, with its traceback, and leaves no process behind.
     """
     answers = SERVER.Queue()
-    processes = [SERVER.Process(target=_work, args=(job, r, world, folder, answers)) for r in range(world)]
+    # Each call's own: a rank that is early would meet the ranks of the call before at their file.
+    meeting = Path(tempfile.mkdtemp()) / "meeting"
+    rest = (world, folder, meeting, answers)
+    processes = [SERVER.Process(target=_work, args=(job, rank, *rest)) for rank in range(world)]
     for process in processes:
         process.start()
     found: dict[int, dict[str, Any]] = {}
@@ -50,6 +55,7 @@ def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> lis
             if process.is_alive():
                 process.kill()
                 process.join()
+        shutil.rmtree(meeting.parent, ignore_errors=True)
     failed = {
         f"rank {rank}": _failure(found.get(rank), process.exitcode) for rank, process in enumerate(processes)
     }
@@ -66,11 +72,11 @@ def _failure(answer: dict[str, Any] | None, code: int | None) -> str:
     return answer.get("error", "")
 
 
-def _work(job: Job, rank: int, world: int, folder: Path, answers: Any) -> None:
+def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder / 'meeting'}",
+        init_method=f"file://{meeting}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),

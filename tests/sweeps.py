@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def sweep(names: Iterable[str], always: Iterable[str]) -> list[Any]:
+def sweep(names: Iterable[Any], always: Iterable[Any]) -> list[Any]:
     """Parameters for all of `names`; those beside `always` are marked slow."""
     kept = set(always)
     return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -108,6 +108,7 @@ def test_a_killed_measurement_ends_with_the_same_report(
     assert (tmp_path / "report.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_validation_ends_with_the_same_verdict(tmp_path: Path) -> None:
     """SIGKILL twice, while the first run trains and while the second one does."""
     command = ("validate", "--arm", "naive", "--model", "dlrm", *SMALL, "--pairs", 1, "--segment", "none")

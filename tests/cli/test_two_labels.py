@@ -78,6 +78,7 @@ def test_probe_takes_the_labels_of_each(folder: Path) -> None:
         assert 0.1 < buy < 0.3
 
 
+@pytest.mark.slow
 def test_auto_goes_from_bf16_to_fp8(folder: Path) -> None:
     auto = ("--auto", "--out", "auto", "--probe-every", 2, "--probe-steps", 6, "--min-speedup", 0)
     text = loka("train", "--data", "rows", *auto, *FEW, cwd=folder)

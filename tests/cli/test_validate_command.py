@@ -77,6 +77,7 @@ def test_it_says_what_the_rates_do_and_whether_that_annealed(judged):
     assert "bf16 is NOT annealed: the last rate is 1 of the peak" in level.output
 
 
+@pytest.mark.slow
 def test_a_bank_tells_before_what_pairs_can_decide(tmp_path):
     common = (*SMALL[:-2], "--segment", "none", "--bank", tmp_path / "bank.json")
     arms = ("--arm", "nudged")

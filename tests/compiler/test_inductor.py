@@ -69,6 +69,7 @@ def test_a_training_step_by_inductor() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_users_pass_stays_and_comes_first() -> None:
     own = Counting()
     config.joint_custom_pre_pass = own

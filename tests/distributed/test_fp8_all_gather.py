@@ -7,6 +7,7 @@ another order than autograd adds them, so from the second step on losses agree w
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 from towers import LR, STEPS, alone, as_gathered, loss_of, plan_of, rows, tower, uneven
 
 import loka
@@ -59,6 +61,7 @@ class Job:
             "written": self.written(rank),
             "refused": self.refused(rank),
             "no scale": self.not_finite(rank),
+            "watched": self.watched(rank),
         }
         return found
 
@@ -151,6 +154,17 @@ class Job:
         told["ranks"] = str(raised.value)
         return told
 
+    def watched(self, rank: int) -> dict[str, Any]:
+        """Backward under a mode that sees ops, as counters of FLOPs and selective checkpoints are."""
+        found: dict[str, Any] = {}
+        for name, mode in (("plain", contextlib.nullcontext()), ("watched", FlopCounterMode(display=False))):
+            model = self.made()
+            fp8_all_gather(model, self.plan)
+            with mode:
+                loss_of(model, *rows(0, rank, 24)).backward()
+            found[name] = [p.grad.full_tensor().tolist() for p in model.parameters()]
+        return found
+
     def not_finite(self, rank: int) -> dict[str, Any]:
         """A NaN in the rows of one rank makes the weight NaN on all, and is flagged there."""
         model = self.made()
@@ -226,6 +240,11 @@ def test_bytes_on_the_wire(three: list[dict[str, Any]]) -> None:
         assert sent["fp8"] <= 0.51 * sent["bf16"]
         assert sent["fp8"] == sent["fp8 told"]
         assert sent["bf16"] == sent["bf16 told"]
+
+
+def test_a_mode_that_watches_ops_changes_nothing(three: list[dict[str, Any]]) -> None:
+    for found in three:
+        assert found["watched"]["watched"] == found["watched"]["plain"]
 
 
 @pytest.mark.parametrize("what", ["parts", "written"])

@@ -103,6 +103,7 @@ def test_cross_moments_merge_and_leave_bad_rows_out() -> None:
     torch.testing.assert_close(merged.sum, g[kept].t() @ x[kept], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do() -> None:
     fixed = torch.Generator().manual_seed(0)
     link = torch.randn(24, 10, generator=fixed) / 24**0.5

@@ -139,6 +139,7 @@ def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_counts() -> None:
     assert np.array_equal(evaluate(model, HELD_OUT, batch_size=16)[0], plain)
 
 
+@pytest.mark.slow
 def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path) -> None:
     """From bf16 to FP8 in one run, killed on either side of the turn; the mean is judged in FP8."""
     rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)

@@ -26,6 +26,7 @@ def test_bounds_are_those_of_the_textbook() -> None:
     assert spending_bounds((1.0,), 0.05) == pytest.approx((1.960,), abs=1e-3)
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first of a kind integrates
 @given(planned=st.integers(MIN_PAIRS, 24), segments=st.sampled_from([1, 8]))
 def test_looks_grow_and_spend_less_than_there_is(planned: int, segments: int) -> None:

@@ -23,6 +23,7 @@ from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
+from loka.core.records.report import HP
 from loka.kernels.gemm.run import fit
 from loka.kernels.quantize.side import Side
 
@@ -78,7 +79,9 @@ class Fp8Weight(torch.Tensor):
         if func in _SHAPE_ONLY and isinstance(own, cls):
             like = torch.empty(0, dtype=own.dtype, device=own.device).expand(own.shape[0], 0)
             return func(like.new_empty(own.shape), *args[1:], **(kwargs or {}))
-        if func is torch.ops.loka.site.default:
+        # Where something watches ops, such as a counter of FLOPs, a site's passes go through them.
+        backward = func is torch.ops.loka.site_backward.default and args[_GRAD_INPUT] != HP
+        if backward or func is torch.ops.loka.site.default:
             return func(*(_dequantized(a) if isinstance(a, cls) else a for a in args), **(kwargs or {}))
         raise LokaError(
             f"{func} reads a weight [{', '.join(map(str, _shape(args)))}] that was gathered in FP8",
@@ -101,6 +104,7 @@ class Fp8Weight(torch.Tensor):
         return Quantized(data, self.scale[: data.shape[0]].view(-1, 1), cast)
 
 
+_GRAD_INPUT = 7  # of loka::site_backward, the name of its candidate
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default)
 _SHAPE_ONLY = (

@@ -104,11 +104,11 @@ def whole() -> Any:
 @pytest.mark.parametrize(
     "stop",
     [
-        4,
+        pytest.param(4, marks=pytest.mark.slow),
         pytest.param(11, marks=pytest.mark.slow),
         PROBED,
         "measuring",
-        19,
+        pytest.param(19, marks=pytest.mark.slow),
         pytest.param(29, marks=pytest.mark.slow),
     ],
 )

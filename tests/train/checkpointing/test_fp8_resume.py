@@ -70,6 +70,7 @@ def rest(server: Connection) -> list[str]:
     return list(iter(server.recv, "gone"))
 
 
+@pytest.mark.slow
 def test_twenty_kills_change_no_bit(tmp_path: Path, server: Connection) -> None:
     """SIGKILL some steps and a part of a step or of a save after the start, twenty times over. Weights,
     optimizers, counters, metrics, random state and plan end as without."""
