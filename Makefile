@@ -11,10 +11,9 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
 
-# One torch thread a worker: two pools of threads on the same cores wait for each other. A file stays with one
-# worker, which makes what its tests share once.
+# One torch thread a worker: two pools of threads on the same cores wait for each other.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 # What `make test` leaves out for time: the rest of the sweeps over foreign models.
 sweep: .venv/ready
