@@ -149,6 +149,6 @@ def test_scaled_mm_is_the_float32_product_of_the_dequantized() -> None:
     # Any summation order of 65 products: 65 * 2^-24 of sum |a||b|.
     bound = 65 * 2.0**-24 * (dequantize(qa).abs().double() @ dequantize(qb).abs().double().t())
     assert ((out - exact).abs() <= bound).all()
-    # Two e4m3 operands of some 32 dB each, so 29 together: over 300 draws 29.0 with a standard deviation of 0.4.
+    # Two e4m3 operands of some 32 dB each: 29.0 together over 300 draws, with a deviation of 0.4.
     noise = (out - a @ b.t()).square().sum() / (a @ b.t()).square().sum()
     assert -10 * math.log10(noise) == pytest.approx(29.0, abs=1.2)
