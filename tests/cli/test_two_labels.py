@@ -142,7 +142,7 @@ def test_limits_by_task_and_segment_from_probe_to_page(folder: Path) -> None:
     assert "labels of" in text
     assert "do not tell the base rate (it takes 10): read more rows\n" in text
     loka("measure", "parts", "--out", "parts.json", "--errors-only", cwd=folder)
-    asked = ("--ne-of", "click=1e-2", "--ne-of", "buy=2e-2", "--min-sqnr-db", 10)
+    asked = ("--ne-of", "click=1e-2", "--ne-of", "buy = 2e-2", "--min-sqnr-db", 10)
     text = loka("plan", "parts.json", *asked, "--out", "by_task.json", cwd=folder)
     assert "click" in text.split("Predicted KL/H by part, and its budget: ")[1]
     assert Plan.load(folder / "by_task.json").limits == {"click": 1e-2, "buy": 2e-2}

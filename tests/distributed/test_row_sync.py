@@ -20,6 +20,8 @@ from row_jobs import (
     refused,
 )
 
+from loka.distributed.lookups import sum_of_bits
+
 TRAINED = ("one.weight", "bag.weight")
 STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is looked up once
 HALF = 2.0**-4  # of e4m3, relative, in the middle of its range
@@ -139,3 +141,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert "one.weight (200, 24) torch.float32, bits" in found["all rows"]
         assert "replica 0: step 2" in found["steps"]
         assert "replica 1: step 3" in found["steps"]
+
+
+def test_the_same_numbers_in_other_places_are_told_apart() -> None:
+    """Also what one bit differs by, in tensors of any shape."""
+    weight = torch.arange(12.0).view(3, 4)
+    other = weight.clone()
+    other[2, 3] = 11.000001
+    told = [sum_of_bits(one) for one in (weight, weight.flip(0), weight.flip(1), other)]
+    assert len(set(told)) == 4
+    assert told[0] == sum_of_bits(weight.clone()) == sum_of_bits(weight.t().contiguous().t())
+    assert sum_of_bits(torch.tensor(2.0)) != sum_of_bits(torch.tensor(3.0))

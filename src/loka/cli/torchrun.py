@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import ranks_of
 from loka.distributed import shard_dense
+from loka.distributed.lookups import TABLES
 from loka.train import TrainConfig
 from loka.train.steps.step_time import blocks_of
 
-TABLES = (nn.Embedding, nn.EmbeddingBag)
 ENGINES = ("ddp", "fsdp2")
 
 

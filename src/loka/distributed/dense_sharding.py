@@ -11,7 +11,6 @@ A table with sparse=False is a dense weight, and sharded like one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from typing import cast
@@ -22,10 +21,9 @@ from torch import nn
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
+from loka.distributed.lookups import TABLES, sum_of_bits
 from loka.nn.fsdp_units import units_of
 from loka.nn.unwrap import named_parameters
-
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def shard_dense(
@@ -65,7 +63,7 @@ def sparse_tables(model: nn.Module) -> list[nn.Parameter]:
     """Weights with sparse gradients, each once, in the order of modules."""
     found: dict[nn.Parameter, None] = {}  # a table may be shared
     for module in model.modules():
-        if isinstance(module, _TABLES) and module.sparse:
+        if isinstance(module, TABLES) and module.sparse:
             found[cast(nn.Parameter, module.weight)] = None
     return list(found)
 
@@ -121,7 +119,7 @@ def _gathered(mine: torch.Tensor, sizes: list[int]) -> torch.Tensor:
 
 def _require_alike(model: nn.Module) -> None:
     """Shards of different models would be put together to one that nobody built."""
-    mine = {name: _digest(weight) for name, weight in named_parameters(model)}
+    mine = {name: _told(weight) for name, weight in named_parameters(model)}
     every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
     differences = [
         f"rank {rank}: {name}"
@@ -137,7 +135,5 @@ def _require_alike(model: nn.Module) -> None:
         )
 
 
-def _digest(weight: torch.Tensor) -> str:
-    value = weight.detach()
-    told = f"{value.dtype} {tuple(value.shape)} {float(value.double().sum()).hex()}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+def _told(weight: torch.Tensor) -> str:
+    return f"{weight.dtype} {tuple(weight.shape)} {sum_of_bits(weight.detach())}"

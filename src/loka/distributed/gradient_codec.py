@@ -28,7 +28,7 @@ import torch.distributed as dist
 from loka.core.exceptions import UnknownName
 
 BLOCK = 128
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,6 @@ def gathered(
     code = torch.cat([codec.encode(matrices[None]), FP32.encode(vectors[None])], dim=1)
     ranks = dist.get_world_size(group)
     came = torch.empty(ranks, code.shape[1], dtype=torch.uint8, device=code.device)
-    _all_gather(came, code, group=group)
+    all_gather(came, code, group=group)
     split = codec.width(matrices.shape[0])
     return codec.decode(came[:, :split]), FP32.decode(came[:, split:])

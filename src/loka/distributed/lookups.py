@@ -20,7 +20,9 @@ from loka.core.exceptions import LokaError
 from loka.core.exchange import gather
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 _BATCHED = "SplitTableBatchedEmbeddingBagsCodegen"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_MEMORY = ("DEVICE", "HOST", "MTIA")  # else rows lie in a cache while they are trained
 
 
@@ -54,7 +56,7 @@ def lookups_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     found: list[Lookup] = []
     refused: list[str] = []
     for path, module in _modules(model, ""):
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(module, TABLES):
             name = f"{path}.weight".lstrip(".")
             if isinstance(module.weight, DTensor):
                 refused.append(f"{name}: its rows are shared out over ranks by FSDP2")
@@ -149,7 +151,7 @@ def _batched(path: str, module: Any) -> list[Lookup]:
 def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> list[str]:
     """Where replicas' tables differ in name, shape, dtype or value. A collective; it reads all of them."""
     told = [
-        f"{one.name} {tuple(weight.shape)} {weight.dtype}, bits {_sum_of_bits(weight)}"
+        f"{one.name} {tuple(weight.shape)} {weight.dtype}, bits {sum_of_bits(weight)}"
         for one in lookups
         for weight in one.tensors()[:1]
     ]
@@ -164,13 +166,11 @@ def differences(lookups: Sequence[Lookup], group: dist.ProcessGroup | None) -> l
     return numbers + found
 
 
-def _sum_of_bits(weight: torch.Tensor) -> int:
+def sum_of_bits(weight: torch.Tensor) -> int:
     """Differs where values or their places do, but for chance in 64 bits. A million numbers at a time."""
-    bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
-    column = torch.arange(1, bits.shape[1] + 1, device=bits.device)
+    bits = weight.contiguous().view(-1).view(_BITS[weight.element_size()])
     found = torch.zeros((), dtype=torch.int64, device=bits.device)
-    rows = max(1, (1 << 20) // max(1, bits.shape[1]))
-    for begin in range(0, len(bits), rows):
-        part = (bits[begin : begin + rows] * column).sum(dim=1)
-        found += (part * torch.arange(begin + 1, begin + 1 + len(part), device=bits.device)).sum()
+    for begin, part in enumerate(bits.split(1 << 20)):
+        places = torch.arange(1, len(part) + 1, device=bits.device) + (begin << 20)
+        found += (part * places).sum()
     return int(found)

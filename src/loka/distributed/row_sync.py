@@ -25,10 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from loka.core.exceptions import LokaError
 from loka.core.exchange import ranks_of
 from loka.distributed.changed_rows import Sent, Table, agree, places
-from loka.distributed.gradient_codec import Codec, codec_named
+from loka.distributed.gradient_codec import Codec, all_gather, codec_named
 from loka.distributed.lookups import Lookup, differences, lookups_of
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 _TOLD = 3  # numbers before those of rows: the step, whether exact, how many weights and states
 
 
@@ -157,7 +156,7 @@ class RowSync:
         mine = torch.cat(parts)
         device, ranks = mine.device, ranks_of(self._group)
         told = torch.empty(ranks, len(counts), dtype=torch.int64, device=device)
-        _all_gather(told, torch.tensor([counts], device=device), group=self._group)
+        all_gather(told, torch.tensor([counts], device=device), group=self._group)
         all_counts = told.tolist()
         if any(other[:_TOLD] != counts[:_TOLD] for other in all_counts):
             raise LokaError(
@@ -172,7 +171,7 @@ class RowSync:
         sizes = [sum(self._sizes(other[_TOLD:], exact=exact)) for other in all_counts]
         came = torch.zeros(ranks, max(sizes), dtype=torch.uint8, device=device)
         padded = torch.cat([mine, came[0, : max(sizes) - len(mine)]])
-        work = _all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
+        work = all_gather(came, padded[None], group=self._group, async_op=True) if max(sizes) else None
         self._flight = _Flight(
             sent=sent, counts=all_counts, exact=exact, bytes=came, work=work, begun=self._steps
         )

@@ -46,9 +46,10 @@ def limited_by_name(budget: Budget, given: Sequence[str], report: Report) -> Bud
     tasks: dict[str, float] = {}
     segments: dict[str, float] = {}
     for text in given:
-        name, _, limit = text.rpartition("=")
+        before, _, limit = text.rpartition("=")
+        name = before.strip()
         try:
-            (tasks if name in tasks_in(report.parts) else segments)[name.strip()] = float(limit)
+            (tasks if name in tasks_in(report.parts) else segments)[name] = float(limit)
         except ValueError:
             raise LokaError(f"--ne-of {text!r}", way_out="NAME=LIMIT, such as click=1e-4") from None
     if tasks and budget.ne is not None:

@@ -65,19 +65,26 @@ class Placed:
 def forecast_times(found: Scale) -> tuple[GemmTime, ...]:
     """Of `loka scale`; every GEMM of a layer gains what the layer does by sites."""
     return tuple(
-        GemmTime(
-            path=layer.path,
-            gemm=gemm,
-            m=site.m,
-            n=site.n,
-            k=site.k,
-            flops=2.0 * site.m * site.n * site.k,
-            bf16=site.bf16 if layer.speedup else None,
-            gain=layer.speedup or Estimate(1.0, 1.0, 1.0),
-            origin=layer.origin,
-        )
+        _gemm_time(layer, gemm, site.bf16 if layer.speedup else None, layer.speedup, layer.origin)
         for layer in found.layers
         for gemm, site in layer.gemms.items()
+    )
+
+
+def _gemm_time(
+    layer: LayerTimes, gemm: str, bf16: Estimate | None, gain: Estimate | None, origin: Origin
+) -> GemmTime:
+    site = layer.gemms[gemm]
+    return GemmTime(
+        path=layer.path,
+        gemm=gemm,
+        m=site.m,
+        n=site.n,
+        k=site.k,
+        flops=2.0 * site.m * site.n * site.k,
+        bf16=bf16,
+        gain=gain or Estimate(1.0, 1.0, 1.0),
+        origin=origin,
     )
 
 
@@ -113,19 +120,7 @@ def planned_times(found: Scale, plan: Plan) -> tuple[GemmTime, ...]:
             gain = Estimate(1.0, 1.0, 1.0)
             if decision.candidate != HP and us is not None:
                 gain = _gain(hp, us, decision.saved_us)
-            times.append(
-                GemmTime(
-                    path=layer.path,
-                    gemm=gemm,
-                    m=site.m,
-                    n=site.n,
-                    k=site.k,
-                    flops=2.0 * site.m * site.n * site.k,
-                    bf16=hp,
-                    gain=gain,
-                    origin="measured",
-                )
-            )
+            times.append(_gemm_time(layer, gemm, hp, gain, "measured"))
     if wrong:
         raise PlanMismatch(
             "the plan was not measured at what this step runs",

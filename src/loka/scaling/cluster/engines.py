@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.core.exceptions import LokaError
+from loka.distributed.lookups import TABLES
 from loka.nn.fsdp_units import sharded_parameters
 from loka.nn.unwrap import class_name
 from loka.scaling.inputs import arguments, fake_model
@@ -34,7 +35,6 @@ TRACED = 8
 """Ranks of the traced step. Order and parameters of collectives do not depend on it, padding does, and is
 checked against the trace (wires.py)."""
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _aten = torch.ops.aten
 
 
@@ -244,7 +244,7 @@ def _ignored(model: nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if isinstance(module, _TABLES)
+        if isinstance(module, TABLES)
         for name, _ in module.named_parameters(recurse=False)
     }
 
@@ -345,5 +345,5 @@ def _units(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
         if any(path == outer or path.startswith(f"{outer}.") for outer in found):
             continue
         children = (f"{path}.{name}" if path else name for name, _ in module.named_children())
-        found += [child for child in children if child in held and not isinstance(held[child], _TABLES)]
+        found += [child for child in children if child in held and not isinstance(held[child], TABLES)]
     return tuple(found)

@@ -25,6 +25,7 @@ from loka.train.checkpointing.sharded import damage, is_sharded, read_manifest, 
 from loka.train.checkpointing.step_folders import (
     UNFINISHED,
     CheckpointNotSaved,
+    altered,
     checkpoints_in,
     clean,
     named_step,
@@ -33,6 +34,7 @@ from loka.train.checkpointing.step_folders import (
     read_state,
     remove_old,
     require_run,
+    require_step,
     step_of,
     unfinished_in,
     write_state,
@@ -220,13 +222,9 @@ def _read(path: Path, identity: Mapping[str, Any] | None, steps: int) -> dict[st
     if identity is not None:
         require_run(path, found.identity, identity)
     file = path / "state.pt"
-    try:
-        if sha256_of_file(file) != found.sha256:
-            size = file.stat().st_size
-            reason = f"the checksum of state.pt differs ({size} bytes, {found.bytes} were written)"
-            raise FileRefused(f"cannot use {path}", why=[reason])
-    except OSError as error:
-        raise FileRefused(f"cannot use {path}", why=[f"state.pt: {error.strerror}"]) from error
+    reason = altered(file, sha256=found.sha256, size=found.bytes)
+    if reason:
+        raise FileRefused(f"cannot use {path}", why=[reason])
     return read_state(file)
 
 
@@ -238,8 +236,7 @@ def _manifest(path: Path) -> _Manifest:
         way_out="use another one",
         parse=partial(decode, _Manifest),
     )
-    if manifest.step != step_of(path):
-        raise FileRefused(f"cannot use {path}", why=[f"its manifest is that of step {manifest.step}"])
+    require_step(path, manifest.step)
     return manifest
 
 

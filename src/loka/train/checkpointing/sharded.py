@@ -33,13 +33,14 @@ from loka.core.storage.untrusted import open_regular
 from loka.core.timing import first_line
 from loka.train.checkpointing.step_folders import (
     UNFINISHED,
+    altered,
     clean,
     not_saved,
     put_in_place,
     read_state,
     remove_old,
     require_run,
-    step_of,
+    require_step,
     write_state,
 )
 from loka.train.ranks import RankFailed, first_rank, together
@@ -158,8 +159,7 @@ def read_manifest(path: Path) -> Manifest:
         parse=partial(decode, Manifest),
     )
     wanted = {_METADATA, *(f"rank-{rank}.pt" for rank in range(manifest.ranks))}
-    if manifest.step != step_of(path):
-        raise FileRefused(f"cannot use {path}", why=[f"its manifest is that of step {manifest.step}"])
+    require_step(path, manifest.step)
     if manifest.ranks < 1 or len(manifest.identities) != manifest.ranks or wanted - manifest.files.keys():
         raise FileRefused(f"cannot use {path}", why=["its manifest does not fit itself"])
     return manifest
@@ -173,12 +173,9 @@ def damage(path: Path, manifest: Manifest) -> str:
         written = manifest.files[name]
         if not is_own_file(name):
             return f"its manifest names {name!r}, which is no file of the folder"
-        try:
-            if sha256_of_file(path / name) != written.sha256:
-                found = (path / name).stat().st_size
-                return f"the checksum of {name} differs ({found} bytes, {written.bytes} were written)"
-        except OSError as error:
-            return f"{name}: {error.strerror}"
+        reason = altered(path / name, sha256=written.sha256, size=written.bytes)
+        if reason:
+            return reason
     return ""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from loka.core.exceptions import CheckpointRefused, FileRefused, LokaError
-from loka.core.storage.files import canonical, sync_folder
+from loka.core.storage.files import canonical, sha256_of_file, sync_folder
 from loka.train.config import as_recorded
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -52,6 +52,23 @@ def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     assert match
     return int(match[1])
+
+
+def require_step(path: Path, step: int) -> None:
+    """Raises FileRefused where the manifest in `path` is that of another step."""
+    if step != step_of(path):
+        raise FileRefused(f"cannot use {path}", why=[f"its manifest is that of step {step}"])
+
+
+def altered(file: Path, *, sha256: str, size: int) -> str:
+    """Why a file is not the one that was written; "" where it is."""
+    try:
+        if sha256_of_file(file) == sha256:
+            return ""
+        found = file.stat().st_size
+        return f"the checksum of {file.name} differs ({found} bytes, {size} were written)"
+    except OSError as error:
+        return f"{file.name}: {error.strerror}"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
