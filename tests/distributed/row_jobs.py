@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Job, on_ranks
 from torch import nn
 
 from loka.core.exceptions import LokaError
@@ -73,6 +74,22 @@ class Trained:
             "first": told(first),
             "traffic": vars(sync.traffic),
         }
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Jobs one after the other in the same group: its ranks take longer to start than a job takes."""
+
+    jobs: tuple[Job, ...]
+
+    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+        return {"found": [job(rank, folder) for job in self.jobs]}
+
+
+def in_turn(*jobs: Job, ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
+    """By job, what each rank found."""
+    answers = on_ranks(InTurn(jobs), ranks, folder)
+    return [[answer["found"][place] for answer in answers] for place in range(len(jobs))]
 
 
 def told(state: dict[str, torch.Tensor]) -> dict[str, list[list[float]]]:
