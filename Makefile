@@ -12,7 +12,7 @@ demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
 
 # One torch thread a worker: two pools of threads on the same cores wait for each other.
-# A worker begins with its half of the tests, in order: fewer share a fixture with the other, or wait for ranks with it.
+# Halves first: chunks let two make the same fixtures, and start ranks at once.
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 

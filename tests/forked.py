@@ -1,8 +1,7 @@
 """Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
 
-What they are forks of has imported `loka`, what its first optimizer, probe, plan or checkpoint would, and
-torchrec, which else each rank imports; and pytest, which files with tests need where a child runs a function
-in them. It has run nothing.
+What they are forks of has imported `loka`, what its first optimizer, plan, checkpoint or compilation would,
+torchrec, and pytest, which files with tests need where a child runs a function in them. It has run nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import torch
 
 SERVER = multiprocessing.get_context("forkserver")
 LATE = ["torch._dynamo", "safetensors.torch", "torch.distributed.checkpoint", "loka.compiler.joint_pass"]
-SERVER.set_forkserver_preload([*LATE, "loka", "torchrec", "pytest"])
+LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest"]
+SERVER.set_forkserver_preload(LATE)
 
 
 def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +77,14 @@ class Trained:
         }
 
 
-@dataclass(frozen=True)
-class InTurn:
-    """Jobs one after the other in the same group: its ranks take longer to start than a job takes."""
-
-    jobs: tuple[Job, ...]
-
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
-        return {"found": [job(rank, folder) for job in self.jobs]}
+def _each(jobs: tuple[Job, ...], rank: int, folder: Path) -> dict[str, Any]:
+    return {"found": [job(rank, folder) for job in jobs]}
 
 
 def in_turn(*jobs: Job, ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
-    """By job, what each rank found."""
-    answers = on_ranks(InTurn(jobs), ranks, folder)
-    return [[answer["found"][place] for answer in answers] for place in range(len(jobs))]
+    """By job, what each rank found; ranks take longer to start than a job."""
+    answers = on_ranks(partial(_each, jobs), ranks, folder)
+    return [[*found] for found in zip(*(answer["found"] for answer in answers), strict=True)]
 
 
 def told(state: dict[str, torch.Tensor]) -> dict[str, list[list[float]]]:

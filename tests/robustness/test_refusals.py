@@ -39,7 +39,7 @@ class Text:
         return f"{self.file.relative_to(SOURCE)}:{self.line}: {self.text[:150]!r}"
 
 
-@functools.cache  # and not of the module: every worker imports it, and one runs these tests
+@functools.cache  # every worker imports this, and one needs them
 def texts() -> list[Text]:
     return [text for file in sorted(SOURCE.rglob("*.py")) for text in _of(file)]
 

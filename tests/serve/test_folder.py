@@ -34,7 +34,6 @@ def saved(folder: Path, candidate: str = ROW, **options: object) -> Server:
 FRESH = """
 import torch
 import loka
-from forked import run_script
 from served import Tower, rows
 server = loka.serve.load("ranker", Tower())
 torch.save([server(rows(50, seed=seed)).output for seed in range(3)], "answers.pt")

@@ -142,7 +142,3 @@ def _in_a_fresh_process(folder: Path) -> dict[str, tuple[list[torch.Tensor], int
     process.join()
     assert process.exitcode == 0
     return torch.load(folder / "found", weights_only=False)
-
-
-def test_what_the_fresh_process_runs_is_importable() -> None:
-    assert callable(run_all)

@@ -52,7 +52,7 @@ def world() -> tuple[int, int]:
 
 
 def rows() -> Dealt:
-    """Seven steps, the last a short one, of which four ranks cannot share all rows."""
+    """Six steps and a short one, of which four ranks cannot share all rows."""
     parts = [RandomRows(16 * (STEPS - 1) + 5, seed=part) for part in range(PARTS)]
     rank, ranks = world()
     return Dealt(parts, rank=rank, ranks=ranks)

@@ -97,7 +97,7 @@ def runs(request: Any, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> 
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):
         (folder / name).mkdir()
-        if saving:  # goes on where the other died
+        if saving:
             shutil.copytree(folder / "stepping-as-left", folder / name / "run")
         with pytest.raises(AssertionError, match="exit code -9"):
             on_ranks(Killed(plan, engine, saving), PARTS, folder / name)
