@@ -73,7 +73,7 @@ def once_trained() -> tuple[Trained, torch.Tensor]:
 
 @pytest.fixture
 def trained(once_trained: tuple[Trained, torch.Tensor]) -> Trained:
-    """A copy: tests write to it."""
+    """A copy."""
     found, random = copy.deepcopy(once_trained)
     torch.set_rng_state(random)
     return found
