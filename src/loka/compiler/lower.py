@@ -25,7 +25,6 @@ from loka.compiler.edges.writer import Writer
 from loka.compiler.emit import Emitter, ordered, settle
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
-from loka.compiler.long_sums import write_long_sums
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
@@ -69,9 +68,6 @@ def join_sites(graph: Graph) -> dict[str, str]:
     regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
     mark_runs(emitter, sites, low, weights, scales, (last_product, last), record_text(regions, apart))
-    ordered(graph)
-    graph.eliminate_dead_code()
-    write_long_sums(emitter, sites)
     lying = keep_tokens(emitter)
     ordered(graph)
     settle(emitter, lying)

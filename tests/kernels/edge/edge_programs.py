@@ -221,16 +221,6 @@ def only_sums(features: int) -> Case:
     return w.done(gradient=w.step("row_sum", x), row=False, column=False, sums=(a, b, s, x))
 
 
-def only_values(features: int) -> Case:
-    """A sum of three products of scaled matrices that leaves as it is: nothing of it is cast to FP8."""
-    w = Writing(features)
-    factors = [w.leaf(kind) for _ in range(6) for kind in (Kind.FULL, Kind.COLUMN)]
-    scaled = [w.step("mul", *factors[place : place + 2]) for place in range(0, 12, 2)]
-    products = [w.step("mul", *scaled[place : place + 2]) for place in range(0, 6, 2)]
-    total = w.step("add", w.step("add", products[0], products[1]), products[2])
-    return w.done(values=(total,), value_dtypes=("bfloat16",))
-
-
 def forward_norm(features: int) -> Case:
     """The cast of a site's input: its norm's statistics and the sum that it is of leave for backward."""
     w = Writing(features)
@@ -287,7 +277,6 @@ CASES: dict[str, Callable[[int], Case]] = {
     "gated": gated,
     "only_transposed": only_transposed,
     "only_sums": only_sums,
-    "only_values": only_values,
     "forward_norm": forward_norm,
     "forward_blocks": lambda n: forward_blocks(n, BLOCKS.get(n, 8 if n % 32 else 32)),
     "transposed_sums": transposed_sums,
