@@ -15,7 +15,7 @@ from loka.core.exceptions import LokaError, UnknownName
 from loka.core.storage.codec import encode
 from loka.core.storage.files import write_record
 from loka.nn import sites_of
-from loka.train import TrainConfig
+from loka.train import TrainConfig, train
 from loka.train.segments import Segments
 from loka.validation import paired_difference
 from loka.validation.arms import ArmSpec, arm_named, by_recipe
@@ -138,6 +138,25 @@ def test_a_run_that_was_killed_when_it_had_ended_leaves_no_checkpoints(tmp_path,
         "held_out.safetensors",
         "validation.json",
     }
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_has_its_whole_curve(tmp_path, monkeypatch):
+    """SIGKILL: nothing is written any more, whatever waits in a `finally`."""
+    config = replace(CONFIG, checkpoint_every=7)  # of 20 steps
+    whole = run(tmp_path / "whole", pairs=1, config=config)
+
+    def killed(*args, **options):
+        train(*args, **options)
+        monkeypatch.setattr("loka.validation.runs._Curve.write", lambda curve: None)
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr("loka.validation.runs.train", killed)
+        with pytest.raises(MemoryError):
+            run(tmp_path / "killed", pairs=1, config=config)
+        monkeypatch.undo()
+    resumed = run(tmp_path / "killed", pairs=1, config=config)
+    assert [r.curve for r in resumed.runs] == [r.curve for r in whole.runs]
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):

@@ -269,24 +269,20 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
 
     def log(line: TrainLog) -> None:
         curve.add(line)
-        if line.step % config.checkpoint_every == 0:
-            curve.write()  # before the checkpoint that the run may have to go on from
+        curve.write()  # before any checkpoint that the run may have to go on from, the last one too
         if bench.on_log:
             bench.on_log(f"{arm.name} seed {config.seed}", line)
 
-    try:
-        trained = train(
-            model,
-            bench.train,
-            config=config,
-            identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
-            checkpoints=folder / "checkpoints",
-            track=bench.track,
-            on_log=log,
-            check=check_finite,
-        )
-    finally:
-        curve.write()
+    trained = train(
+        model,
+        bench.train,
+        config=config,
+        identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
+        checkpoints=folder / "checkpoints",
+        track=bench.track,
+        on_log=log,
+        check=check_finite,
+    )
 
     def predict() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         return evaluate(
