@@ -1,0 +1,152 @@
+"""Steps through TorchRec's TrainPipelineSparseDist: ids of the next batches travel while this one trains.
+
+    batch i + 2   to the device          batch i + 1   ids to the ranks that hold their rows
+    batch i       lookup, forward, loss, backward, optimizers: as without a pipeline, to the same bits
+
+The pipeline reads batches ahead of the loop that trains on them, so both read them from one `Ahead`. It
+traces the model with torch.fx to find which ids the tables get; a model that fx cannot trace trains a batch
+at a time. While a pipeline stands only its own calls of the model are right: who looks at the model in
+between (a Probe, `--auto`) trains without one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from loka.core.timing import first_line
+from loka.data.batch import Batch
+from loka.distributed.embedding_bags import EmbeddingBags, quiet, torchrec
+from loka.nn import unwrap
+from loka.train.steps.forward import arguments
+
+Forward = Callable[[tuple[Any, ...], torch.Tensor], tuple[torch.Tensor, Any]]
+
+
+class Ahead(Iterator[Batch]):
+    """The batches of a run, of which a pipeline takes some before the loop does; both get each once."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._taken: deque[Batch] = deque()
+
+    def __next__(self) -> Batch:
+        return self._taken.popleft() if self._taken else next(self._batches)
+
+    def early(self, device: torch.device) -> Iterator[Batch]:
+        """Those that the loop will come to, moved to the device by the stream of the caller."""
+        for batch in self._batches:
+            self._taken.append(batch.to(device))
+            yield self._taken[-1]
+
+
+class Pipelined:
+    """`step(batch)` trains on the batch that the loop has come to. Make one by `pipelined`."""
+
+    def __init__(self, pipeline: Any, feed: Iterator[Any]) -> None:
+        self._pipeline, self._feed = pipeline, feed
+
+    def __call__(self) -> Any:
+        """What `forward` returned of the batch beside the loss."""
+        return self._pipeline.progress(self._feed)
+
+    def close(self) -> None:
+        """The model can be called by anyone again."""
+        self._pipeline.detach()
+
+
+def pipelined(
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    first: Batch,
+    coming: Ahead,
+    *,
+    forward: Forward,
+    before_step: Callable[[], None],
+) -> Pipelined | str:
+    """A pipeline whose first step is that on `first`, which lies on the device; or why there is none.
+
+    Args:
+        forward: of inputs, with jagged ids in the place of sparse ones, and labels: a loss, and what the step
+            returns.
+        before_step: called between backward and the optimizers.
+    """
+    tables = [module for module in model.modules() if isinstance(module, EmbeddingBags)]
+    if len(tables) != 1:
+        return "its pipeline gets the ids of the zoo's tables only, and this model makes its own of them"
+    device = first.label.device
+
+    def feed() -> Iterator[_Fed]:
+        yield _Fed(first, tables[0])
+        for batch in coming.early(device):
+            yield _Fed(batch, tables[0])
+
+    torchrec("torchrec.streamable").Pipelineable.register(_Fed)  # the abstract class that it looks for
+    batches = feed()
+    pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
+        _OfBatch(unwrap(model)),
+        _All(optimizers, before_step),
+        device,
+        custom_model_fwd=lambda batch: forward(batch.inputs(), batch.batch.label),
+    )
+    try:
+        with quiet():
+            pipeline.fill_pipeline(batches)
+    except Exception as error:  # what a tracer raises on a user's code has no bounds
+        return f"torch.fx cannot trace the model: {first_line(error)}"
+    if not pipeline._pipelined_modules:
+        pipeline.detach()
+        return "its pipeline found no way from the batch to the tables"
+    return Pipelined(pipeline, batches)
+
+
+class _OfBatch(nn.Module):
+    """What the pipeline traces: it follows attributes of one argument to the tables."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(batch.dense, batch.ids)
+
+
+class _All:
+    """The optimizers of a run, in the two calls that the pipeline makes."""
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], before_step: Callable[[], None]) -> None:
+        self._optimizers, self._before_step = optimizers, before_step
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        self._before_step()
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+
+
+class _Fed:
+    """A batch as the pipeline wants it: on the device already, with jagged ids."""
+
+    def __init__(self, batch: Batch, tables: EmbeddingBags) -> None:
+        self.batch, self.dense = batch, batch.dense
+        self.ids = tables.jagged(batch.sparse)
+
+    def inputs(self) -> tuple[Any, ...]:
+        dense, _, *rest = arguments(self.batch)
+        return dense, self.ids, *rest
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Fed:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        for tensor in self.batch.tensors().values():
+            tensor.record_stream(stream)
+        self.ids.record_stream(stream)
