@@ -31,14 +31,14 @@ SHARDED = ("--batch-size", BATCH, "--dense", "fsdp2", "--plan", "plan.json", "--
 HELD_OUT = re.compile(r"held out: .*")
 
 
-def built() -> nn.Module:
+def built(name: str = "dlrm") -> nn.Module:
     data = open_data(None, rows=ROWS, seed=0)
-    return command._build("dlrm", data.train, seed=0, with_mods=True)
+    return command._build(name, data.train, seed=0, with_mods=True)
 
 
-def make_plan(folder: Path) -> loka.Plan:
+def make_plan(folder: Path, name: str = "dlrm") -> loka.Plan:
     """Every GEMM in FP8, by the recipe whose weights can travel in FP8."""
-    model, data = built(), open_data(None, rows=ROWS, seed=0)
+    model, data = built(name), open_data(None, rows=ROWS, seed=0)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, data.train, config=TrainConfig(batch_size=BATCH, max_rows=2 * BATCH, precision="fp32"))
     quick = Settings(rows=32, min_draws=2, max_draws=2)

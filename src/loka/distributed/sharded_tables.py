@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError, UnknownName
-from loka.core.exchange import ranks_of
+from loka.core.exchange import gather, ranks_of
 from loka.core.timing import first_line
 from loka.distributed.dense_sharding import require_alike
 from loka.distributed.embedding_bags import quiet, torchrec, with_embedding_bags
@@ -44,6 +44,7 @@ def shard_tables(
     lr: float,
     eps: float = 1e-8,
     exchange: Exchange = "fp32",
+    placement: Any = None,
 ) -> nn.Module:
     """`model` in DistributedModelParallel over all ranks, its tables sharded with the values they have.
 
@@ -55,6 +56,8 @@ def shard_tables(
         batch_size: rows of a rank in a step, which the planner estimates with.
         lr: of row-wise AdaGrad; `FusedTables` changes it.
         exchange: how embeddings and their gradients travel between ranks.
+        placement: a ShardingPlan of TorchRec's for `with_embedding_bags(model)`, the same on every rank; by
+            default its planner's, which on CPUs knows table-wise sharding only.
 
     Raises:
         LokaError: no process group, tables that cannot be sharded, ranks with other weights, or an exchange
@@ -76,9 +79,11 @@ def shard_tables(
     sharder = embedding_bag.EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs)
     whole = {name: weight.detach() for name, weight in model.named_parameters()}
     with quiet():
-        plan = _placed(model, sharder, device, batch_size)
+        if placement is None:
+            placement = _placed(model, sharder, device, batch_size)
+        _require_rows(placement)
         wrapped: nn.Module = torchrec("torchrec.distributed").DistributedModelParallel(
-            model, device=device, plan=plan, sharders=[sharder]
+            model, device=device, plan=placement, sharders=[sharder]
         )
     with torch.no_grad():
         for name, table in sharded_weights(wrapped).items():  # sharding draws tables anew
@@ -91,27 +96,52 @@ def shard_tables(
     return wrapped
 
 
+_BY_ROWS = ("table_wise", "row_wise", "table_row_wise")  # each row whole on one rank
+_KERNEL = "fused"
+
+
 def _placed(model: nn.Module, sharder: Any, device: torch.device, batch_size: int) -> Any:
-    """Rank 0's plan of where tables lie, on every rank."""
+    """Where TorchRec's planner has tables lie. Each rank plans: where one cannot, none waits for it."""
     planner, types = torchrec("torchrec.distributed.planner"), torchrec("torchrec.distributed.planner.types")
-    allowed = types.ParameterConstraints(sharding_types=["table_wise", "row_wise"], compute_kernels=["fused"])
+    allowed = types.ParameterConstraints(sharding_types=list(_BY_ROWS), compute_kernels=[_KERNEL])
     memory: dict[str, int] = {}
     if device.type == "cuda":
         memory["hbm_cap"] = torch.cuda.get_device_properties(device).total_memory
-    topology = planner.Topology(world_size=ranks_of(), compute_device=device.type, **memory)
     made = planner.EmbeddingShardingPlanner(
-        topology=topology,
+        topology=planner.Topology(world_size=ranks_of(), compute_device=device.type, **memory),
         batch_size=batch_size,
         constraints={table.name: allowed for table in _tables_in(model)},
     )
     try:
-        return made.collective_plan(model, [sharder], dist.group.WORLD)
-    except types.PlannerError as error:
+        found, reason = made.plan(model, [sharder]), ""
+    except (types.PlannerError, RuntimeError) as error:
+        found, reason = None, str(error)
+    told = [text.decode() for text in gather((reason or str(found)).encode(), None)]
+    if reason or len(set(told)) > 1:
+        lines = [line.strip() for line in reason.splitlines() if line.strip()]
         raise LokaError(
-            "TorchRec's planner finds no place for the tables",
-            why=[line for line in str(error).splitlines() if line.strip()][:8],
-            way_out="train on more ranks, or with smaller vocabularies (loka data convert)",
-        ) from error
+            "TorchRec's planner finds no place for the tables, or not the same one on all ranks",
+            why=lines[:8] or ["the ranks have other GPUs, or one of them found no place"],
+            way_out="train on more ranks of one kind, or with smaller vocabularies (loka data convert)",
+        )
+    return found
+
+
+def _require_rows(placement: Any) -> None:
+    """Raises LokaError for a placement by which AdaGrad would take a mean over a part of a row, or by which
+    no backward would train it."""
+    others = [
+        f"{path}.{name}: {where.sharding_type}, {where.compute_kernel}"
+        for path, module in placement.plan.items()
+        for name, where in module.items()
+        if where.sharding_type not in _BY_ROWS or where.compute_kernel != _KERNEL
+    ]
+    if others:
+        raise LokaError(
+            "these tables would not learn by row-wise AdaGrad in their backward",
+            why=others,
+            way_out=f"place them by {', '.join(_BY_ROWS)}, with the compute kernel {_KERNEL!r}",
+        )
 
 
 def _tables_in(model: nn.Module) -> list[Any]:

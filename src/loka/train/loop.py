@@ -240,9 +240,8 @@ def train(
     with _alone(checkpoints), deferred_interrupt() as run.interrupt, exact:
         try:
             callback.start(run)
-            coming = Ahead(batches_from(source, config, length, step=run.step))
-            run.coming = coming if type(callback) is Callback else None
-            for batch in track(coming, "train", length.steps - run.step):
+            run.coming = Ahead(batches_from(source, config, length, step=run.step))
+            for batch in track(run.coming, "train", length.steps - run.step):
                 sight = callback.before(run)
                 between_steps = False
                 run.learn(batch.to(run.device), sight=sight)

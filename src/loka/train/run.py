@@ -38,7 +38,11 @@ from loka.train.steps.step import Sight, Step
 
 
 class Callback:
-    """What goes on beside the steps; this one does nothing."""
+    """What goes on beside the steps; this one does nothing.
+
+    One that calls the model between two steps calls `run.close()` first: TorchRec's pipeline has ids of the
+    next batch on their way.
+    """
 
     def identity(self) -> dict[str, Any] | None:
         """JSON values that a checkpoint has to share."""
@@ -93,7 +97,7 @@ class Run:
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
         self.save_due = False  # a callback sets it where the next step may not be the same again
-        self.coming: Ahead | None = None  # where nobody looks at the model between two steps
+        self.coming: Ahead | None = None  # the batches that steps are called with, for TorchRec's pipeline
         self._step: Step | None = None
 
     @property

@@ -5,8 +5,9 @@
 
 The pipeline reads batches ahead of the loop that trains on them, so both read them from one `Ahead`. It
 traces the model with torch.fx to find which ids the tables get; a model that fx cannot trace trains a batch
-at a time. While a pipeline stands only its own calls of the model are right: who looks at the model in
-between (a Probe, `--auto`) trains without one.
+at a time. While a pipeline stands only its own calls of the model are right, hooks of a Probe included: who
+calls the model between two steps (`--auto`, to renew effects) closes it first, and the next step begins
+another.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Ahead(Iterator[Batch]):
         return self._taken.popleft() if self._taken else next(self._batches)
 
     def early(self, device: torch.device) -> Iterator[Batch]:
-        """Those that the loop will come to, moved to the device by the stream of the caller."""
+        """Those that the loop will come to, moved to the device by the stream of the caller. One at a time is
+        read; a later one begins with what an earlier one took and the loop has not come to."""
+        yield from tuple(self._taken)
         for batch in self._batches:
             self._taken.append(batch.to(device))
             yield self._taken[-1]

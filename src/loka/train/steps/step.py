@@ -97,7 +97,8 @@ class Step:
 
     def __call__(self, batch: Batch, *, sight: Sight = "none") -> Predicted:
         if self._pipeline is not None:  # ids of this batch are on their way
-            with _eagerly(self._compiled and len(batch) != self._config.batch_size):
+            short = len(batch) != self._config.batch_size
+            with _eagerly(self._compiled and (short or sight == "hooks")):
                 return self._pipeline()
         if sight == "hooks" or len(batch) != self._config.batch_size:
             with _eagerly(self._compiled):
@@ -281,7 +282,7 @@ def _without_pipeline(model: nn.Module, config: TrainConfig, coming: Ahead | Non
     if not config.pipeline:
         return _one_by_one("the config asks for no pipeline")
     if coming is None:
-        return _one_by_one("what goes on beside the steps looks at the model between two of them")
+        return _one_by_one("nobody told the batches to come")
     return _one_by_one("no step was run yet that could begin a pipeline")
 
 

@@ -1,0 +1,270 @@
+"""`loka train --engine torchrec` on two ranks over gloo and on one: by plan, pipelined, resumed, refused.
+
+What is trained is compared with what the other engine trains on the same rows, and what is restored with what
+the checkpoint's files hold, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from test_train_fsdp2 import BATCH, POW2, ROWS, STEPS, built, held_out, logged, make_plan
+from torch import nn
+
+import loka
+from loka.cli.inputs import open_data
+from loka.core.records.plan import Plan
+from loka.distributed import shard_tables, with_embedding_bags
+from loka.measurement.settings import Settings
+from loka.train import TrainConfig, train
+from loka.train.checkpointing.resharding import tensors_of
+from loka.train.checkpointing.sharded import read_tensors
+from loka.train.run import Callback, Run
+
+pytest.importorskip("torchrec")
+pytest.importorskip("fbgemm_gpu")
+
+SHARDED = ("--engine", "torchrec", "--batch-size", BATCH)
+PIPELINE = "TorchRec's pipeline: ids of the next batch travel while a batch trains"
+CONFIG = TrainConfig(batch_size=BATCH, precision="fp32", checkpoint_every=2, log_every=1)
+
+
+def write_rows(folder: Path) -> None:
+    """800 rows in the layout of MLPerf's Criteo: 13 counts, 26 ids of columns from 3 to 128 ids wide."""
+    rng = np.random.default_rng(0)
+    rows = np.arange(ROWS)[:, None]
+    np.save(folder / "day_0_dense.npy", rng.standard_exponential((ROWS, 13)).astype(np.float32))
+    np.save(folder / "day_0_sparse.npy", (rows * np.arange(1, 27) % np.arange(3, 133, 5)).astype(np.int32))
+    np.save(folder / "day_0_labels.npy", (rng.random((ROWS, 1)) < 0.3).astype(np.int32))
+
+
+def on_two(rank: int, folder: Path) -> dict[str, Any]:
+    planned = (*SHARDED, "--data", "criteo", "--plan", "plan.json")
+    kept = (*planned, "--checkpoints", "kept", "--checkpoint-every", "2")
+    found: dict[str, Any] = {
+        "pipeline": logged(folder, *kept),
+        "one by one": logged(folder, *planned, "--no-pipeline"),
+    }
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder / "kept" / f"step-{STEPS:08d}")
+    found["goes on"] = logged(folder, *kept)
+    refused = {
+        "fp8": (*SHARDED, "--qcomm", "fp8"),
+        "parts": (*SHARDED, "--accumulate", 2),
+        "fsdp2": (*SHARDED, "--dense", "fsdp2"),
+        "bars": (*SHARDED, "--model", "dcnv2:bars"),
+        "no exchange": ("--batch-size", BATCH, "--qcomm", "fp16"),
+    }
+    found |= {name: logged(folder, *options, fails=True)["said"] for name, options in refused.items()}
+
+    rows = open_data(None, rows=ROWS, seed=0, part=(rank, 2)).train
+    done = train(
+        by_rows(built("dcnv2")),
+        rows,
+        config=CONFIG,
+        plan=Plan.load(folder / "cross.json"),
+        checkpoints=folder / "dcn",
+    )
+    watched = by_rows(built("dcnv2"))
+    with loka.Probe(watched, every=1, effect_samples=0) as probe:
+        train(watched, rows, config=replace(CONFIG, max_rows=2 * BATCH))
+    stats = probe.stats()
+    if rank == 0:
+        stats.save(folder / "stats")
+    again = restored(folder, rank, 2)
+    return {**found, "exchange": done.exchange, "probed": stats.sampled_steps, "restored": again}
+
+
+def by_rows(model: nn.Module) -> nn.Module:
+    """Every table cut in two, which TorchRec's planner does on GPUs alone."""
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+    from torchrec.distributed.types import ShardingPlan
+
+    bags = with_embedding_bags(model).get_submodule("front.embeddings.bags")
+    where = {config.name: row_wise(compute_kernel="fused") for config in bags.embedding_bag_configs()}
+    sides = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+    plan = ShardingPlan({"front.embeddings.bags": construct_module_sharding_plan(bags, where, **sides)})
+    return shard_tables(model, device="cpu", batch_size=BATCH, lr=0.1, placement=plan)
+
+
+def restored(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """What a model of other weights holds after it took over the checkpoint in folder/dcn."""
+    rows = open_data(None, rows=ROWS, seed=0, part=(rank, ranks), parts=2).train
+    size = 2 * BATCH // ranks
+    torch.manual_seed(1)
+    model = built("dcnv2")
+    for weight in model.parameters():
+        weight.data.add_(1.0)
+    wrapped = shard_tables(model, device="cpu", batch_size=size, lr=0.1)
+    config = TrainConfig(batch_size=size, precision="fp32", checkpoint_every=2, log_every=1)
+    plan = Plan.load(folder / "cross.json")
+    seen = Seen()
+    done = train(wrapped, rows, config=config, plan=plan, checkpoints=folder / "dcn", callback=seen)
+    assert done.resumed_from == done.steps == STEPS
+    return {name: digest(*part) for name, part in seen.parts.items()}
+
+
+class Seen(Callback):
+    def start(self, run: Run) -> None:
+        self.parts = parts_of(run)
+
+
+def parts_of(run: Run) -> dict[str, tuple[torch.Tensor, int]]:
+    """What this rank holds of each tensor, and from which row on."""
+    found = {}
+    for name, tensor in tensors_of(run.model, run.optimizers, None).items():
+        if not hasattr(tensor, "local_shards"):
+            found[name] = (tensor, 0)
+        for shard in tensor.local_shards() if hasattr(tensor, "local_shards") else ():
+            found[name] = (shard.tensor, shard.metadata.shard_offsets[0])
+    return found
+
+
+def digest(rows: torch.Tensor, first: int) -> str:
+    bits = hashlib.sha256(rows.detach().contiguous().numpy().tobytes()).hexdigest()
+    return f"{first} {len(rows) if rows.ndim else 1} {bits}"
+
+
+def on_one(rank: int, folder: Path) -> dict[str, Any]:
+    return {"restored": restored(folder, 0, 1), **{name: as_the_other(name) for name in ("dlrm", "dcnv2")}}
+
+
+TABLE = "front.embeddings.table.weight"
+
+
+def as_the_other(name: str) -> dict[str, float]:
+    """The largest differences of losses and weights between the engines, and how far a table moved."""
+    rows = open_data(None, rows=ROWS, seed=0).train
+    before = built(name).state_dict()[TABLE]
+    losses, weights = [], []
+    for engine in ("torch", "torchrec"):
+        model = built(name)
+        sides = {"device": "cpu", "batch_size": BATCH, "lr": CONFIG.sparse_lr}
+        seen: list[float] = []
+        train(
+            shard_tables(model, **sides) if engine == "torchrec" else model,
+            rows,
+            config=CONFIG,
+            on_log=lambda line, seen=seen: seen.append(line.reading.lifetime.logloss),
+        )
+        state = {
+            key: value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+            for key, value in model.state_dict().items()
+        }
+        other = built(name)
+        other.load_state_dict(state)  # tables of features as the merged one
+        losses.append(torch.tensor(seen, dtype=torch.float64))
+        weights.append(other.state_dict())
+    ours, theirs = weights
+    return {
+        "losses": float((losses[0] - losses[1]).abs().max()),
+        "weights": max(float((ours[key] - theirs[key]).abs().max()) for key in ours),
+        "moved": float((ours[TABLE] - before).abs().max()),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torchrec")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    (folder / "criteo").mkdir()
+    write_rows(folder / "criteo")
+    make_plan(folder, "dcnv2")
+    (folder / "plan.json").rename(folder / "cross.json")
+    make_plan(folder)
+    return on_ranks(on_two, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def one(two: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    return on_ranks(on_one, 1, folder)[0]
+
+
+def test_rows_of_a_folder_by_a_plan_of_the_bare_model(two: list[dict[str, Any]]) -> None:
+    """The pipeline moves no bit: ids travel ahead, rows are looked up when they are needed."""
+    for rank in two:
+        assert len(rank["pipeline"]["losses"]) == STEPS
+        assert rank["pipeline"]["losses"] == rank["one by one"]["losses"]
+    said = two[0]["pipeline"]["said"]
+    assert PIPELINE in said
+    assert f"ran {STEPS} x top.3/grad_weight" in said
+    assert "a batch at a time: the config asks for no pipeline" in two[0]["one by one"]["said"]
+
+
+def test_it_goes_on_to_the_same_bits(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["goes on"]["losses"] == rank["pipeline"]["losses"][4:]
+    first = two[0]
+    assert "continued from step 4" in first["goes on"]["said"]
+    assert held_out(first["goes on"]["said"]) == held_out(first["pipeline"]["said"])
+
+
+def test_a_plan_from_within_fits_the_bare_model(two: list[dict[str, Any]], folder: Path) -> None:
+    assert two[0]["exchange"] == PIPELINE
+    assert two[0]["probed"] > 1
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    stats = loka.Stats.load(folder / "stats")
+    report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
+    plan = loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
+    assert plan.decisions.keys() == Plan.load(folder / "cross.json").decisions.keys()
+    loka.convert(built("dcnv2"), plan)
+
+
+def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(
+    two: list[dict[str, Any]], one: dict[str, Any], folder: Path
+) -> None:
+    """Of row-wise shards: on two ranks as whole tables, which lie on either, and on one rank."""
+    there = read_all(folder / "dcn" / f"step-{STEPS:08d}")
+    momenta = {name for name in there if name.endswith("/momentum1")}
+    assert len(momenta) == 26
+    assert all(there[name].count_nonzero() for name in momenta)
+    assert one["restored"] == {name: digest(value, 0) for name, value in there.items()}
+    for rank in two:
+        for name, found in rank["restored"].items():
+            first, rows, _ = found.split()
+            value = there[name][int(first) :][: int(rows)] if there[name].ndim else there[name]
+            assert found == digest(value, int(first)), name
+    assert there.keys() == two[0]["restored"].keys() | two[1]["restored"].keys()
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    into: dict[str, torch.Tensor] = {}
+
+    def wanted(there: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        into.update({n: torch.zeros(found.size, dtype=found.properties.dtype) for n, found in there.items()})
+        return into
+
+    read_tensors(path, wanted)
+    return into
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
+def test_one_rank_trains_what_the_other_engine_does(one: dict[str, Any], name: str) -> None:
+    """The same float32 numbers but for the order of sums. A weight below 2 is rounded by 2^-24 in each of the
+    ten steps, and its gradients, of sums in another order, by some of these; a loss near 0.7 by 2^-25."""
+    assert one[name]["moved"] > 0.1
+    assert one[name]["weights"] < 2 * 10 * 2**-23
+    assert one[name]["losses"] < 2**-24
+
+
+def test_what_cannot_be_is_refused(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert "TorchRec: RuntimeError: fp8 is not supported by CPU" in rank["fp8"]
+        assert "leave --accumulate out" in rank["parts"]
+        assert "leave --dense out to shard tables" in rank["fsdp2"]
+        assert "multiples of 4" in rank["bars"]
+        assert "--engine torchrec beside it" in rank["no exchange"]
