@@ -36,16 +36,20 @@ def built(name: str = "dlrm") -> nn.Module:
     return command._build(name, data.train, seed=0, with_mods=True)
 
 
-def make_plan(folder: Path, name: str = "dlrm") -> loka.Plan:
+def make_plan(folder: Path) -> loka.Plan:
     """Every GEMM in FP8, by the recipe whose weights can travel in FP8."""
-    model, data = built(name), open_data(None, rows=ROWS, seed=0)
+    model, data = built(), open_data(None, rows=ROWS, seed=0)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, data.train, config=TrainConfig(batch_size=BATCH, max_rows=2 * BATCH, precision="fp32"))
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    plan = loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
+    plan = forced(probe.stats())
     plan.save(folder / "plan.json")
     return plan
+
+
+def forced(stats: loka.Stats) -> loka.Plan:
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
+    return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
 def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, Any]:

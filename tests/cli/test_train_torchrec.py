@@ -7,8 +7,9 @@ the checkpoint's files hold, bit for bit.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_train_fsdp2 import BATCH, POW2, ROWS, STEPS, built, held_out, logged, make_plan
+from test_train_fsdp2 import BATCH, ROWS, STEPS, built, forced, held_out, logged, make_plan
 from torch import nn
 
 import loka
 from loka.cli.inputs import open_data
 from loka.core.records.plan import Plan
+from loka.data.batch import Source
 from loka.distributed import shard_tables, with_embedding_bags
-from loka.measurement.settings import Settings
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.resharding import tensors_of
 from loka.train.checkpointing.sharded import read_tensors
@@ -69,21 +70,33 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
     found |= {name: logged(folder, *options, fails=True)["said"] for name, options in refused.items()}
 
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, 2)).train
-    done = train(
-        by_rows(built("dcnv2")),
-        rows,
-        config=CONFIG,
-        plan=Plan.load(folder / "cross.json"),
-        checkpoints=folder / "dcn",
-    )
     watched = by_rows(built("dcnv2"))
     with loka.Probe(watched, every=1, effect_samples=0) as probe:
         train(watched, rows, config=replace(CONFIG, max_rows=2 * BATCH))
-    stats = probe.stats()
     if rank == 0:
-        stats.save(folder / "stats")
-    again = restored(folder, rank, 2)
-    return {**found, "exchange": done.exchange, "probed": stats.sampled_steps, "restored": again}
+        forced(probe.stats()).save(folder / "cross.json")
+    dist.barrier()
+    plan = Plan.load(folder / "cross.json")
+    done = train(by_rows(built("dcnv2")), rows, config=CONFIG, plan=plan, checkpoints=folder / "dcn")
+    return {
+        **found,
+        "exchange": done.exchange,
+        "restored": restored(folder, rank, 2),
+        "looked up": [looks_up_alike(by_rows), looks_up_alike(by_tables)],
+        "losses": losses_of(by_tables(built()), rows, CONFIG),
+    }
+
+
+def looks_up_alike(sharded: Callable[[nn.Module], nn.Module]) -> bool:
+    """Whether logits are those of the model before its tables were sharded, bit for bit."""
+    model, batch = built("dcnv2"), next(open_data(None, rows=ROWS, seed=0).test.batches(BATCH))
+    with torch.no_grad():
+        expected = model(batch.dense, batch.sparse)
+        return torch.equal(sharded(model)(batch.dense, batch.sparse), expected)
+
+
+def by_tables(model: nn.Module) -> nn.Module:
+    return shard_tables(model, device="cpu", batch_size=BATCH, lr=CONFIG.sparse_lr)
 
 
 def by_rows(model: nn.Module) -> nn.Module:
@@ -143,35 +156,39 @@ def on_one(rank: int, folder: Path) -> dict[str, Any]:
 TABLE = "front.embeddings.table.weight"
 
 
-def as_the_other(name: str) -> dict[str, float]:
-    """The largest differences of losses and weights between the engines, and how far a table moved."""
-    rows = open_data(None, rows=ROWS, seed=0).train
+def as_the_other(name: str) -> dict[str, Any]:
+    """Losses of the other engine, and how far losses and weights of this one are from it, over the rows of
+    two ranks; and how far a table moved."""
+    rows = open_data(None, rows=ROWS, seed=0, parts=2).train
+    config = replace(CONFIG, batch_size=2 * BATCH)
     before = built(name).state_dict()[TABLE]
     losses, weights = [], []
     for engine in ("torch", "torchrec"):
         model = built(name)
-        sides = {"device": "cpu", "batch_size": BATCH, "lr": CONFIG.sparse_lr}
-        seen: list[float] = []
-        train(
-            shard_tables(model, **sides) if engine == "torchrec" else model,
-            rows,
-            config=CONFIG,
-            on_log=lambda line, seen=seen: seen.append(line.reading.lifetime.logloss),
-        )
+        sides = {"device": "cpu", "batch_size": config.batch_size, "lr": config.sparse_lr}
+        trained = shard_tables(model, **sides) if engine == "torchrec" else model
+        losses.append(losses_of(trained, rows, config))
         state = {
             key: value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
             for key, value in model.state_dict().items()
         }
         other = built(name)
         other.load_state_dict(state)  # tables of features as the merged one
-        losses.append(torch.tensor(seen, dtype=torch.float64))
         weights.append(other.state_dict())
     ours, theirs = weights
     return {
-        "losses": float((losses[0] - losses[1]).abs().max()),
+        "torch": losses[0],
+        "losses": max(abs(a - b) for a, b in zip(*losses, strict=True)),
         "weights": max(float((ours[key] - theirs[key]).abs().max()) for key in ours),
         "moved": float((ours[TABLE] - before).abs().max()),
     }
+
+
+def losses_of(model: nn.Module, rows: Source, config: TrainConfig) -> list[float]:
+    """The mean loss of this rank's rows so far, after each step."""
+    seen: list[float] = []
+    train(model, rows, config=config, on_log=lambda line: seen.append(line.reading.lifetime.logloss))
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +200,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(folder: Path) -> list[dict[str, Any]]:
     (folder / "criteo").mkdir()
     write_rows(folder / "criteo")
-    make_plan(folder, "dcnv2")
-    (folder / "plan.json").rename(folder / "cross.json")
     make_plan(folder)
     return on_ranks(on_two, 2, folder)
 
@@ -215,12 +230,8 @@ def test_it_goes_on_to_the_same_bits(two: list[dict[str, Any]]) -> None:
 
 def test_a_plan_from_within_fits_the_bare_model(two: list[dict[str, Any]], folder: Path) -> None:
     assert two[0]["exchange"] == PIPELINE
-    assert two[0]["probed"] > 1
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    stats = loka.Stats.load(folder / "stats")
-    report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    plan = loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
-    assert plan.decisions.keys() == Plan.load(folder / "cross.json").decisions.keys()
+    plan = Plan.load(folder / "cross.json")
+    assert len(plan.decisions) > 20
     loka.convert(built("dcnv2"), plan)
 
 
@@ -230,7 +241,7 @@ def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(
     """Of row-wise shards: on two ranks as whole tables, which lie on either, and on one rank."""
     there = read_all(folder / "dcn" / f"step-{STEPS:08d}")
     momenta = {name for name in there if name.endswith("/momentum1")}
-    assert len(momenta) == 26
+    assert len(momenta) == len([name for name in there if re.match("model/.*bags", name)]) == 26
     assert all(there[name].count_nonzero() for name in momenta)
     assert one["restored"] == {name: digest(value, 0) for name, value in there.items()}
     for rank in two:
@@ -255,10 +266,17 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 def test_one_rank_trains_what_the_other_engine_does(one: dict[str, Any], name: str) -> None:
     """The same float32 numbers but for the order of sums. A weight below 2 is rounded by 2^-24 in each of the
-    ten steps, and its gradients, of sums in another order, by some of these; a loss near 0.7 by 2^-25."""
+    five steps, and its gradients, of sums in another order, by some of these; a loss near 0.7 by 2^-25."""
     assert one[name]["moved"] > 0.1
-    assert one[name]["weights"] < 2 * 10 * 2**-23
+    assert one[name]["weights"] < 2 * STEPS * 2**-23
     assert one[name]["losses"] < 2**-24
+
+
+def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    """Tables are looked up where they lie, to the bit; gradients are the mean over the ranks."""
+    assert all(all(rank["looked up"]) for rank in two)
+    means = [sum(both) / 2 for both in zip(*(rank["losses"] for rank in two), strict=True)]
+    assert means == pytest.approx(one["dlrm"]["torch"], abs=2**-24, rel=0)
 
 
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]]) -> None:

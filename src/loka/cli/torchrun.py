@@ -37,14 +37,15 @@ def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
     """
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     started = not dist.is_initialized() and (several or of_one)
-    if started and not several:
-        backend = "nccl" if device.startswith("cuda") else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    elif started:
+    if started:
         if device == "cuda":  # the one GPU of this rank; "cuda:1" would be one for all
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        if several:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         with ExitStack() as held:
             if rank_and_ranks()[0]:
