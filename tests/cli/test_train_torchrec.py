@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_train_fsdp2 import BATCH, ROWS, STEPS, built, forced, held_out, logged, make_plan
+from test_train_fsdp2 import BATCH, POW2, ROWS, STEPS, built, forced, held_out, logged, make_plan
 from torch import nn
 
 import loka
@@ -286,3 +287,56 @@ def test_what_cannot_be_is_refused(two: list[dict[str, Any]]) -> None:
         assert "leave --dense out to shard tables" in rank["fsdp2"]
         assert "multiples of 4" in rank["bars"]
         assert "--engine torchrec beside it" in rank["no exchange"]
+
+
+def test_one_process_probes_the_model_of_sharded_tables(two: list[dict[str, Any]], folder: Path) -> None:
+    common = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
+    said = command_line.loka("probe", *common, "--checkpoint", "dcn", cwd=folder)
+    assert f"step-{STEPS:08d}, after {STEPS} steps" in said
+
+
+AUTO = (
+    "--auto",
+    "--probe-every",
+    2,
+    "--probe-steps",
+    3,
+    "--candidate",
+    POW2,
+    "--no-cache",
+    "--min-sqnr-db",
+    0,
+)
+
+
+def joined(rank: int, folder: Path) -> dict[str, Any]:
+    seen = Regions()
+    plan, config = Plan.load(folder / "plan.json"), replace(CONFIG, step="compile")
+    rows = open_data(None, rows=ROWS, seed=0, part=(rank, 2)).train
+    done = train(by_tables(built()), rows, config=config, plan=plan, callback=seen)
+    return {
+        "exchange": done.exchange,
+        "reason": done.step_reason,
+        "joined": seen.joined,
+        "auto": logged(folder, *SHARDED, *AUTO, "--out", "auto"),
+        "one by one": logged(folder, *SHARDED, *AUTO, "--out", "alone", "--no-pipeline"),
+        "untraced": logged(folder, *SHARDED, "--model", "hstu"),
+    }
+
+
+class Regions(Callback):
+    def after(self, run: Run) -> None:
+        self.joined = {site for region in loka.regions(run.model).applied for site in region}
+
+
+@pytest.mark.slow
+def test_regions_and_auto_in_the_pipeline(tmp_path: Path) -> None:
+    """Auto calls the model between steps, so a pipeline ends there and another begins; no bit moves."""
+    make_plan(tmp_path)
+    for rank in on_ranks(joined, 2, tmp_path):
+        assert rank["exchange"] == PIPELINE
+        assert rank["reason"] is None
+        assert rank["joined"] >= {"top.3", "top.6"}
+        assert len(rank["auto"]["losses"]) == STEPS
+        assert rank["auto"]["losses"] == rank["one by one"]["losses"]
+        assert len(rank["untraced"]["losses"]) == STEPS
