@@ -1,15 +1,11 @@
 """Tables sharded by TorchRec's DistributedModelParallel, trained in backward by fbgemm's row-wise AdaGrad.
 
-    tables        table- or row-wise over the ranks, as TorchRec's planner places them for memory and time
+    tables        table- or row-wise over the ranks, as TorchRec's planner places them
     dense part    a copy on each rank, gradients averaged by DistributedDataParallel inside of DMP
 
-Row r of a table learns as in `loka.train.RowwiseAdagrad`, in the backward of the lookup:
-
-    acc_r += mean_j(g_rj^2);  w_r -= lr * g_r / (sqrt(acc_r) + eps)
-
-Column-wise shards are left out: each would take the mean over its own columns, another update. Data-parallel
-tables are left out too, for they would get dense gradients. What the ranks hold is read from TorchRec's
-modules as ShardedTensors, which torch's distributed checkpoint saves and cuts anew for other ranks.
+Rows learn by the equation of `loka.train.RowwiseAdagrad`, in the backward of their lookup. So there are no
+column-wise shards, each of which would take the mean of squares over its own columns. What the ranks hold is
+read from TorchRec's modules as ShardedTensors, which torch's distributed checkpoint cuts for other ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ from loka.nn.unwrap import named_modules, unwrap
 
 Exchange = Literal["fp32", "fp16", "bf16", "fp8"]  # no int8: TorchRec would add its bytes up row-wise
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
-_NO_BF16 = ("bf16", "cpu")
 _SHARDED = "ShardedEmbeddingBagCollection"  # its class is TorchRec's, which nothing here imports early
 
 
@@ -116,7 +111,7 @@ def _placed(model: nn.Module, sharder: Any, device: torch.device, batch_size: in
         found, reason = made.plan(model, [sharder]), ""
     except (types.PlannerError, RuntimeError) as error:
         found, reason = None, str(error)
-    told = [text.decode() for text in gather((reason or str(found)).encode(), None)]
+    told = gather((reason or str(found)).encode(), None)
     if reason or len(set(told)) > 1:
         lines = [line.strip() for line in reason.splitlines() if line.strip()]
         raise LokaError(
@@ -164,18 +159,15 @@ def _codecs(exchange: str, device: torch.device, widths: Iterable[int]) -> Any:
     kind, width = library.CommType(exchange), math.gcd(*widths)
     row = {"fp8_quantize_dim": width, "fp8_quantize_dim_bwd": width} if exchange == "fp8" else {}
     config = library.QCommsConfig(forward_precision=kind, backward_precision=kind, **row)
-    reason = "gloo takes no bf16, and it would send fp16" if (exchange, device.type) == _NO_BF16 else ""
     try:
         codec = library.get_qcomm_codecs(config).forward
         codec.encode(torch.zeros(2, width, device=device), codec.create_context())
     except (RuntimeError, NotImplementedError) as error:
-        reason = first_line(error)
-    if reason:
         raise LokaError(
             f"embeddings cannot be exchanged in {exchange} on {device.type}",
-            why=[f"TorchRec: {reason}"],
+            why=[f"TorchRec: {first_line(error)}"],
             way_out="--qcomm fp16 on CPUs, or leave --qcomm out; --device cuda where there is a GPU",
-        )
+        ) from error
     return library.get_qcomm_codecs_registry(config, device=device)  # it warns of what it sends in 16 bits
 
 

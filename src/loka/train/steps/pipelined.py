@@ -49,18 +49,18 @@ class Ahead(Iterator[Batch]):
 
 
 class Pipelined:
-    """`step(batch)` trains on the batch that the loop has come to. Make one by `pipelined`."""
+    """A call trains on the batch that the loop has come to, and returns what `forward` gave with the loss."""
 
-    def __init__(self, pipeline: Any, feed: Iterator[Any]) -> None:
-        self._pipeline, self._feed = pipeline, feed
+    def __init__(self, pipeline: Any, feed: Iterator[Any], device: torch.device) -> None:
+        self._pipeline, self._feed, self._device = pipeline, feed, device
 
     def __call__(self) -> Any:
-        """What `forward` returned of the batch beside the loss."""
         return self._pipeline.progress(self._feed)
 
     def close(self) -> None:
         """The model can be called by anyone again."""
         self._pipeline.detach()
+        _settled(self._device)
 
 
 def pipelined(
@@ -90,6 +90,7 @@ def pipelined(
             yield _Fed(batch, tables[0])
 
     torchrec("torchrec.streamable").Pipelineable.register(_Fed)  # the abstract class that it looks for
+    _settled(device)
     batches = feed()
     pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
         _OfBatch(unwrap(model)),
@@ -101,11 +102,18 @@ def pipelined(
         with quiet():
             pipeline.fill_pipeline(batches)
     except Exception as error:  # what a tracer raises on a user's code has no bounds
+        _settled(device)
         return f"torch.fx cannot trace the model: {first_line(error)}"
     if not pipeline._pipelined_modules:
         pipeline.detach()
         return "its pipeline found no way from the batch to the tables"
-    return Pipelined(pipeline, batches)
+    return Pipelined(pipeline, batches, device)
+
+
+def _settled(device: torch.device) -> None:
+    """Batches were moved by another stream than the one that reads them next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _OfBatch(nn.Module):

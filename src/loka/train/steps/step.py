@@ -41,6 +41,10 @@ Sight = Literal["none", "host", "hooks"]
 code runs it either."""
 
 
+_PIPELINE = "TorchRec's pipeline: ids of the next batch travel while a batch trains"
+_ONE_BY_ONE = "TorchRec, a batch at a time"
+
+
 class Predicted(NamedTuple):
     """Of the batch, before it was learned from: float32 [B] each, or [B, tasks]. The next step may overwrite
     them."""
@@ -74,7 +78,7 @@ class Step:
         self._whole = False
         self._coming = coming if config.pipeline and sharded_modules(model) else None
         self._pipeline: Pipelined | None = None
-        self._exchange = _without_pipeline(model, config, coming)
+        self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
         self._why_no_graph: str | None = None
         if config.step == "graph":
             self._why_no_graph = self._split()
@@ -92,7 +96,7 @@ class Step:
 
     @property
     def exchange(self) -> str | None:
-        """How TorchRec exchanges ids and embeddings, and why so; None where it does not."""
+        """How TorchRec exchanges ids and embeddings; None where it does not."""
         return self._exchange
 
     def __call__(self, batch: Batch, *, sight: Sight = "none") -> Predicted:
@@ -203,10 +207,10 @@ class Step:
             self._model, self._optimizers, batch, coming, forward=forward, before_step=self._clip
         )
         if isinstance(made, str):
-            self._exchange = _one_by_one(made)
+            self._exchange = f"{_ONE_BY_ONE}: {made}"
         else:
             self._pipeline = made
-            self._exchange = "TorchRec's pipeline: ids of the next batch travel while a batch trains"
+            self._exchange = _PIPELINE
 
     def _clip(self) -> None:
         if self._config.grad_clip is not None and "dense" in self._optimizers:
@@ -273,21 +277,6 @@ def _forward(
     else:
         loss = losses.sum() / config.batch_size
     return loss, Predicted(losses.detach(), logits.detach())
-
-
-def _without_pipeline(model: nn.Module, config: TrainConfig, coming: Ahead | None) -> str | None:
-    """What is true until a pipeline begins; None of a model without TorchRec's tables."""
-    if not sharded_modules(model):
-        return None
-    if not config.pipeline:
-        return _one_by_one("the config asks for no pipeline")
-    if coming is None:
-        return _one_by_one("nobody told the batches to come")
-    return _one_by_one("no step was run yet that could begin a pipeline")
-
-
-def _one_by_one(why: str) -> str:
-    return f"TorchRec, a batch at a time: {why}"
 
 
 @contextlib.contextmanager
