@@ -12,12 +12,13 @@ demo: .venv/ready
 	$(BIN)/loka demo --out runs/demo
 
 # One torch thread a worker: two pools of threads on the same cores wait for each other.
+# Halves first: chunks let two make the same fixtures, and start ranks at once.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 # What `make test` leaves out for time: the rest of the sweeps over foreign models.
 sweep: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal -m slow
 
 # Does a test fail where the code is wrong? 300 small mistakes, an hour; SHARD=2/8 makes every eighth of them.
 SHARD ?= 1/1

@@ -1,7 +1,7 @@
 """Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
 
-What they are forks of has imported `loka`, what its first optimizer or probe would, and pytest, which files
-with tests need where a child runs a function in them. It has run nothing.
+What they are forks of has imported `loka`, what its first optimizer, plan, checkpoint or compilation would,
+torchrec, and pytest, which files with tests need where a child runs a function in them. It has run nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from unittest import mock
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch._dynamo", "safetensors.torch", "loka", "pytest"])
+LATE = ["torch._dynamo", "safetensors.torch", "torch.distributed.checkpoint", "loka.compiler.joint_pass"]
+LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest"]
+SERVER.set_forkserver_preload(LATE)
 
 
 def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:

@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from click_files import assert_same, gather, lines, write_csv, write_tsv
 from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
+from forked import run_script
 from pyarrow import parquet
 
 from loka.core.exceptions import DataRefused
@@ -167,7 +165,7 @@ def test_any_parquet_reader_sees_the_rows(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import json, sys
+import json
 from pathlib import Path
 import numpy as np
 from loka.data import Shuffle, open_shards
@@ -184,7 +182,7 @@ block = Block(
 )
 peaks = []
 for shards in (6, 18):
-    folder = Path(sys.argv[1]) / f"{shards}"
+    folder = Path(f"{shards}")
     folder.mkdir()
     writer = ShardWriter(folder, "one.parquet", group_rows=8192)
     writer.add(block)
@@ -203,10 +201,8 @@ print(json.dumps(peaks))
 
 
 def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    small, large = json.loads(done.stdout)
+    printed = run_script(MEMORY, name="memory", cwd=tmp_path, output=tmp_path / "printed")
+    small, large = json.loads(printed)
     # 12 shards more are 126 MB as stored and 210 MB as batches; allocators breathe by a few windows of 7 MB.
     assert large - small < 40e6
 

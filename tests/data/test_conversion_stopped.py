@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from click_files import assert_same, gather, write_tsv
 from conversions import ALL, HASHED, ROWS, contents, criteo_parquet
 from durable import flushed_before, folder_flushed_after, watch_disk
+from forked import SERVER
 
 from loka.core.exceptions import DataRefused, FileRefused
 from loka.core.storage.alone import InUse
@@ -21,42 +20,45 @@ from loka.core.storage.files import write_record
 from loka.data import (
     Frequency,
     TableClicks,
+    conversion,
     convert,
     hashed_vocabulary,
     open_shards,
 )
 from loka.data.conversion import ConversionStopped
+from loka.data.formats.shard_writer import ShardWriter
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
-KILLED = """
-import os, signal, sys
-import loka.data.conversion as c
-from loka.data import Frequency, convert
-from loka.data.formats.shard_writer import ShardWriter
-c.LEAST_SHARD, c.GROUP_ROWS = 8_000, 16
-finished = [0]
-finish, flush = ShardWriter.finish, ShardWriter._flush
-def counted(self):
-    finished[0] += 1
-    return finish(self)
-def killed(self, rows):
-    flush(self, rows)
-    if finished[0] == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-ShardWriter.finish, ShardWriter._flush = counted, killed
-convert(sys.argv[1], sys.argv[2], vocabulary=Frequency(min_count=2), workers=1)
-"""
+
+def killed(path: Path, folder: Path) -> None:
+    """In the fourth shard."""
+    conversion.LEAST_SHARD, conversion.GROUP_ROWS = 8_000, 16
+    finished = [0]
+    finish, flush = ShardWriter.finish, ShardWriter._flush
+
+    def counted(self: ShardWriter) -> int:
+        finished[0] += 1
+        return finish(self)
+
+    def die(self: ShardWriter, rows: int) -> None:
+        flush(self, rows)
+        if finished[0] == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ShardWriter.finish, ShardWriter._flush = counted, die
+    convert(path, folder, vocabulary=Frequency(min_count=2), workers=1)
 
 
 def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path) -> None:
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, str(path), str(folder), "4"]
-    died = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    died = SERVER.Process(target=killed, args=(path, folder))
+    died.start()
+    died.join()
+    assert died.exitcode == -signal.SIGKILL
     assert list(folder.glob(".unfinished-*"))
     with pytest.raises(DataRefused, match=r"not complete\n  3 of .* pieces"):
         open_shards(folder)

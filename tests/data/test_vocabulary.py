@@ -1,13 +1,12 @@
 """Ids: sorted, counted on the training rows, and the same wherever they are computed."""
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_script
 
 from loka.core.exceptions import DataRefused
 from loka.data import Schema, build_vocabulary, hashed_vocabulary, vocabulary_from_dict
@@ -124,12 +123,12 @@ def test_hash_equals_its_definition_and_missing_is_zero() -> None:
     assert ids.tolist() == [1 + fnv1a(text) % 1000 for text in texts] + [0]
 
 
-def test_hash_is_the_same_in_another_process() -> None:
+def test_hash_is_the_same_in_another_process(tmp_path: Path) -> None:
     code = (
         "import pyarrow as pa; from loka.data import hashed_vocabulary;"
         "print(hashed_vocabulary(9973).encode('c', pa.chunked_array([['u', 'v', 'w']])).tolist())"
     )
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    other = run_script(code, name="hashes", cwd=tmp_path, output=tmp_path / "printed")
     assert json.loads(other) == hashed_vocabulary(9973).encode("c", strings("u", "v", "w")).tolist()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import Job, on_ranks
 from torch import nn
 
 from loka.core.exceptions import LokaError
@@ -73,6 +75,16 @@ class Trained:
             "first": told(first),
             "traffic": vars(sync.traffic),
         }
+
+
+def _each(jobs: tuple[Job, ...], rank: int, folder: Path) -> dict[str, Any]:
+    return {"found": [job(rank, folder) for job in jobs]}
+
+
+def in_turn(*jobs: Job, ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
+    """By job, what each rank found; ranks take longer to start than a job."""
+    answers = on_ranks(partial(_each, jobs), ranks, folder)
+    return [[*found] for found in zip(*(answer["found"] for answer in answers), strict=True)]
 
 
 def told(state: dict[str, torch.Tensor]) -> dict[str, list[list[float]]]:

@@ -14,6 +14,7 @@ from row_jobs import (
     WIDTH,
     Counted,
     Trained,
+    in_turn,
     lookups_that_train_nothing,
     mean_of_whole_tables,
     not_a_number,
@@ -38,10 +39,10 @@ def alike(answers: list[dict[str, Any]]) -> None:
 
 def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path: Path) -> None:
     """w0 + (d0 + d1) / 2 for (w0 + d0 + w0 + d1) / 2: 12 times some roundings of numbers up to 4."""
-    answers = on_ranks(Trained(12, {"every": 1, "codec": "fp32"}), 2, tmp_path)
+    synced = Trained(12, {"every": 1, "codec": "fp32"})
+    answers, (expected, _) = in_turn(synced, mean_of_whole_tables, ranks=2, folder=tmp_path)
     alike(answers)
     assert answers[0]["sums"] == answers[1]["sums"], "after every step"
-    expected = on_ranks(mean_of_whole_tables, 2, tmp_path)[0]
     for name, found in values(answers[0]).items():
         assert np.abs(found - np.array(expected["after"][name])).max() <= 12 * 4 * 2.0**-22
         changed = (found != np.array(answers[0]["first"][name])).any(axis=1)
@@ -53,8 +54,9 @@ def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path: Path) -> None:
 def test_what_rounding_leaves_comes_later(ranks: int, tmp_path: Path) -> None:
     """Steps do not depend on the weights here, so both sums are of the same changes: what is missing at any
     time is one rounding a replica, and nothing after a flush but float32's."""
-    exact = on_ranks(Trained(24, {"every": 3, "codec": "fp32"}), ranks, tmp_path)
-    coarse = on_ranks(Trained(24, {"every": 3, "codec": "e4m3", "exact_every": 1000}), ranks, tmp_path)
+    plain = Trained(24, {"every": 3, "codec": "fp32"})
+    rounded = Trained(24, {"every": 3, "codec": "e4m3", "exact_every": 1000})
+    exact, coarse = in_turn(plain, rounded, ranks=ranks, folder=tmp_path)
     alike(coarse)
     for name in TRAINED:
         late = np.abs(values(coarse[0], "before")[name] - values(exact[0], "before")[name]).max()
@@ -65,26 +67,30 @@ def test_what_rounding_leaves_comes_later(ranks: int, tmp_path: Path) -> None:
         assert over <= 24 * 4 * 2.0**-22
 
 
-@pytest.mark.parametrize("codec", ["e4m3", "int8", "bf16"])
-def test_every_so_often_it_is_exact(codec: str, tmp_path: Path) -> None:
+def test_every_so_often_it_is_exact(tmp_path: Path) -> None:
     """The third of three exchanges is: without a flush, replicas stand where float32 brings them."""
-    exact = on_ranks(Trained(12, {"every": 4, "codec": "fp32"}), 2, tmp_path)
-    found = on_ranks(Trained(12, {"every": 4, "codec": codec, "exact_every": 3}), 2, tmp_path)
-    for name in TRAINED:
-        assert (
-            np.abs(values(found[1], "before")[name] - values(exact[0], "before")[name]).max() <= 48 * 2.0**-22
-        )
-    assert found[0]["sums"][7] != exact[0]["sums"][7], "the second is not"
+    coarse = [
+        Trained(12, {"every": 4, "codec": codec, "exact_every": 3}) for codec in ("e4m3", "int8", "bf16")
+    ]
+    exact, *others = in_turn(Trained(12, {"every": 4, "codec": "fp32"}), *coarse, ranks=2, folder=tmp_path)
+    for job, found in zip(coarse, others, strict=True):
+        for name in TRAINED:
+            off = np.abs(values(found[1], "before")[name] - values(exact[0], "before")[name]).max()
+            assert off <= 48 * 2.0**-22, job
+        assert found[0]["sums"][7] != exact[0]["sums"][7], f"the second is not: {job}"
 
 
 def test_an_exchange_that_takes_steps_loses_none_of_them(tmp_path: Path) -> None:
-    now = on_ranks(Trained(21, {"every": 4, "codec": "fp32"}), 2, tmp_path)
-    late = on_ranks(Trained(21, {"every": 4, "codec": "fp32", "staleness": 3}), 2, tmp_path)
+    jobs = [
+        Trained(21, {"every": 4, "codec": "fp32"}),
+        Trained(21, {"every": 4, "codec": "fp32", "staleness": 3}),
+        Trained(21, {"every": 4, "codec": "e4m3", "staleness": 2}),
+    ]
+    now, late, coarse = in_turn(*jobs, ranks=2, folder=tmp_path)
     alike(late)
     for name in TRAINED:
         assert np.abs(values(late[0])[name] - values(now[0])[name]).max() <= 21 * 4 * 2.0**-22
     assert late[0]["sums"][4] != now[0]["sums"][4], "at that step it was under way"
-    coarse = on_ranks(Trained(21, {"every": 4, "codec": "e4m3", "staleness": 2}), 2, tmp_path)
     alike(coarse)
     for name in TRAINED:
         assert np.abs(values(coarse[0])[name] - values(now[0])[name]).max() <= 21 * 4 * 2.0**-22

@@ -167,7 +167,7 @@ def by_replicas(rank: int, folder: Path) -> dict[str, Any]:
         model = sharded(mesh, "tables", options)
         start(model)
         sync = row_sync(model, every=1, codec="fp32")
-        for step in range(400):
+        for step in range(400 if name == "two" or rank == 0 else 0):  # each by itself
             model(*rows(step, part)).backward()
             if name == "two":
                 sync.step()

@@ -37,10 +37,6 @@ class Foreign:
     deepcopies: bool = True
     pickles: bool = True
 
-    @property
-    def exports(self) -> bool:
-        return self.export_strict and self.export_non_strict
-
     def skip_without_libraries(self) -> None:
         for library in self.needs:
             pytest.importorskip(library)

@@ -133,6 +133,19 @@ def test_another_driver_is_a_warning(mlp_plan: loka.Plan) -> None:
     assert site_forwards(model)
 
 
+def test_a_library_counts_where_the_plan_names_its_kernels(mlp_plan: loka.Plan) -> None:
+    """One that was raced and lost where the plan was made need not be here."""
+    elsewhere = dataclasses.replace(mlp_plan.machine, libraries={"torchao": "0.18.0"})
+    plan = dataclasses.replace(mlp_plan, machine=elsewhere)
+    model = odd_mlp()
+    loka.convert(model, plan)
+    loka.revert(model)
+    site, decision = next(iter(plan.decisions.items()))
+    named = dataclasses.replace(decision, candidate="torchao:tensorwise_e4m3")
+    with pytest.raises(PlanMismatch, match=r"torchao: not installed here, 0\.18\.0 there"):
+        loka.convert(model, dataclasses.replace(plan, decisions={**plan.decisions, site: named}))
+
+
 def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
     model = odd_mlp()
     with pytest.raises(NotConverted, match="no site"):

@@ -39,7 +39,7 @@ def with_region(us: float) -> Report:
 
 
 def stored() -> Report:
-    return Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    return Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
 
 
 def several() -> Report:

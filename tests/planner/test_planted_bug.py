@@ -133,7 +133,8 @@ def test_the_self_check_convicts_all_of_them(
 
 
 @pytest.fixture
-def report(example: ModuleType, stats: loka.Stats, plant: Plant) -> loka.Report:  # noqa: F811
+def report(example: ModuleType, plant: Plant) -> loka.Report:  # noqa: F811
+    stats = example.probed(steps=10, batch=128)
     plant(kernel(example, "weight"), POW2)
     one_layer = replace(stats, layers={example.LAYER: stats.layers[example.LAYER]})
     names = [f"planted:{POW2.name}", "emulated:rowwise_e4m3"]

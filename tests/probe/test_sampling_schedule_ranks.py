@@ -55,13 +55,13 @@ def by_the_clock(rank: int) -> list[int]:
 
 
 def without_rank_0(rank: int) -> tuple[list[int], list[str]]:
-    """The others ask in vain, for the two seconds that this store waits, and then go on alone."""
+    """The others ask in vain, for the half second that this store waits, and then go on alone."""
     dist.barrier()
     taken: list[int] = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if rank != 0:
-            dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
+            dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=0.5))
             taken = by_scripted_clock(rank, 5000)
     dist.barrier()
     return taken, [str(one.message) for one in told]

@@ -204,13 +204,13 @@ def test_what_is_not_given_is_said_to_be_missing(records, given, commands):
 def test_nothing_and_records_of_different_models_are_refused(records):
     with pytest.raises(LokaError, match="no record"):
         page()
-    other = Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    other = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     with pytest.raises(LokaError, match="different models"):
         page(report=other, stats=records["stats"])
 
 
 def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
-    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     plan = loka.plan(report)
     saved = [row.saved_us or 0.0 for row in layer_rows(plan)]
     assert saved == sorted(saved, reverse=True)
@@ -229,7 +229,7 @@ def test_a_large_model_folds_and_the_layers_that_save_most_come_first():
 @pytest.mark.parametrize("suffix", ["", "_pow2"])
 def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
     """Also where the report knows its recipe without powers of two alone."""
-    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     path = max(report.sites.values(), key=lambda site: site.measurements["hp"].microseconds.value).path
     sites = {}
     for name, site in report.sites.items():

@@ -39,7 +39,7 @@ onload = () => {
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_fits_a_phone_and_sorts(tmp_path, dark):
-    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.gz")
+    report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
     compared = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json")
     text = page(report=report, plan=loka.plan(report), validation=compared)
     inside = (

@@ -201,7 +201,7 @@ def test_by_sites_is_never_below_one_and_takes_the_better_way() -> None:
 def test_wukong_as_a_plan_has_it(stored: StoredTimes) -> None:
     """All layers of Wukong 2 GF at the measured size, with float32 weights: the planner's total from the same
     measurements, within 1 %."""
-    report = Report.load(ROOT / "benchmarks" / "wukong_step" / "report.json.gz")
+    report = Report.load(ROOT / "benchmarks" / "wukong_step" / "report.json.xz")
     decided = plan(report)
     calls, bf16, chosen = [], 0.0, 0.0
     for path, shape in report.model.layers.items():

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 from served import GROUP, ROW, TENSOR, Tower, calibration, plan_for, rows, tower
 from torch import nn
 
-import loka
 from loka.core.exceptions import FileRefused, LokaError, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.storage.files import sha256_of_file
 from loka.serve import Server, freeze, load
@@ -35,22 +32,19 @@ def saved(folder: Path, candidate: str = ROW, **options: object) -> Server:
 
 
 FRESH = """
-import sys, torch
+import torch
 import loka
 from served import Tower, rows
-server = loka.serve.load(sys.argv[1], Tower())
-torch.save([server(rows(50, seed=seed)).output for seed in range(3)], sys.argv[2])
+server = loka.serve.load("ranker", Tower())
+torch.save([server(rows(50, seed=seed)).output for seed in range(3)], "answers.pt")
 """
 
 
 @pytest.mark.parametrize("candidate", [TENSOR])
 def test_a_fresh_process_answers_bit_for_bit(candidate: str, tmp_path: Path) -> None:
     server = saved(tmp_path / "ranker", candidate, autocast=torch.bfloat16, name="clicks")
-    out = tmp_path / "answers.pt"
-    path = os.pathsep.join([str(Path(loka.__file__).parents[1]), str(Path(__file__).parent)])
-    command = [sys.executable, "-c", FRESH, str(tmp_path / "ranker"), str(out)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
-    for seed, answer in enumerate(torch.load(out)):
+    run_script(FRESH, name="fresh", cwd=tmp_path, output=tmp_path / "printed")
+    for seed, answer in enumerate(torch.load(tmp_path / "answers.pt")):
         assert torch.equal(answer, server(rows(50, seed=seed)).output)
 
 

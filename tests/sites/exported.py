@@ -1,10 +1,9 @@
-"""Runs saved programs in a process of its own: `python exported.py FOLDER`, with loka imported and no model
-of these programs built. Beside them another model is converted first, which is what finding E1 needs.
+"""Runs saved programs in a process where no model of them was built. Beside them another model is converted
+first, which is what finding E1 needs.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import loka
 
 
 def run_all(folder: Path) -> None:
-    """Writes what each program returns, as `NAME.out`, and how often each candidate was launched for it."""
+    """Writes what each program returns, and how often candidates were launched for it."""
     other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     plan = loka.Plan.load(folder / "other.json")
     loka.convert(other, plan)
@@ -28,7 +27,3 @@ def run_all(folder: Path) -> None:
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         found[path.stem] = ([tensor.detach() for tensor in tensors], launched)
     torch.save(found, folder / "found")
-
-
-if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))

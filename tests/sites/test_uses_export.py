@@ -7,9 +7,6 @@ it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,10 @@ from exported import run_all
 from forced import plan_of, planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, call
+from forked import SERVER
 from oracle import assert_close
 from sweeps import sweep
 from torch import nn
-
-import loka
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -141,24 +137,8 @@ def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path: Pat
 
 
 def _in_a_fresh_process(folder: Path) -> dict[str, tuple[list[torch.Tensor], int]]:
-    here = Path(__file__).parent
-    paths = [str(Path(loka.__file__).parents[1]), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    subprocess.run(
-        [sys.executable, "-c", _START, str(here), str(folder)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-    )
+    process = SERVER.Process(target=run_all, args=(folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     return torch.load(folder / "found", weights_only=False)
-
-
-_START = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from exported import run_all
-run_all(Path(sys.argv[2]))
-"""
-
-
-def test_what_the_fresh_process_runs_is_importable() -> None:
-    assert callable(run_all)

@@ -14,6 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 SIZE = torch.ops.aten.sym_size.int
+VIEW = torch.ops.aten.view.default
+COPY = torch.ops.aten.clone.default
 
 # What marks a node as to be recomputed, and as forward or backward.
 _INHERITED = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "custom")
@@ -79,6 +81,33 @@ class Emitter:
 
     def item(self, node: Node, place: int) -> Node:
         return self.call(operator.getitem, node, place)
+
+
+def settle(emitter: Emitter, changed: set[Node]) -> None:
+    """Fake values anew behind nodes that give the same numbers with other strides than what stood there.
+
+    A view that the new strides do not allow reads a copy. Nodes stand in order.
+    """
+    for node in list(emitter.graph.nodes):
+        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
+            continue
+        before = node.meta.get("val")
+        try:
+            now = _fake(node.target, node.args, node.kwargs)
+        except (RuntimeError, ValueError):
+            if node.target is not VIEW:
+                raise
+            with emitter.like(node):
+                copy = emitter.call(COPY, node.args[0], memory_format=torch.contiguous_format)
+            node.update_arg(0, copy)
+            now = _fake(node.target, node.args, node.kwargs)
+        node.meta["val"] = now
+        if _strides(now) != _strides(before):
+            changed.add(node)
+
+
+def _strides(value: Any) -> list[tuple[Any, ...]]:
+    return [tuple(map(str, leaf.stride())) for leaf in _tensors(value)]
 
 
 def _fake(target: Any, args: Any, kwargs: Any) -> Any:

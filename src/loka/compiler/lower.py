@@ -22,12 +22,13 @@ from loka.compiler.edges.cones import cone_of
 from loka.compiler.edges.matrix import Low, Matrix
 from loka.compiler.edges.nodes import args_of, mark_backward
 from loka.compiler.edges.writer import Writer
-from loka.compiler.emit import Emitter, ordered
+from loka.compiler.emit import Emitter, ordered, settle
 from loka.compiler.gemms import Gemms, Weight
 from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
+from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.quantize.fp8_weights import fp8_weights
@@ -67,7 +68,9 @@ def join_sites(graph: Graph) -> dict[str, str]:
     regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
     mark_runs(emitter, sites, low, weights, scales, (last_product, last), record_text(regions, apart))
+    lying = keep_tokens(emitter)
     ordered(graph)
+    settle(emitter, lying)
     graph.eliminate_dead_code()
     return apart
 

@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -35,17 +35,22 @@ class Fingerprint:
     torch: str
     libraries: Mapping[str, str] = field(default_factory=dict)
 
-    def differences(self, other: Fingerprint, *, driver: bool = True) -> list[str]:
+    def differences(
+        self, other: Fingerprint, *, driver: bool = True, libraries: Collection[str] | None = None
+    ) -> list[str]:
         """One line for each field in which `other` differs; libraries by name.
 
-        `driver`: whether its version counts. Times may follow it; kernels come with torch and the libraries.
+        Args:
+            driver: whether its version counts. Times may follow it; kernels come with libraries.
+            libraries: the distributions that count; None for all.
         """
         lines = []
         for name in ("device", "target", *(["driver"] if driver else []), "cuda", "torch"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 lines.append(f"{name}: {mine} here, {theirs} there")
-        for name in sorted({*self.libraries, *other.libraries}):
+        known = {*self.libraries, *other.libraries}
+        for name in sorted(known if libraries is None else known.intersection(libraries)):
             mine = self.libraries.get(name, "not installed")
             theirs = other.libraries.get(name, "not installed")
             if mine != theirs:

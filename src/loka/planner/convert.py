@@ -11,7 +11,7 @@ from torch import nn
 from loka.compiler import install
 from loka.compiler.joint_sites import unjoined
 from loka.compiler.notes import forget
-from loka.core.device import fingerprint
+from loka.core.device import LIBRARIES, fingerprint
 from loka.core.exceptions import NotConverted, PlanMismatch, WrongResults
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
@@ -19,7 +19,7 @@ from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP
 from loka.core.signature import LinearShape
 from loka.graph.attach import attach, detach
-from loka.kernels.gemm.registry import require_supported
+from loka.kernels.gemm.registry import candidate_named, require_supported
 from loka.kernels.gemm.self_check import self_check
 from loka.nn.linears import signature
 from loka.nn.site import site_forwards, sites_of
@@ -128,7 +128,10 @@ def _fits(decision: Decision, shape: LinearShape) -> bool:
 
 def _check_machine(model: nn.Module, plan: Plan) -> None:
     here = [fingerprint(device) for device in _devices(model)]
-    differences = [line for machine in here for line in machine.differences(plan.machine, driver=False)]
+    used = _libraries(plan)
+    differences = [
+        line for machine in here for line in machine.differences(plan.machine, driver=False, libraries=used)
+    ]
     if differences:
         raise PlanMismatch(
             f"this plan was measured on {plan.machine}, not here",
@@ -143,6 +146,13 @@ def _check_machine(model: nn.Module, plan: Plan) -> None:
             "kernels are the same and are checked; what is faster may differ (`loka measure` again tells)",
             stacklevel=3,
         )
+
+
+def _libraries(plan: Plan) -> set[str]:
+    """The distributions that bring what the plan names, and Triton, in which LoKA's own kernels are."""
+    names = {d.candidate for d in plan.decisions.values()} - {HP}
+    kernels = {candidate_named(name).kernel.library for name in names}
+    return {LIBRARIES[name] for name in {*kernels, "triton"} if name in LIBRARIES}
 
 
 def _check_results(model: nn.Module, plan: Plan) -> None:

@@ -6,39 +6,36 @@ import errno
 import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from forked import SERVER
 
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from loka.core.storage.alone import alone_in
-with alone_in(Path(sys.argv[1]), "training"):
-    print("held", flush=True)
-    time.sleep(60)
-"""
+
+def hold(folder: Path, held: Connection) -> None:
+    with alone_in(folder, "training"):
+        held.send("held")
+        time.sleep(60)
 
 
 def test_another_process_is_refused_until_the_holder_is_gone(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    ours, theirs = SERVER.Pipe()
+    holder = SERVER.Process(target=hold, args=(tmp_path, theirs))
+    holder.start()
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert ours.poll(60)
+        assert ours.recv() == "held"
         with pytest.raises(InUse, match="another process is training in") as refused, entered(tmp_path):
             pass
         assert f"process {holder.pid} on " in refused.value.why[0]
         assert "choose another folder" in refused.value.way_out
     finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
-        holder.stdout.close()
+        holder.kill()
+        holder.join()
     assert (tmp_path / LOCK).exists(), "killed, it could not remove it"
     with entered(tmp_path):
         pass
@@ -104,28 +101,29 @@ def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+def count_up(folder: Path) -> None:
+    done = 0
+    while done < 40:
+        try:
+            with alone_in(folder / "locked", "counting"):
+                count = int((folder / "count").read_text())
+                time.sleep(0.0005)
+                (folder / "count").write_text(str(count + 1))
+                done += 1
+        except InUse:
+            time.sleep(0.0003)
+
+
 def test_many_at_once_leave_one(tmp_path: Path) -> None:
     """Each enters when it can; a counter that two changed at once would lose counts."""
-    code = """
-import sys, time
-from pathlib import Path
-from loka.core.storage.alone import InUse, alone_in
-folder = Path(sys.argv[1])
-done = 0
-while done < 40:
-    try:
-        with alone_in(folder / "locked", "counting"):
-            count = int((folder / "count").read_text())
-            time.sleep(0.0005)
-            (folder / "count").write_text(str(count + 1))
-            done += 1
-    except InUse:
-        time.sleep(0.0003)
-"""
     (tmp_path / "count").write_text("0")
     started = time.monotonic()
-    workers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
-    assert [worker.wait(timeout=60) for worker in workers] == [0, 0, 0]
+    workers = [SERVER.Process(target=count_up, args=(tmp_path,)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert (tmp_path / "count").read_text() == "120", time.monotonic() - started
 
 

@@ -4,8 +4,8 @@ by its place."""
 from __future__ import annotations
 
 import enum
-import gzip
 import json
+import lzma
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from loka.core.signature import LinearShape, WeightUse
 from loka.core.storage.codec import decode, encode, inline, named, record, sparse
 from loka.core.storage.files import canonical, write_record
 
-STORED = Path(__file__).parents[3] / "benchmarks/wukong_step/report.json.gz"
+STORED = Path(__file__).parents[3] / "benchmarks/wukong_step/report.json.xz"
 
 
 class Kind(enum.Enum):
@@ -186,7 +186,7 @@ def test_records_are_written_as_before_there_was_a_codec() -> None:
 
 
 def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path: Path) -> None:
-    before = json.loads(gzip.decompress(STORED.read_bytes()))["content"]
+    before = json.loads(lzma.decompress(STORED.read_bytes()))["content"]
     Report.load(STORED).save(tmp_path / "report.json")
     after = json.loads((tmp_path / "report.json").read_bytes())["content"]
     ignored = before.keys() - after.keys()
@@ -204,7 +204,7 @@ def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path: Path)
 
 
 def test_a_file_says_where_it_does_not_fit(tmp_path: Path) -> None:
-    content = json.loads(gzip.decompress(STORED.read_bytes()))["content"]
+    content = json.loads(lzma.decompress(STORED.read_bytes()))["content"]
     site = next(iter(content["sites"]))
     content["sites"][site]["problem"]["m"] = "many"
     write_record(tmp_path / "report.json", kind="loka-report", version=2, content=content)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,14 +49,15 @@ def test_truncated(record: Path, length: int) -> None:
     assert "make it again" in str(caught.value)
 
 
-def test_compressed(record: Path) -> None:
-    packed = record.with_name("thing.json.gz")
-    whole = gzip.compress(record.read_bytes())
+@pytest.mark.parametrize("library", [gzip, lzma])
+def test_compressed(record: Path, library: ModuleType) -> None:
+    packed = record.with_name(f"thing.json.{'gz' if library is gzip else 'xz'}")
+    whole = library.compress(record.read_bytes())
     packed.write_bytes(whole)
     assert read(packed) == [1, 2.5, "x"]
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 0xFF
-    for data in (whole[: len(whole) // 2], bytes(damaged), record.read_bytes(), b""):
+    for data in (whole[: len(whole) // 2], bytes(damaged), whole + b"junk", record.read_bytes(), b""):
         packed.write_bytes(data)
         with pytest.raises(FileRefused, match="truncated") as caught:
             read(packed)

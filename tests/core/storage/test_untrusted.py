@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -80,6 +81,11 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "thing.json.gz"
     path.write_bytes(gzip.compress(bytes(256 << 20), compresslevel=1))
     assert "more than 64 MiB" in refused(path)
+    packed = tmp_path / "thing.json.xz"
+    packed.write_bytes(lzma.compress(bytes(80 << 20), preset=0))
+    assert "more than 64 MiB" in refused(packed)
+    packed.write_bytes(lzma.compress(b"[1]", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 29}]))
+    assert "not whole xz data" in refused(packed)  # a dictionary of 512 MiB
     plain = tmp_path / "thing.json"
     with plain.open("wb") as file:
         file.truncate(1 << 40)

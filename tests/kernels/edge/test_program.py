@@ -19,8 +19,6 @@ from loka.kernels.edge.program import (
     program_of,
 )
 
-LEAVES = tuple(Kind)
-
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:

@@ -53,8 +53,12 @@ def batches(count: int = 8, seed: int = 1) -> list[torch.Tensor]:
     return list(torch.randn(count, BATCH, 8, generator=generator))
 
 
-@pytest.fixture
-def trained() -> tuple[nn.Module, loka.Stats]:
+Trained = tuple[nn.Module, loka.Stats]
+
+
+@pytest.fixture(scope="module")
+def once_trained() -> tuple[Trained, torch.Tensor]:
+    """And the state of torch's random numbers behind it."""
     torch.manual_seed(0)
     model = Foreign()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -64,14 +68,22 @@ def trained() -> tuple[nn.Module, loka.Stats]:
             functional.binary_cross_entropy_with_logits(model(x), labels).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return model, probe.stats()
+    return (model, probe.stats()), torch.get_rng_state()
+
+
+@pytest.fixture
+def trained(once_trained: tuple[Trained, torch.Tensor]) -> Trained:
+    """A copy."""
+    found, random = copy.deepcopy(once_trained)
+    torch.set_rng_state(random)
+    return found
 
 
 def renewed(model: nn.Module, stats: loka.Stats, **options: object) -> loka.Stats:
     return renew_effects(model, stats, batches(), **{"logits": lambda z: z, **options})
 
 
-def test_every_site_has_effects_of_the_model_as_it_is(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_every_site_has_effects_of_the_model_as_it_is(trained: Trained) -> None:
     """Also before a BatchNorm, which in training mixes rows; against what emulating the site does."""
     model, stats = trained
     assert not stats.layers["first.0"].effects, "in training its rows mix"
@@ -94,7 +106,7 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained: tuple[nn.Module, 
             assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
-def test_fading_samples_are_of_models_that_are_gone(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_fading_samples_are_of_models_that_are_gone(trained: Trained) -> None:
     """A change of the model shows in full, not in the share of the samples that are new."""
     model, stats = trained
     before = renewed(model, stats).layers["out"].effects[RECIPE].loss()
@@ -111,7 +123,7 @@ def test_fading_samples_are_of_models_that_are_gone(trained: tuple[nn.Module, lo
     assert torch.equal(*tables), "histograms are replaced too, not added"
 
 
-def test_nothing_of_the_model_changes(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_nothing_of_the_model_changes(trained: Trained) -> None:
     model, stats = trained
     model(batches()[0]).sum().backward()
     kept = copy.deepcopy(model.state_dict())
@@ -133,7 +145,7 @@ def test_nothing_of_the_model_changes(trained: tuple[nn.Module, loka.Stats]) -> 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_no_more_batches_are_read_than_the_samples_take(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_no_more_batches_are_read_than_the_samples_take(trained: Trained) -> None:
     model, stats = trained
     endless = itertools.count()
     found = renew_effects(
@@ -163,7 +175,7 @@ def test_clusters_of_equal_rows_count_once() -> None:
     assert independent[0].sampling_variance < alone[0].sampling_variance / 3
 
 
-def test_clusters_reach_over_batches(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_clusters_reach_over_batches(trained: Trained) -> None:
     model, stats = trained
     x = batches(1)[0]
     same = [x] * 8  # the same users in every batch
@@ -198,7 +210,7 @@ def test_scatter_of_rows_is_no_movement() -> None:
     assert added_variance({}, now, Horizon(earlier=1, now=2, until=9))["a"] > 0, "unknown is not none"
 
 
-def test_a_horizon_widens_the_stated_interval(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_a_horizon_widens_the_stated_interval(trained: Trained) -> None:
     model, stats = trained
     horizon = Horizon.of_probe(stats, until=40)
     assert horizon.now == 20
@@ -239,9 +251,7 @@ def test_the_age_of_fading_samples() -> None:
         (0.0, LabelRate(positives=0, rows=0), "no labels"),
     ],
 )
-def test_no_promise(
-    trained: tuple[nn.Module, loka.Stats], bias: float, rate: float | LabelRate | None, word: str
-) -> None:
+def test_no_promise(trained: Trained, bias: float, rate: float | LabelRate | None, word: str) -> None:
     """Before, such models were told that FP8 is free."""
     model, stats = trained
     if bias:
@@ -254,7 +264,7 @@ def test_no_promise(
         assert not [n for d in layer.operands.values() for n in d.tensors if n.startswith("effect_")]
 
 
-def test_h_is_that_of_the_labels_and_its_error_widens(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_h_is_that_of_the_labels_and_its_error_widens(trained: Trained) -> None:
     model, stats = trained
     known = renewed(model, stats, base_rate=0.01).layers["out"].effects[RECIPE]
     counted = (
@@ -305,14 +315,14 @@ def test_each_task_has_its_own_rate() -> None:
         known((0.1, 1.5))
 
 
-def test_the_rate_is_that_of_the_renewed_model(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_the_rate_is_that_of_the_renewed_model(trained: Trained) -> None:
     """One of before is of a model that is gone."""
     model, stats = trained
     assert renewed(model, replace(stats, final_rate=0.0)).final_rate is None
     assert renewed(model, stats, final_rate=0.25).final_rate == 0.25
 
 
-def test_rows_weigh_as_in_the_loss(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_rows_weigh_as_in_the_loss(trained: Trained) -> None:
     """A row that weighs twice is as two rows of one cluster; a constant factor changes nothing."""
     torch.manual_seed(0)
     s, signs = torch.randn(400, 3).exp(), torch.ones(400, 1)
@@ -339,7 +349,7 @@ def test_rows_weigh_as_in_the_loss(trained: tuple[nn.Module, loka.Stats]) -> Non
             renewed(model, stats, weights=lambda x, bad=bad: torch.full((len(x),), bad))
 
 
-def test_what_tells_nothing_leaves_the_old_effects(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_what_tells_nothing_leaves_the_old_effects(trained: Trained) -> None:
     model, stats = trained
     found = renew_effects(model, stats, batches(), forward=lambda model, x: {"no": model(x)})
     assert found.layers["out"].effects == stats.layers["out"].effects
@@ -350,7 +360,7 @@ def test_what_tells_nothing_leaves_the_old_effects(trained: tuple[nn.Module, lok
     assert "no rows" in empty.layers["out"].no_effect
 
 
-def test_records_keep_the_widening(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_records_keep_the_widening(trained: Trained) -> None:
     model, stats = trained
     wide = renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
     assert decode(Effect, encode(wide)) == wide
@@ -359,7 +369,7 @@ def test_records_keep_the_widening(trained: tuple[nn.Module, loka.Stats]) -> Non
     assert merged.log_variance == pytest.approx(wide.log_variance / 2)
 
 
-def test_refusals(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_refusals(trained: Trained) -> None:
     model, stats = trained
     with pytest.raises(PlanMismatch):
         renew_effects(nn.Linear(3, 1), stats, batches())
@@ -374,7 +384,7 @@ def test_refusals(trained: tuple[nn.Module, loka.Stats]) -> None:
         renewed(model, stats)
 
 
-def test_a_parameter_of_the_root_is_seen_in_every_sampled_step(trained: tuple[nn.Module, loka.Stats]) -> None:
+def test_a_parameter_of_the_root_is_seen_in_every_sampled_step(trained: Trained) -> None:
     """Its views were named in the first one only, so its effects were those of the youngest model."""
     _, stats = trained
     assert stats.layers["stacked.unbind(0)[1]"].calls == stats.sampled_steps == 10

@@ -63,7 +63,7 @@ class Crowd:
             thread.join()
 
 
-@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["fewer", "all"])
+@pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["fewer", "all"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool, share: int) -> None:
     """Right after convert, and right after each of nine loads of other weights, 30 times as large or small.

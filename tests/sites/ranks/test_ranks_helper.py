@@ -32,6 +32,10 @@ def waiting(rank: int, folder: Path) -> dict[str, Any]:
     return {}
 
 
+def answering(rank: int, folder: Path) -> dict[str, Any]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("job", "told"),
     [
@@ -41,8 +45,9 @@ def waiting(rank: int, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_failures_are_told_and_nothing_hangs(job: Any, told: list[str], tmp_path: Path) -> None:
+    on_ranks(answering, 2, tmp_path)  # the server of forks may take seconds to start
     begin = time.monotonic()
     with pytest.raises(AssertionError) as caught:
-        on_ranks(job, 2, tmp_path, seconds=6 if job is waiting else 60)
+        on_ranks(job, 2, tmp_path, seconds=2.5 if job is waiting else 60)
     assert all(part in str(caught.value) for part in told), str(caught.value)
     assert time.monotonic() - begin < 50

@@ -30,7 +30,7 @@ from loka.train.run import Run
 from loka.train.steps.step_time import blocks_of
 
 POW2 = "emulated:rowwise_e4m3_pow2"
-PARTS, STEPS, SAVED, EVERY = 4, 10, 6, 3
+PARTS, STEPS, SAVED, EVERY = 4, 7, 4, 2
 ROWS = PARTS * 16  # of a step
 CONFIG = replace(
     fp8_run.CONFIG, checkpoint_every=EVERY, log_every=1, precision="fp32", average="ema", grad_clip=1.0
@@ -52,7 +52,7 @@ def world() -> tuple[int, int]:
 
 
 def rows() -> Dealt:
-    """Ten steps and a short one, of which four ranks cannot share all rows."""
+    """Six steps and a short one, of which four ranks cannot share all rows."""
     parts = [RandomRows(16 * (STEPS - 1) + 5, seed=part) for part in range(PARTS)]
     rank, ranks = world()
     return Dealt(parts, rank=rank, ranks=ranks)

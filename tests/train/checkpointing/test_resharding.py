@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fp8_run import digest, tower
 from ranks import on_ranks
-from resharded_runs import EVERY, PARTS, ROWS, SAVED, die_at, ended, pow2_plan, run
+from resharded_runs import EVERY, PARTS, ROWS, SAVED, STEPS, die_at, ended, pow2_plan, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from loka.core.exceptions import CheckpointRefused
@@ -61,7 +61,7 @@ class Killed:
 
     def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
         if not self.saving:
-            run(folder / "run", self.plan, self.engine, on_step=die_at(SAVED + 2, rank=2))
+            run(folder / "run", self.plan, self.engine, on_step=die_at(SAVED + 1, rank=2))
             return {}
         real = sharded.write_state
 
@@ -97,6 +97,8 @@ def runs(request: Any, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> 
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):
         (folder / name).mkdir()
+        if saving:
+            shutil.copytree(folder / "stepping-as-left", folder / name / "run")
         with pytest.raises(AssertionError, match="exit code -9"):
             on_ranks(Killed(plan, engine, saving), PARTS, folder / name)
         shutil.copytree(folder / name / "run", folder / f"{name}-as-left")
@@ -229,7 +231,7 @@ def test_a_full_disk_of_one_rank_is_told_by_all_and_costs_no_step(tmp_path: Path
         (line,) = found["unsaved"]
         assert f"cannot save {tmp_path / 'run'}/step-{EVERY:08d}" in line
         assert "No space left on device" in line
-        assert found["left"] == ["step-00000009", "step-00000010"]
+        assert found["left"] == [f"step-{STEPS - 1:08d}", f"step-{STEPS:08d}"]
     assert "rank 1: " in first["unsaved"][0]
 
 

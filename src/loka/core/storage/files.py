@@ -12,6 +12,7 @@ import glob
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import secrets
 import zlib
@@ -120,7 +121,7 @@ def read_record(
     parse: Callable[[dict[str, Any]], T],
     limits: Limits = _LIMITS,
 ) -> T:
-    """`parse` applied to the content of a record file; one ending in ".gz" was compressed with gzip.
+    """`parse` applied to the content of a record file; one ending in ".gz" or ".xz" was compressed so.
 
     Raises:
         FileRefused: missing, truncated, edited, of another kind, from a newer LoKA, beyond `limits`, or
@@ -134,8 +135,9 @@ def read_record(
         data = read_bounded(path, limits)
     except FileNotFoundError:
         raise refuse("there is no such file") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise refuse(f"it is not whole gzip data ({error}); it was truncated or overwritten") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        packed = path.suffix.removeprefix(".")
+        raise refuse(f"it is not whole {packed} data ({error}); it was truncated or overwritten") from error
     except OSError as error:
         raise refuse(f"it cannot be read ({error.strerror})") from error
     except ValueError as error:

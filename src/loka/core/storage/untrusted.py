@@ -10,6 +10,7 @@ import errno
 import gzip
 import io
 import json
+import lzma
 import math
 import os
 import stat
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _PART = 1 << 20
+_DICTIONARY = 80 << 20  # bytes that unpacking xz may take: its largest preset takes 65 MiB
 _DIGITS = 20  # of 2^64; int() of a text takes time that grows with the square of its length
 
 
@@ -43,21 +45,34 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path, limits: Limits) -> bytes:
-    """The bytes of a regular file; of one ending in ".gz" those that gzip compressed.
+    """The bytes of a regular file; of one ending in ".gz" or ".xz" those that gzip or xz compressed.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
         ValueError: it holds more than the limit.
-        EOFError, zlib.error: the gzip data are not whole.
+        EOFError, zlib.error, lzma.LZMAError: compressed data are not whole, or ask for too much memory.
     """
     with open_regular(path) as file:
         data = _at_most(file, limits.bytes + 1)
     if path.suffix == ".gz" and len(data) <= limits.bytes:
         with gzip.open(io.BytesIO(data)) as unpacked:
             data = _at_most(unpacked, limits.bytes + 1)
+    if path.suffix == ".xz" and len(data) <= limits.bytes:
+        data = _unpacked(data, limits.bytes + 1)
     if len(data) > limits.bytes:
         raise ValueError(f"it holds more than {limits.bytes >> 20} MiB")
     return data
+
+
+def _unpacked(data: bytes, most: int) -> bytes:
+    """At most so many of the bytes that one stream of xz holds."""
+    unpacker = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=_DICTIONARY)
+    found = unpacker.decompress(data, most)
+    if len(found) < most and not unpacker.eof:
+        raise EOFError("it ends within a stream")
+    if unpacker.unused_data:
+        raise lzma.LZMAError("something follows the stream")
+    return found
 
 
 def _at_most(file: BinaryIO | gzip.GzipFile, most: int) -> bytes:

@@ -1,0 +1,213 @@
+"""GEMMs over the middle side of [B, n, d], as batched GEMMs of what lies there.
+
+A layer over tokens, as Wukong's or an MLP-Mixer's, is a linear layer on X^T. The compiler copies X into rows
+for it, once for each direction, and readers of its result take them across:
+
+    mm(rows of X^T, W^T)              -> bmm(W, X), transposed         [B d, n] [n, m]
+    mm((rows of dY^T)^T, rows of X^T) -> sum over B of bmm(dY, X^T)    [m, B d] [B d, n]
+
+cuBLAS takes either operand of a batched GEMM transposed, and one W for all of the batch, so that nothing is
+copied; layers of one X become one GEMM. Products and sums are those of before, in another order; of a
+weight's gradient each row of the batch is rounded to the model's precision before the rows are added in
+float32. What is an FP8 site by plan stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, value_of
+from loka.compiler.emit import Emitter
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_CONVERT = prims.convert_element_type.default
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COLUMNS = 32  # d, below which GEMMs of a row of the batch each leave most of their tiles empty
+_ALIGNED = 8  # elements: cuBLAS' fast kernels ask for rows of 16 bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Product:
+    """mm(rows, w) -> [B d, m], by `x` [B, n, d]; what reads it goes through `views` [B, d, m]."""
+
+    node: Node
+    x: Node
+    w: Node
+    views: list[Node]
+
+
+def keep_tokens(emitter: Emitter) -> set[Node]:
+    """Rewrites the graph's GEMMs over tokens in place; returns the nodes that stand for what they gave."""
+    found = [n for n in emitter.graph.nodes if n.target is aten.mm.default and value_of(n).dtype in _DTYPES]
+    as_they_lie: dict[tuple[Node, torch.dtype], Node] = {}
+    products: list[_Product] = []
+    given: set[Node] = set()
+    for node in found:
+        product = _product(emitter, node, as_they_lie)
+        if product is not None:
+            products.append(product)
+        else:
+            given |= _weight_gradient(emitter, node, as_they_lie)
+    stacks: dict[tuple[Node, bool], list[_Product]] = {}
+    for product in products:
+        if _is_given(product.w):
+            stacks.setdefault((product.x, in_backward(product.node)), []).append(product)
+        else:
+            given |= _multiply(emitter, [product])
+    for stack in stacks.values():
+        given |= _multiply(emitter, stack)
+    return given
+
+
+def _product(
+    emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]
+) -> _Product | None:
+    """A GEMM of forward, or for dx, where it would copy: X into rows, or the result across."""
+    rows, w = args_of(node)
+    x = _uncollapsed(rows)
+    if x is None or value_of(x).shape[1] < _COLUMNS:
+        return None
+    views = list(node.users)
+    sides = (value_of(x).shape[1], value_of(node).shape[1])
+    if not views or not all(_is_view(view, sides) for view in views):
+        return None
+    across = [user for view in views for user in _readers(view)]
+    # A GEMM reads either way; what else reads the transpose would take it across.
+    taken = all(map(_is_turn, across)) and any(
+        reader.target is not aten.bmm.default and not _is_turn(reader)
+        for user in across
+        for reader in user.users
+    )
+    if not (_is_turned(x) or taken):
+        return None
+    with emitter.like(node):
+        return _Product(node=node, x=_turned(emitter, x, as_they_lie), w=w, views=views)
+
+
+def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
+    """y [B, m, d] = w^T [m, n] @ x [B, n, d], with the rows of all weights below each other."""
+    x = emitter.now(products[0].x)
+    with emitter.like(products[0].node):
+        weights = [emitter.call(aten.permute.default, product.w, [1, 0]) for product in products]
+        w = weights[0] if len(weights) == 1 else emitter.call(aten.cat.default, weights, 0)
+        if value_of(w).shape[1] % _ALIGNED:
+            turned = emitter.call(aten.permute.default, w, [1, 0])
+            turned = emitter.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+            w = emitter.call(aten.permute.default, turned, [1, 0])
+        batch = emitter.side(value_of(x).shape[0])
+        every = emitter.call(aten.expand.default, w, [batch, *value_of(w).shape])
+        y = emitter.call(aten.bmm.default, every, x)
+        first, given = 0, set()
+        for product, weight in zip(products, weights, strict=True):
+            last = first + value_of(weight).shape[0]
+            part = y if len(products) == 1 else emitter.call(aten.slice.Tensor, y, 1, first, last)
+            given |= {part, _give(emitter, product, part)}
+            first = last
+    return given
+
+
+def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
+    """`y` [B, m, d] in the place of the product: as it lies, and across where it is read so."""
+    back = emitter.call(aten.permute.default, y, [0, 2, 1])
+    for view in product.views:
+        for user in _readers(view):
+            if _is_turn(user):
+                cast = args_of(user)[0]
+                now = y if cast is view else emitter.call(_CONVERT, y, args_of(cast)[1])
+                emitter.replace(user, now)
+        emitter.replace(view, back)
+    return back
+
+
+def _weight_gradient(
+    emitter: Emitter, node: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]
+) -> set[Node]:
+    """dw [m, n] = rows of g [B d, m]^T @ rows of x [B d, n]."""
+    left, right = args_of(node)
+    if left.target is not aten.permute.default or list(args_of(left)[1]) != [1, 0]:
+        return set()
+    g, x = _uncollapsed(args_of(left)[0]), _uncollapsed(right)
+    if g is None or x is None or not (_is_turned(g) or _is_turned(x)):
+        return set()
+    (m, n), d = value_of(node).shape, value_of(x).shape[1]
+    # Products of all rows are written and read again: that has to be little beside what they are made of.
+    if value_of(g).shape[1] != d or d < _COLUMNS or 4 * m * n > d * (m + n):
+        return set()
+    with emitter.like(node):
+        g, x = _turned(emitter, g, as_they_lie), _turned(emitter, x, as_they_lie)
+        upright = n % _ALIGNED == 0 or m % _ALIGNED != 0
+        a, b = (g, x) if upright else (x, g)
+        each = emitter.call(aten.bmm.default, a, emitter.call(aten.permute.default, b, [0, 2, 1]))
+        total = emitter.call(aten.sum.dim_IntList, each, [0], dtype=torch.float32)
+        if value_of(node).dtype != torch.float32:
+            total = emitter.call(_CONVERT, total, value_of(node).dtype)
+        if not upright:
+            total = emitter.call(aten.permute.default, total, [1, 0])
+    emitter.replace(node, total)
+    return {total}
+
+
+def _is_given(w: Node) -> bool:
+    """Whether it is an input of the graph but for casts and views, and so there from the start."""
+    while len(w.all_input_nodes) == 1:
+        (w,) = w.all_input_nodes
+    return w.op == "placeholder" and "tangent" not in str(w.target)
+
+
+def _uncollapsed(rows: Any) -> Node | None:
+    """[B, d, n] of what lies as its rows [B d, n], before it was copied for that; None where it is not so."""
+    if not isinstance(rows, Node) or rows.target not in _VIEWS:
+        return None
+    whole = args_of(rows)[0]
+    while whole.target is aten.clone.default:
+        whole = args_of(whole)[0]
+    if not is_tensor(whole) or value_of(whole).dim() != 3 or value_of(whole).dtype != value_of(rows).dtype:
+        return None
+    sides = value_of(whole).shape[1:]
+    if not all(isinstance(side, int) for side in sides) or sides[1] != value_of(rows).shape[1]:
+        return None
+    return whole
+
+
+def _readers(view: Node) -> list[Node]:
+    """Of a value, or of its casts."""
+    found = []
+    for user in view.users:
+        found += list(user.users) if user.target is _CONVERT else [user]
+    return found
+
+
+def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
+    """Of rows as [B, *sides]; B follows from the others."""
+    return node.target in _VIEWS and value_of(node).dim() == 3 and tuple(value_of(node).shape[1:]) == sides
+
+
+def _is_turned(whole: Node) -> bool:
+    """Whether [B, d, n] lies as [B, n, d]."""
+    strides = value_of(whole).stride()
+    return bool(strides[1] == 1 and strides[2] != 1)
+
+
+def _is_turn(node: Node) -> bool:
+    return node.target is aten.permute.default and list(args_of(node)[1]) == [0, 2, 1]
+
+
+def _turned(emitter: Emitter, whole: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> Node:
+    """[B, n, d] of [B, d, n], one node for all that ask; what was cast across is cast as it lies."""
+    if _is_turn(whole):
+        return emitter.now(args_of(whole)[0])
+    cast = whole.target is _CONVERT and _is_turn(args_of(whole)[0])
+    source = emitter.now(args_of(args_of(whole)[0])[0] if cast else whole)
+    key = source, value_of(whole).dtype
+    if key not in as_they_lie:
+        if cast:
+            as_they_lie[key] = emitter.call(_CONVERT, source, key[1])
+        else:
+            as_they_lie[key] = emitter.call(aten.permute.default, source, [0, 2, 1])
+    return as_they_lie[key]
