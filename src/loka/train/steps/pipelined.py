@@ -13,12 +13,12 @@ another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from loka.core.timing import first_line
 from loka.data.batch import Batch
@@ -65,19 +65,19 @@ class Pipelined:
 
 def pipelined(
     model: nn.Module,
-    optimizers: Mapping[str, Optimizer],
     first: Batch,
     coming: Ahead,
     *,
     forward: Forward,
-    before_step: Callable[[], None],
+    zero_grad: Callable[[], None],
+    update: Callable[[], None],
 ) -> Pipelined | str:
     """A pipeline whose first step is that on `first`, which lies on the device; or why there is none.
 
     Args:
         forward: of inputs, with jagged ids in the place of sparse ones, and labels: a loss, and what the step
             returns.
-        before_step: called between backward and the optimizers.
+        zero_grad, update: called before forward and after backward.
     """
     tables = [module for module in model.modules() if isinstance(module, EmbeddingBags)]
     if len(tables) != 1:
@@ -94,7 +94,7 @@ def pipelined(
     batches = feed()
     pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
         _OfBatch(unwrap(model)),
-        _All(optimizers, before_step),
+        SimpleNamespace(zero_grad=zero_grad, step=update),
         device,
         custom_model_fwd=lambda batch: forward(batch.inputs(), batch.batch.label),
     )
@@ -125,22 +125,6 @@ class _OfBatch(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         return self.model(batch.dense, batch.ids)
-
-
-class _All:
-    """The optimizers of a run, in the two calls that the pipeline makes."""
-
-    def __init__(self, optimizers: Mapping[str, Optimizer], before_step: Callable[[], None]) -> None:
-        self._optimizers, self._before_step = optimizers, before_step
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
-
-    def step(self) -> None:
-        self._before_step()
-        for optimizer in self._optimizers.values():
-            optimizer.step()
 
 
 class _Fed:

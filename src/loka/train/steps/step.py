@@ -189,22 +189,30 @@ class Step:
         return losses, logits, *gradients
 
     def _learn(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Predicted:
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         predicted = _backward(self._model, inputs, label, self._config)
         average_gradients(self._replicated)
+        self._update()
+        return predicted
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def _update(self) -> None:
         self._clip()
         for optimizer in self._optimizers.values():
             optimizer.step()
-        return predicted
 
     def _begin_pipeline(self, batch: Batch, coming: Ahead) -> None:
-        def forward(inputs: tuple[Any, ...], label: torch.Tensor) -> tuple[torch.Tensor, Predicted]:
-            return _forward(self._model, inputs, label, self._config)
-
         self._coming = None  # tried once
         made = pipelined(
-            self._model, self._optimizers, batch, coming, forward=forward, before_step=self._clip
+            self._model,
+            batch,
+            coming,
+            forward=lambda inputs, label: _forward(self._model, inputs, label, self._config),
+            zero_grad=self._zero_grad,
+            update=self._update,
         )
         if isinstance(made, str):
             self._exchange = f"{_ONE_BY_ONE}: {made}"
