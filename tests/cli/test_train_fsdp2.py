@@ -31,9 +31,9 @@ SHARDED = ("--batch-size", BATCH, "--dense", "fsdp2", "--plan", "plan.json", "--
 HELD_OUT = re.compile(r"held out: .*")
 
 
-def built() -> nn.Module:
+def built(name: str = "dlrm") -> nn.Module:
     data = open_data(None, rows=ROWS, seed=0)
-    return command._build("dlrm", data.train, seed=0, with_mods=True)
+    return command._build(name, data.train, seed=0, with_mods=True)
 
 
 def make_plan(folder: Path) -> loka.Plan:
@@ -41,11 +41,15 @@ def make_plan(folder: Path) -> loka.Plan:
     model, data = built(), open_data(None, rows=ROWS, seed=0)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         train(model, data.train, config=TrainConfig(batch_size=BATCH, max_rows=2 * BATCH, precision="fp32"))
-    quick = Settings(rows=32, min_draws=2, max_draws=2)
-    report = loka.measure(probe.stats(), device="cpu", candidates=[POW2], errors_only=True, settings=quick)
-    plan = loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
+    plan = forced(probe.stats())
     plan.save(folder / "plan.json")
     return plan
+
+
+def forced(stats: loka.Stats) -> loka.Plan:
+    quick = Settings(rows=32, min_draws=2, max_draws=2)
+    report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
+    return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
 def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What `torchrun -m loka train` adds to a command: the process group, and the model over its ranks.
 
-Each rank trains on rows of its own, in torch's DistributedDataParallel or FSDP2; rank 0 speaks.
+Each rank trains on rows of its own, in torch's DistributedDataParallel or FSDP2, or with tables sharded by
+TorchRec; rank 0 speaks.
 """
 
 from __future__ import annotations
@@ -19,25 +20,32 @@ from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import ranks_of
 from loka.distributed import shard_dense
 from loka.distributed.lookups import TABLES
+from loka.distributed.sharded_tables import EXCHANGES, shard_tables
 from loka.train import TrainConfig
 from loka.train.steps.step_time import blocks_of
 
-ENGINES = ("ddp", "fsdp2")
+DENSE = ("ddp", "fsdp2")
+ENGINES = ("torch", "torchrec")
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[str]:
+def process_group(device: str, *, of_one: bool = False) -> Iterator[str]:
     """Within it the ranks that torchrun started are one group; yields the device of this one.
 
-    A group that is there already is used, and left. Without torchrun, or alone under it, nothing happens.
-    Other ranks than the first say nothing but errors.
+    A group that is there already is used, and left. Without torchrun, or alone under it, nothing happens; or
+    this process becomes a group `of_one`. Other ranks than the first say nothing but errors.
     """
-    started = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    started = not dist.is_initialized() and (several or of_one)
     if started:
         if device == "cuda":  # the one GPU of this rank; "cuda:1" would be one for all
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        if several:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         with ExitStack() as held:
             if rank_and_ranks()[0]:
@@ -62,10 +70,27 @@ def rank_and_ranks() -> tuple[int, int]:
     return (dist.get_rank(), ranks_of()) if ranks_of() > 1 else (0, 1)
 
 
-def check_engine(dense: str, config: TrainConfig, *, planned: bool) -> None:
-    """Raises LokaError where `--dense` and `--gather` are no names, or ask for what is not there."""
-    if dense not in ENGINES:
-        raise UnknownName(f"--dense {dense!r}", way_out=f"one of {', '.join(ENGINES)}")
+def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *, planned: bool) -> None:
+    """Raises LokaError where `--engine`, `--dense`, `--qcomm` and `--gather` are no names, or ask for what is
+    not there."""
+    for option, value, names in (
+        ("engine", engine, ENGINES),
+        ("dense", dense, DENSE),
+        ("qcomm", exchange, EXCHANGES),
+    ):
+        if value not in names:
+            raise UnknownName(f"--{option} {value!r}", way_out=f"one of {', '.join(names)}")
+    if engine == "torchrec" and dense == "fsdp2":
+        raise LokaError(
+            "--engine torchrec keeps the dense part whole on every rank, and --dense fsdp2 shards it",
+            why=["TorchRec's DistributedModelParallel wraps it in DistributedDataParallel"],
+            way_out="leave --dense out to shard tables, or --engine to shard the dense part",
+        )
+    if engine == "torch" and exchange != "fp32":
+        raise LokaError(
+            f"--qcomm {exchange} is of TorchRec's exchange of embeddings, and nothing else exchanges them",
+            way_out="--engine torchrec beside it",
+        )
     if dense == "fsdp2" and ranks_of() == 1:
         raise LokaError(
             "--dense fsdp2 shards over several ranks, and this is one",
@@ -84,12 +109,16 @@ def check_engine(dense: str, config: TrainConfig, *, planned: bool) -> None:
         )
 
 
-def over_ranks(model: nn.Module, config: TrainConfig, *, dense: str) -> nn.Module:
-    """The model as the ranks train it, on the config's device; alone, as it is.
+def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str, exchange: str) -> nn.Module:
+    """The model as the ranks train it, on the config's device; alone, as it is, but for TorchRec's tables.
 
+    torchrec tables sharded, all else whole on every rank
     ddp      whole on every rank. NCCL adds dense gradients only, so there tables get those, and Adam
     fsdp2    tables whole on every rank, all else sharded, a unit for each block that holds no table
     """
+    if engine == "torchrec":
+        sides = {"device": config.device, "batch_size": config.batch_size}
+        return shard_tables(model, **sides, lr=config.sparse_lr, exchange=exchange)  # type: ignore[arg-type]
     if ranks_of() == 1:
         return model
     if dense == "fsdp2":

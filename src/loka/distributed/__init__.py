@@ -1,13 +1,16 @@
 """Many GPUs on torch's own engines: FSDP2 with weights gathered in FP8, gradients sent by codecs, tables that
-replicas keep together by the rows they changed."""
+TorchRec shards, or that replicas keep together by the rows they changed."""
 
 from loka.distributed.dense_sharding import average_gradients, replicated_tables, shard_dense
+from loka.distributed.embedding_bags import EmbeddingBags, with_embedding_bags
 from loka.distributed.fp8_all_gather import Fp8AllGather, Gathered, fp8_all_gather
 from loka.distributed.gradient_wire import GradientWire, send_gradients
 from loka.distributed.momentum_scale import momentum_scaled
 from loka.distributed.row_sync import RowSync, Traffic, row_sync
+from loka.distributed.sharded_tables import shard_tables
 
 __all__ = [
+    "EmbeddingBags",
     "Fp8AllGather",
     "Gathered",
     "GradientWire",
@@ -20,4 +23,6 @@ __all__ = [
     "row_sync",
     "send_gradients",
     "shard_dense",
+    "shard_tables",
+    "with_embedding_bags",
 ]

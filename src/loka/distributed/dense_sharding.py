@@ -45,7 +45,7 @@ def shard_dense(
     from torch.distributed.device_mesh import init_device_mesh  # it takes a while to import
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _require_alike(model)
+    require_alike(model)
     device = torch.device(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(
@@ -117,7 +117,7 @@ def _gathered(mine: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
-def _require_alike(model: nn.Module) -> None:
+def require_alike(model: nn.Module) -> None:
     """Shards of different models would be put together to one that nobody built."""
     mine = {name: _told(weight) for name, weight in named_parameters(model)}
     every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]

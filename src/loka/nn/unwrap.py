@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
@@ -30,6 +31,12 @@ def unwrap(model: nn.Module) -> nn.Module:
     while (inner := inner_of(model)) is not None:
         model = inner
     return model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Of its weights. TorchRec leaves an empty one on the CPU for a table that has no rows on this rank."""
+    weights = list(model.parameters())
+    return next((weight for weight in weights if weight.numel()), weights[0]).device
 
 
 def class_name(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ from loka.core.records.coverage import Coverage
 from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
 from loka.nn.linears import Filter, find_linears, signature
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import device_of, unwrap
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
 from loka.probe.force_eager import capturing, eager
 from loka.probe.layer_stats import (
@@ -142,7 +142,7 @@ class Probe:
         if resume is not None:
             self._restore(resume)
         self._sampling = sampling_of(every, overhead=overhead, start=self._steps)
-        self._clock = clock_of(next(unwrap(model).parameters()).device)
+        self._clock = clock_of(device_of(unwrap(model)))
         self._announced: bool | None = None  # whether the step is sampled, where the program asks for it
         self._saver: Saver | None = None
 
@@ -380,5 +380,5 @@ class Probe:
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         for path, layer in stats.layers.items():
             if path in self._linears or path in traced:
-                self._layers[path] = from_record(layer, next(unwrap(self._model).parameters()).device)
+                self._layers[path] = from_record(layer, device_of(unwrap(self._model)))
                 self._sensitivity.restore(path, layer)

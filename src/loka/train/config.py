@@ -34,7 +34,7 @@ _BEFORE = {
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
-_WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every"})
+_WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every", "pipeline"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ class TrainConfig:
         window: steps that the window metrics cover.
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, or "fp8" where they can
             be (loka.distributed.fp8_all_gather).
+        pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
+            they can; no weight differs by it.
     """
 
     batch_size: int
@@ -90,6 +92,7 @@ class TrainConfig:
     step: StepMode = "eager"
     window: int = 1000
     gather: Gather = "hp"
+    pipeline: bool = True
 
     def __post_init__(self) -> None:
         counts = ("batch_size", "epochs", "checkpoint_every", "keep_checkpoints", "log_every", "accumulate")

@@ -29,6 +29,7 @@ from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
+from loka.distributed.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.train.checkpointing.checkpoint import (
     Checkpoint,
@@ -47,6 +48,7 @@ from loka.train.running import Reading
 from loka.train.schedule import rate_factor
 from loka.train.segments import Segments
 from loka.train.steps.forward import arguments, matrix_precision, predict, tasks_in
+from loka.train.steps.pipelined import Ahead
 
 Track = Callable[[Iterable[Batch], str, int], Iterable[Batch]]
 
@@ -92,7 +94,7 @@ class TrainResult:
     `plan` is the one that the model runs by, `step_reason` why steps did not run as the config asks,
     `average` the mean of the weights that the config asked for (`as_averaged` judges it), `final_rate` the
     rate of the last step as a share of the peak, `gathering` how FSDP2 gathers in FP8 where the config asks
-    for it: `remove()` it before `loka.revert`.
+    for it: `remove()` it before `loka.revert`, `exchange` how TorchRec moved embeddings, where it did.
     """
 
     steps: int
@@ -108,6 +110,7 @@ class TrainResult:
     average: AveragedModel | None = None
     final_rate: float = 1.0
     gathering: Fp8AllGather | None = None
+    exchange: str | None = None
 
     @property
     def reading(self) -> Reading:
@@ -189,7 +192,7 @@ def train(
     identity = {
         "config": config.identity(ranks=ranks_of()),
         "source": rows_identity(source),
-        "model": layout(unwrap(model) if ranks_of() > 1 else model),
+        "model": layout(unwrap(model) if ranks_of() > 1 or sharded_modules(model) else model),
         "plan": identity_of(plan),
         "beside": callback.identity(),
         "segments": segments.identity() if segments else None,
@@ -237,8 +240,8 @@ def train(
     with _alone(checkpoints), deferred_interrupt() as run.interrupt, exact:
         try:
             callback.start(run)
-            batches = batches_from(source, config, length, step=run.step)
-            for batch in track(batches, "train", length.steps - run.step):
+            run.coming = Ahead(batches_from(source, config, length, step=run.step))
+            for batch in track(run.coming, "train", length.steps - run.step):
                 sight = callback.before(run)
                 between_steps = False
                 run.learn(batch.to(run.device), sight=sight)
@@ -268,7 +271,7 @@ def train(
             failed = error
             raise
         finally:
-            reason = run.step_reason
+            reason, exchange = run.step_reason, run.exchange
             callback.stop(run, failed)
             run.close()
     seconds = time.perf_counter() - started
@@ -286,6 +289,7 @@ def train(
         average=run.average,
         final_rate=rate_factor(length.steps - 1, length.steps, config),
         gathering=run.gathering,
+        exchange=exchange,
     )
 
 

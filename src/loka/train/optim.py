@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.core.exceptions import LokaError
+from loka.distributed.sharded_tables import FusedTables, sharded_modules
 from loka.train.config import TrainConfig
 
 
@@ -77,15 +79,20 @@ def _rate(accumulated: torch.Tensor, lr: float, eps: float) -> torch.Tensor:
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.optim.Optimizer]:
-    """`sparse` for tables whose module has `sparse=True`, `dense` for all other weights.
+    """`sparse` for tables whose module has `sparse=True` or that TorchRec shards, `dense` for all other
+    weights.
 
-    A kind without weights has no entry.
+    A kind without weights has no entry. Raises LokaError for what tables that learn in backward cannot do.
     """
+    sharded = sharded_modules(model)
+    if sharded:
+        _require_fused(config)
+    fused = {weight for module in sharded.values() for weight in module.parameters()}
     tables: dict[torch.Tensor, None] = {}  # a dict keeps the order, a set would not
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             tables[module.weight] = None
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight not in fused]
     dense = [weight for weight in trained if weight not in tables]
     sparse = [weight for weight in trained if weight in tables]
     optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -98,6 +105,22 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> dict[str, torch.o
             optimizers["dense"] = torch.optim.Adam(dense, lr=config.lr)
     if sparse:
         optimizers["sparse"] = RowwiseAdagrad(sparse, lr=config.sparse_lr)
+    if sharded:
+        optimizers["sparse"] = FusedTables(model, lr=config.sparse_lr)
     if not optimizers:
         raise ValueError("the model has no weight that requires a gradient; there is nothing to train")
     return optimizers
+
+
+def _require_fused(config: TrainConfig) -> None:
+    if config.accumulate > 1:
+        raise LokaError(
+            f"accumulate is {config.accumulate}, and tables that TorchRec shards learn in each backward",
+            why=["each part of a batch would be an update of its own"],
+            way_out="leave --accumulate out, and take more ranks or a smaller --batch-size",
+        )
+    if config.average != "none":
+        raise LokaError(
+            f"average is {config.average!r}, a copy of all weights, and TorchRec's tables lie on many ranks",
+            way_out="leave --average out, or train with --engine torch",
+        )

@@ -19,6 +19,7 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data.batch import ONE_TASK, Batch
 from loka.distributed import Fp8AllGather, fp8_all_gather
+from loka.distributed.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
 from loka.train.average import Weights, averaged_weights, due
@@ -32,11 +33,16 @@ from loka.train.optim import build_optimizers
 from loka.train.running import RunningTasks
 from loka.train.schedule import rate_factor, schedulers
 from loka.train.segments import Segments
+from loka.train.steps.pipelined import Ahead
 from loka.train.steps.step import Sight, Step
 
 
 class Callback:
-    """What goes on beside the steps; this one does nothing."""
+    """What goes on beside the steps; this one does nothing.
+
+    One that calls the model between two steps calls `run.close()` first: TorchRec's pipeline has ids of the
+    next batch on their way.
+    """
 
     def identity(self) -> dict[str, Any] | None:
         """JSON values that a checkpoint has to share."""
@@ -91,12 +97,18 @@ class Run:
         self.interrupt = Interrupt()
         self.unused: Callable[[], Iterator[Batch]] = lambda: iter(())  # batches that no step has trained on
         self.save_due = False  # a callback sets it where the next step may not be the same again
+        self.coming: Ahead | None = None  # the batches that steps are called with, for TorchRec's pipeline
         self._step: Step | None = None
 
     @property
     def step_reason(self) -> str | None:
         """Why steps do not run as the config asks."""
         return self._step.reason if self._step else None
+
+    @property
+    def exchange(self) -> str | None:
+        """How TorchRec exchanges ids and embeddings; None where it does not."""
+        return self._step.exchange if self._step else None
 
     @property
     def dense_weights(self) -> list[torch.Tensor]:
@@ -107,7 +119,7 @@ class Run:
     def learn(self, batch: Batch, *, sight: Sight = "none") -> None:
         """One step on `batch`, which lies on the device."""
         if self._step is None:
-            self._step = Step(self.model, self.optimizers, self.config)
+            self._step = Step(self.model, self.optimizers, self.config, coming=self.coming)
         predicted = self._step(batch, sight=sight)
         for scheduler in self._schedulers.values():
             scheduler.step()
@@ -153,10 +165,11 @@ class Run:
             self.gathering = fp8_all_gather(self.model, plan)
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        """All that it takes to go on from here, and `beside`. Among several ranks a collective."""
+        """All that it takes to go on from here, and `beside`. Among several ranks, or with TorchRec's tables,
+        by DCP: a collective."""
         what = (self.model, self.optimizers, self.running, self.average, self.plan)
         keep = self.config.keep_checkpoints
-        if ranks_of() == 1:
+        if ranks_of() == 1 and not sharded_modules(self.model):
             state = {**run_state.capture(*what), **beside}
             save(folder, step=self.step, state=state, identity=identity, keep=keep)
             return

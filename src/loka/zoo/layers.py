@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,6 +73,13 @@ class Embeddings(nn.Module):
             # DLRM's initialization: uniform in +-sqrt(1 / V) per table.
             for part in self.table.weight.split(list(vocab_sizes)):
                 nn.init.uniform_(part, -(len(part) ** -0.5), len(part) ** -0.5)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Tables of features that TorchRec held (loka.distributed.EmbeddingBags) load as the merged one."""
+        bags = [f"{prefix}bags.embedding_bags.t{column}.weight" for column in range(len(self.offsets))]
+        if all(bag in state_dict for bag in bags):
+            state_dict[f"{prefix}table.weight"] = torch.cat([state_dict.pop(bag) for bag in bags])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, ids: torch.Tensor, column: int | None = None) -> torch.Tensor:
         offsets = self.offsets[: ids.shape[1]] if column is None else self.offsets[column]

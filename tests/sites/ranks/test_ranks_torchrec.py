@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign import dlrm
 from rank_models import LR, STEPS, forced, left, planned, probed, runs
 from ranks import on_ranks
@@ -61,26 +62,45 @@ def half(rank: int) -> Any:
     return Batch(batch.dense_features[mine], sparse, batch.labels[mine])
 
 
-def distributed(model: nn.Module, path: str = TABLES) -> nn.Module:
-    """The same model and weights, its tables sharded."""
-    from torchrec.distributed import DistributedModelParallel
+def sharded(model: nn.Module, kind: str = "table_wise", codec: str = "", path: str = TABLES) -> nn.Module:
+    """The same model and weights in DistributedModelParallel, its tables trained by SGD in their backward."""
+    from torchrec.distributed import DistributedModelParallel, sharding_plan
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    tables = model.get_submodule(path)
-    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
-    where = {f"t{place}": table_wise(rank=place % 2) for place in range(dlrm.FEATURES)}
-    sides = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
-    plan = ShardingPlan({path: construct_module_sharding_plan(tables, where, **sides)})
+    tables, ranks = model.get_submodule(path), dist.get_world_size()
+    if kind != "data_parallel":  # whose tables the dense optimizer trains
+        apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
+    place = {
+        "table_wise": lambda i: sharding_plan.table_wise(rank=i % ranks),
+        "row_wise": lambda i: sharding_plan.row_wise(),
+        "column_wise": lambda i: sharding_plan.column_wise(ranks=list(range(ranks))),
+        "data_parallel": lambda i: sharding_plan.data_parallel(),
+    }[kind]
+    where = {f"t{i}": place(i) for i in range(dlrm.FEATURES)}
+    sides = {"local_size": ranks, "world_size": ranks, "device_type": "cpu"}
+    registry = None
+    if codec:
+        both = {"forward_precision": CommType(codec), "backward_precision": CommType(codec)}
+        rows = {"fp8_quantize_dim": dlrm.DIM} if codec == "fp8" else {}  # a scale for each looked-up row
+        registry = get_qcomm_codecs_registry(QCommsConfig(**both, **rows), device=torch.device("cpu"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wrapped = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=[EmbeddingBagCollectionSharder()]
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({path: sharding_plan.construct_module_sharding_plan(tables, where, **sides)}),
+        sharders=[EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)],
     )
     for name, tensor in wrapped.state_dict().items():  # sharding draws tables anew
-        for shard in tensor.local_shards() if hasattr(tensor, "local_shards") else ():
-            shard.tensor.copy_(before[name])
+        if not hasattr(tensor, "local_shards"):
+            tensor.copy_(before[name])
+            continue
+        for shard in tensor.local_shards():
+            begin, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            part = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
+            shard.tensor.copy_(before[name][part])
     return wrapped
 
 
@@ -100,7 +120,7 @@ class Job:
         }
         for order in ORDERS:
             found[f"{order}, DLRM_DCN"] = self.bare(rank, order)
-        wrapped = distributed(build())
+        wrapped = sharded(build())
         batch = half(rank)
         stats = probed(wrapped, lambda step: wrapped(batch)[0])
         assert stats.coverage is not None
@@ -116,11 +136,11 @@ class Job:
     def bare(self, rank: int, order: str) -> dict[str, Any]:
         """DLRM_DCN by itself, with a plan of its own that was probed within DMP."""
         path = TABLES.removeprefix("model.")
-        wrapped = distributed(build("torchrec_dlrm_dcn"), path)
+        wrapped = sharded(build("torchrec_dlrm_dcn"), path=path)
         batch = half(rank)
         plan = forced(probed(wrapped, lambda step: Bare(wrapped)(batch)[0]))
         model = build("torchrec_dlrm_dcn")
-        model = distributed(loka.convert(model, plan) if order == "convert first" else model, path)
+        model = sharded(loka.convert(model, plan) if order == "convert first" else model, path=path)
         model = model if order == "convert first" else loka.convert(model, plan)
         losses = by_hand(Bare(model), torch.optim.SGD(dense(model), LR), [[batch]] * STEPS)
         return {"losses": [loss for (loss,) in losses], "runs": runs(model), "left": left(loka.revert(model))}
@@ -129,9 +149,9 @@ class Job:
         from torchrec.distributed import train_pipeline
 
         if order == "convert first":
-            model = distributed(loka.convert(build(), self.plan))
+            model = sharded(loka.convert(build(), self.plan))
         else:
-            model = loka.convert(distributed(build()), self.plan)
+            model = loka.convert(sharded(build()), self.plan)
         optimizer = torch.optim.SGD(dense(model), LR)
         found: dict[str, Any] = {}
         if way == "by hand":

@@ -130,6 +130,20 @@ def train(
     candidate: Annotated[list[str] | None, typer.Option(help="Of --auto: measure only these.")] = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="Of tables: torch, whole on each rank; torchrec, sharded over the ranks by TorchRec."
+        ),
+    ] = "torch",
+    qcomm: Annotated[
+        str,
+        typer.Option(help="Of --engine torchrec, how embeddings travel: fp32, fp16, bf16, fp8."),
+    ] = "fp32",
+    pipeline: Annotated[
+        bool,
+        typer.Option(help="Of --engine torchrec: ids of the next batches travel while one trains."),
+    ] = True,
     dense: Annotated[
         str,
         typer.Option(
@@ -150,10 +164,11 @@ def train(
     """Train in bf16, by a plan, or from bf16 to FP8 (--auto), and evaluate on held-out rows.
 
     Under torchrun every rank trains on rows of its own, in DistributedDataParallel or by FSDP2 (--dense), and
-    by one plan. --batch-size is of a rank; rank 0 prints. A run that began on other ranks goes on from its
-    checkpoints, with a --batch-size by which a step has as many rows as before.
+    by one plan; --engine torchrec shards the tables. --batch-size is of a rank; rank 0 prints. A run that
+    began on other ranks goes on from its checkpoints, with a --batch-size by which a step has as many rows
+    as before.
     """
-    with process_group(choose_device(device)) as device:
+    with process_group(choose_device(device), of_one=engine == "torchrec") as device:
         config = train_config(
             batch_size=batch_size,
             epochs=epochs,
@@ -175,6 +190,7 @@ def train(
             step=step,
             window=window,
             gather=gather,
+            pipeline=pipeline,
         )
         limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
         given = {name: value for name, value in limits.items() if value is not None}
@@ -225,7 +241,7 @@ def train(
         if chosen is not None:
             chosen = agree(chosen)
             say(chosen.summary())
-        check_engine(dense, config, planned=auto or chosen is not None)
+        check_engine(engine, dense, qcomm, config, planned=auto or chosen is not None)
         built = _build(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
@@ -241,11 +257,12 @@ def train(
                     board(line)
 
             result = train_model(
-                over_ranks(built, config, dense=dense),
+                over_ranks(built, config, engine=engine, dense=dense, exchange=qcomm),
                 opened.train,
                 config=config,
                 plan=chosen,
                 callback=callback,
+                identity_extra=None if engine == "torch" else {"engine": engine, "qcomm": qcomm},
                 segments=None if segments is None else _segments(segments, opened.train),
                 checkpoints=checkpoints,
                 track=bars,
@@ -255,9 +272,11 @@ def train(
         show_result(result, config)
         if isinstance(callback, Auto):
             say(callback.timeline)
+        if result.exchange is not None:
+            say(result.exchange)
         if result.gathering is not None:
             say(result.gathering)
-        if first or dense == "fsdp2":  # whose forward is of all ranks
+        if first or dense == "fsdp2" or engine == "torchrec":  # whose forward is of all ranks
             show_quality(built, opened, config, bars, result.average)
 
 

@@ -22,12 +22,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
+from loka.distributed.sharded_tables import sharded_states, sharded_weights
 from loka.nn.unwrap import unwrap
 from loka.train.checkpointing.sharded import Manifest, read_own, read_tensors
 from loka.train.checkpointing.state import capture, restore_optimizer, restore_own
 from loka.train.running import SUMS, RunningTasks
 
 _MODEL, _OPTIMIZERS, _AVERAGE = "model/", "optimizers/", "average/"
+_SPARSE = f"{_OPTIMIZERS}sparse/"
 
 
 def tensors_of(
@@ -35,7 +37,7 @@ def tensors_of(
 ) -> dict[str, torch.Tensor]:
     """Shared with the model, not copied. A weight that modules share is there by each of its names."""
     inner = unwrap(model)
-    found = _weights(inner)
+    found = _weights(inner) | _states_of_tables(inner)
     names = {id(weight): name for name, weight in inner.named_parameters()}
     for kind, optimizer in optimizers.items():
         for weight, state in optimizer.state.items():
@@ -57,10 +59,10 @@ def own_state(
     inner = unwrap(model)
     found = capture(inner, {}, running, None, plan)
     state = found.pop("model")
-    weights = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    weights = _weights(inner)
     return {
         **found,
-        "persistent": [name for name in state if name not in weights],
+        "persistent": [name for name in state if _MODEL + name not in weights],
         "groups": {kind: optimizer.state_dict()["param_groups"] for kind, optimizer in optimizers.items()},
         "averaged": None if average is None else average.n_averaged,
     }
@@ -81,14 +83,16 @@ def restore_sharded(
     """
     inner = unwrap(model)
     weights = dict(inner.named_parameters())
+    tables = _states_of_tables(inner)  # the memory that they are trained in; those of other ranks stay there
+    of_tables = {f"{_SPARSE}{name}" for name in sharded_weights(inner)}
     states: dict[str, dict[str, dict[str, torch.Tensor]]] = {kind: {} for kind in optimizers}
 
     def wanted(there: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        into = _weights(inner)
+        into = _weights(inner) | tables
         if average is not None:
             into |= _means(inner, average)
         for name, found in there.items():
-            if name.startswith(_OPTIMIZERS):
+            if name.startswith(_OPTIMIZERS) and name.rpartition("/")[0] not in of_tables:
                 kind, _, rest = name.removeprefix(_OPTIMIZERS).partition("/")
                 weight, _, key = rest.rpartition("/")
                 into[name] = _empty(found, weights.get(weight))
@@ -138,7 +142,13 @@ def whole_state(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 def _weights(inner: nn.Module) -> dict[str, torch.Tensor]:
     everything = inner.named_parameters(remove_duplicate=False)
-    return {_MODEL + name: weight.detach() for name, weight in everything}
+    tables = sharded_weights(inner)
+    own = {name: weight.detach() for name, weight in everything if name not in tables}
+    return {_MODEL + name: weight for name, weight in (own | tables).items()}
+
+
+def _states_of_tables(inner: nn.Module) -> dict[str, torch.Tensor]:
+    return {_SPARSE + name: state for name, state in sharded_states(inner).items()}
 
 
 def _means(inner: nn.Module, average: AveragedModel) -> dict[str, torch.Tensor]:

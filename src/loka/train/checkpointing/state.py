@@ -22,8 +22,9 @@ from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data import Dealt
 from loka.data.batch import Source
+from loka.distributed.sharded_tables import sharded_weights
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
-from loka.nn.unwrap import kind_of
+from loka.nn.unwrap import device_of, kind_of
 from loka.train.running import RunningTasks
 
 
@@ -102,7 +103,7 @@ def restore_own(state: Mapping[str, Any], model: nn.Module, running: RunningTask
         running.load_state_dict(state["running"])
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"]:
-            torch.cuda.set_rng_state(state["random"]["cuda"], _device(model))
+            torch.cuda.set_rng_state(state["random"]["cuda"], device_of(model))
     except _UNFIT as error:
         raise _refused(path, error) from error
 
@@ -130,12 +131,13 @@ def _refused(path: Path, error: Exception) -> CheckpointRefused:
 
 def layout(model: nn.Module) -> dict[str, Any]:
     """Modules and weights, short enough for a manifest: another or a converted model differs, a sharded one
-    does not."""
+    does not, however many ranks share it."""
     lines = [f"{name} {kind_of(module).__qualname__}" for name, module in model.named_modules()]
-    lines += [f"{name} {tuple(w.shape)} {w.dtype}" for name, w in model.named_parameters()]
+    weights = {**dict(model.named_parameters()), **sharded_weights(model)}
+    lines += [f"{name} {tuple(w.shape)} {w.dtype}" for name, w in weights.items()]
     return {
         "class": kind_of(model).__name__,
-        "weights": sum(weight.numel() for weight in model.parameters()),
+        "weights": sum(weight.shape.numel() for weight in weights.values()),
         "layout": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     }
 
@@ -174,15 +176,11 @@ def _restore_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
     if current is not None and current.shape == value.shape and current.dtype == value.dtype:
         current.copy_(value)  # in place: compiled code and graphs may hold this very tensor
     elif own in owner._buffers:
-        owner._buffers[own] = value.to(_device(model))
+        owner._buffers[own] = value.to(device_of(model))
     else:  # made on first use; were it persistent, loading the state dict would have failed
-        owner.register_buffer(own, value.to(_device(model)), persistent=False)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+        owner.register_buffer(own, value.to(device_of(model)), persistent=False)
 
 
 def _cuda_random(model: nn.Module) -> dict[str, torch.Tensor]:
-    device = _device(model)
+    device = device_of(model)
     return {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}

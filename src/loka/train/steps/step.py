@@ -25,17 +25,24 @@ from torch.optim import Optimizer
 from loka.core.timing import first_line
 from loka.data.batch import Batch
 from loka.distributed.dense_sharding import average_gradients, is_sharded, replicated_tables
+from loka.distributed.sharded_tables import sharded_modules
 from loka.nn import unwrap
 from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
+from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.forward import arguments, predict
 from loka.train.steps.graphed import GraphedStep, graphed
+from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
 from loka.train.steps.step_time import compiled, has_graphs, uncompiled
 from loka.zoo import dense_part, look_up
 
 Sight = Literal["none", "host", "hooks"]
 """Who has to see a step: nobody; code on the host, so that no graph replays it; hooks, so that no compiled
 code runs it either."""
+
+
+_PIPELINE = "TorchRec's pipeline: ids of the next batch travel while a batch trains"
+_ONE_BY_ONE = "TorchRec, a batch at a time"
 
 
 class Predicted(NamedTuple):
@@ -47,9 +54,20 @@ class Predicted(NamedTuple):
 
 
 class Step:
-    """`step(batch)` trains `model` once. Make it anew when the model's modules or its plan change."""
+    """`step(batch)` trains `model` once. Make it anew when the model's modules or its plan change.
 
-    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], config: TrainConfig) -> None:
+    Args:
+        coming: the batches behind the one of a call, for TorchRec's pipeline; None where nobody may be ahead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        config: TrainConfig,
+        *,
+        coming: Ahead | None = None,
+    ) -> None:
         self._model, self._optimizers, self._config = model, optimizers, config
         self._compiled = config.step != "eager"
         self._tried = False  # whether a compiled step was completed
@@ -58,6 +76,9 @@ class Step:
         self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
         self._replicated = replicated_tables(model)
         self._whole = False
+        self._coming = coming if config.pipeline and sharded_modules(model) else None
+        self._pipeline: Pipelined | None = None
+        self._exchange = _ONE_BY_ONE if sharded_modules(model) else None
         self._why_no_graph: str | None = None
         if config.step == "graph":
             self._why_no_graph = self._split()
@@ -73,7 +94,16 @@ class Step:
             return self._why_no_graph
         return self._graphed.reason if self._graphed else "no step was run yet"
 
+    @property
+    def exchange(self) -> str | None:
+        """How TorchRec exchanges ids and embeddings; None where it does not."""
+        return self._exchange
+
     def __call__(self, batch: Batch, *, sight: Sight = "none") -> Predicted:
+        if self._pipeline is not None:  # ids of this batch are on their way
+            short = len(batch) != self._config.batch_size
+            with _eagerly(self._compiled and (short or sight == "hooks")):
+                return self._pipeline()
         if sight == "hooks" or len(batch) != self._config.batch_size:
             with _eagerly(self._compiled):
                 return self._outside(batch)
@@ -100,9 +130,16 @@ class Step:
         if self._compiled:
             uncompiled(unwrap(self._model))
         self._graphed = None
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
 
     def _inside(self, batch: Batch) -> Predicted:
         """By the graph, where there may be one."""
+        if self._coming is not None and (self._tried or not self._compiled):
+            self._begin_pipeline(batch, self._coming)
+            if self._pipeline is not None:
+                return self._pipeline()
         if self._config.step != "graph" or self._why_no_graph:
             return self._learn(arguments(batch), batch.label)
         inputs = arguments(batch)
@@ -152,14 +189,36 @@ class Step:
         return losses, logits, *gradients
 
     def _learn(self, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> Predicted:
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         predicted = _backward(self._model, inputs, label, self._config)
         average_gradients(self._replicated)
+        self._update()
+        return predicted
+
+    def _zero_grad(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def _update(self) -> None:
         self._clip()
         for optimizer in self._optimizers.values():
             optimizer.step()
-        return predicted
+
+    def _begin_pipeline(self, batch: Batch, coming: Ahead) -> None:
+        self._coming = None  # tried once
+        made = pipelined(
+            self._model,
+            batch,
+            coming,
+            forward=lambda inputs, label: _forward(self._model, inputs, label, self._config),
+            zero_grad=self._zero_grad,
+            update=self._update,
+        )
+        if isinstance(made, str):
+            self._exchange = f"{_ONE_BY_ONE}: {made}"
+        else:
+            self._pipeline = made
+            self._exchange = _PIPELINE
 
     def _clip(self) -> None:
         if self._config.grad_clip is not None and "dense" in self._optimizers:
@@ -169,11 +228,13 @@ class Step:
 
     def _split(self) -> str | None:
         """Sets the part that a graph can hold, and the tables beside it; or says why there is none."""
-        device = next(self._model.parameters()).device
+        device = device_of(self._model)
         if not has_graphs(device):
             return f"CUDA graphs need a CUDA device; the model is on {device}"
         if isinstance(self._model, nn.parallel.DistributedDataParallel):
             return "DistributedDataParallel sends gradients while backward runs, which is not captured"
+        if sharded_modules(self._model):
+            return "TorchRec exchanges embeddings while forward and backward run, which is not captured"
         if is_sharded(self._model):
             return "FSDP2 gathers weights while forward and backward run, which is not captured"
         if "dense" not in self._optimizers:
@@ -205,16 +266,25 @@ def _backward(
     losses, logits = [], []
     for first in range(0, rows, size):
         part = slice(first, first + size)
-        tasks = 1 if label.ndim == 1 else label.shape[1]
-        found = predict(model, tuple(tensor[part] for tensor in inputs), config.precision, tasks=tasks)
-        loss = functional.binary_cross_entropy_with_logits(found, label[part], reduction="none")
-        if size == config.batch_size:  # the whole batch at once
-            (loss if loss.ndim == 1 else loss.sum(1)).mean().backward()
-        else:
-            (loss.sum() / config.batch_size).backward()
-        losses.append(loss.detach())
-        logits.append(found.detach())
+        loss, found = _forward(model, tuple(tensor[part] for tensor in inputs), label[part], config)
+        loss.backward()
+        losses.append(found.losses)
+        logits.append(found.logits)
     return Predicted(torch.cat(losses), torch.cat(logits))
+
+
+def _forward(
+    model: nn.Module, inputs: tuple[Any, ...], label: torch.Tensor, config: TrainConfig
+) -> tuple[torch.Tensor, Predicted]:
+    """The loss of a batch, or of a part of it, to go backward from; and what to report."""
+    tasks = 1 if label.ndim == 1 else label.shape[1]
+    logits = predict(model, inputs, config.precision, tasks=tasks)
+    losses = functional.binary_cross_entropy_with_logits(logits, label, reduction="none")
+    if len(label) == config.batch_size:  # the whole batch at once
+        loss = (losses if losses.ndim == 1 else losses.sum(1)).mean()
+    else:
+        loss = losses.sum() / config.batch_size
+    return loss, Predicted(losses.detach(), logits.detach())
 
 
 @contextlib.contextmanager
@@ -251,7 +321,7 @@ class _Before:
         self._random: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = [
             (torch.set_rng_state, torch.get_rng_state())
         ]
-        if next(model.parameters()).device.type == "cuda":
+        if device_of(model).type == "cuda":
             self._random.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
 
     @torch.no_grad()

@@ -20,6 +20,8 @@ from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.timing import first_line, time_interleaved
 from loka.data.batch import Batch
+from loka.distributed.lookups import TABLES
+from loka.distributed.sharded_tables import sharded_modules
 
 Build = Callable[[], nn.Module]
 
@@ -165,7 +167,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
         blocks = list(child.children()) if isinstance(child, nn.Sequential | nn.ModuleList) else []
         repeated = any(next(block.children(), None) is not None for block in blocks)
         for part in blocks if repeated else [child]:
-            tables = any(isinstance(module, nn.Embedding) for module in part.modules())
+            tables = sharded_modules(part) or any(isinstance(module, TABLES) for module in part.modules())
             if not tables and next(part.children(), None) is not None:
                 yield part
 
