@@ -249,7 +249,7 @@ def test_a_layer_in_a_region_is_shown_with_its_candidates(suffix):
 
 
 def test_demo_records_are_shown_too():
-    found = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json")
+    found = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
     across = found.across
     assert across is not None
     assert across.ne_percent.value == pytest.approx(-0.05, abs=0.01)  # as its README says

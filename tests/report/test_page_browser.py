@@ -40,7 +40,7 @@ onload = () => {
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_it_fits_a_phone_and_sorts(tmp_path, dark):
     report = Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
-    compared = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json")
+    compared = Comparison.load(ROOT / "benchmarks/first_light/wukong-2gf/train.json.xz")
     text = page(report=report, plan=loka.plan(report), validation=compared)
     inside = (
         f'<iframe id="frame" style="width:390px;height:800px;border:0" srcdoc="{html.escape(text)}"></iframe>'
