@@ -127,6 +127,23 @@ def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(
     assert not spy.races
 
 
+def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(
+    spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell of rows that lie one after another was half as slow as what served Wukong did with it."""
+    layer = dataclasses.replace(layer_of((64, 32)), over_tokens=True)
+    with monkeypatch.context() as context:
+        context.setattr(region_times, "compile_in_place", None)
+        found = time_region(layer, shape((64, 32)), device=CPU, settings=QUICK)
+    assert list(found) == [REGION]
+    assert "few tokens" in found[REGION].unsupported
+    assert not spy.races
+    assert region_key(layer, shape((64, 32))) != region_key(layer_of((64, 32)), shape((64, 32)))
+    many = dataclasses.replace(layer_of((272, 16)), over_tokens=True)
+    assert REGION in time_region(many, shape((272, 16)), device=CPU, settings=QUICK)
+    assert spy.races
+
+
 def test_a_first_layer_gives_its_input_no_gradient(uncompiled: Spy) -> None:
     time_region(layer_of((32, 16), first=True), shape((32, 16)), device=CPU, settings=QUICK)
     runs = {site: counts["runs"] for site, counts in loka.health_of(uncompiled.cells[REGION]).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Gemm
 from loka.measurement.operands import draw_operands, layer_samplers
 from loka.probe import Probe
+from loka.probe.merging import merge_stats
 from loka.statistics.depths import operand_errors
 
 
@@ -302,3 +304,40 @@ def test_draws_keep_the_tails_that_a_probe_saw() -> None:
     apart = layer.operands["input"].tensors["mean"].square().mean().item()
     assert draws[True][1] > 2 * apart, "E[x g] = E[x^2], which is more than E[x] E[g]"
     assert draws[False][1] == pytest.approx(apart, rel=0.2)
+
+
+def test_layers_over_tokens_are_told(tmp_path: Path) -> None:
+    """X as it lies, taken across, as a weight in front of it; and keys that were copied into rows."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.over = nn.Linear(8, 8), nn.Linear(6, 4, bias=False)
+            self.front, self.copied = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            over = self.over(self.rows(x).transpose(1, 2)).transpose(1, 2)
+            copied = self.copied(x.transpose(1, 2).contiguous()).transpose(1, 2)
+            return over + torch.matmul(self.front, x) + copied
+
+    model = Mixed()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(5, 6, 8)).sum().backward()
+    probe.stats().save(tmp_path / "stats")
+    found = loka.Stats.load(tmp_path / "stats")
+    assert {path: layer.over_tokens for path, layer in found.layers.items()} == {
+        "rows": False,
+        "over": True,
+        "front": True,
+        "copied": False,
+    }
+    with loka.Probe(model, every=1, effect_samples=0, resume=found) as probe:
+        pass  # no step of its own
+    assert probe.stats().layers["over"].over_tokens
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(torch.randn(5, 6, 8)).sum().backward()
+    other = {"over": replace(probe.stats().layers["over"], over_tokens=False)}
+    merged = merge_stats(
+        [replace(found, layers={"over": found.layers["over"]}), replace(probe.stats(), layers=other)]
+    )
+    assert merged.layers["over"].over_tokens

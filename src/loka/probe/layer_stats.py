@@ -51,6 +51,7 @@ class RunningLayerStats:
     weight_dtype: str = ""
     needs_input_grad: bool = False
     needs_weight_grad: bool = False
+    over_tokens: bool = False
     input: gaussian.Gaussian | None = None
     weight: matrix_normal.MatrixNormal | None = None
     grad_output: gaussian.Gaussian | None = None
@@ -58,6 +59,11 @@ class RunningLayerStats:
     tails: dict[str, Tails] = field(default_factory=dict)
     cross: Cross | None = None
     samples: Samples | None = None
+
+
+def lies_across(x: torch.Tensor) -> bool:
+    """Whether x [B, d, n] lies as [B, n, d]."""
+    return x.dim() == 3 and min(x.shape[1:]) > 1 and x.stride(1) == 1 and x.stride(2) > 1
 
 
 def add_tails(
@@ -162,6 +168,7 @@ def to_record(layer: RunningLayerStats) -> LinearStats:
         weight_dtype=layer.weight_dtype,
         needs_input_grad=layer.needs_input_grad,
         needs_weight_grad=layer.needs_weight_grad,
+        over_tokens=layer.over_tokens,
         operands={
             name: with_depths(distribution, layer.depths.get(name, {})).to("cpu")
             for name, distribution in operands.items()
@@ -199,6 +206,7 @@ def from_record(layer: LinearStats, device: torch.device) -> RunningLayerStats:
         weight_dtype=layer.weight_dtype,
         needs_input_grad=layer.needs_input_grad,
         needs_weight_grad=layer.needs_weight_grad,
+        over_tokens=layer.over_tokens,
         input=gaussian.from_distribution(operands["input"]) if "input" in operands else None,
         weight=matrix_normal.from_distribution(operands["weight"]) if "weight" in operands else None,
         grad_output=(

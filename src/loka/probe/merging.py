@@ -208,6 +208,7 @@ def _merge_layers(a: LinearStats, b: LinearStats, rank: int) -> LinearStats:
         order=min(a.order, b.order),
         needs_input_grad=a.needs_input_grad or b.needs_input_grad,
         needs_weight_grad=a.needs_weight_grad or b.needs_weight_grad,
+        over_tokens=a.over_tokens or b.over_tokens,
         operands=operands,
         effects=effects,
         effects_by_part={

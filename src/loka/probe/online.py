@@ -36,6 +36,7 @@ from loka.probe.layer_stats import (
     add_tails,
     bytes_of,
     from_record,
+    lies_across,
     refuse,
     with_sites,
 )
@@ -318,6 +319,7 @@ class Probe:
             layer.weight_dtype = dtype_name(weight.dtype)
             layer.needs_input_grad |= given.requires_grad
             layer.needs_weight_grad |= weight.requires_grad
+            layer.over_tokens |= lies_across(given)
             picked = self._picks(rows)
             part = rows if picked is None else rows[picked]
             layer.input = self._add(layer.input, part)

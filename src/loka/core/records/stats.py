@@ -67,7 +67,8 @@ class LinearStats:
     `needs_weight_grad` (a frozen one) its grad_weight. `effects` is what quantizing its `output`
     GEMM alone costs the model, by recipe name (probe/model_effects/sensitivity.py); `no_effect` says why that
     is not known, or beside effects that the latest steps did not renew them. `effects_by_part` are the same
-    of single tasks and segments of rows, by the part's name (core/records/parts.py).
+    of single tasks and segments of rows, by the part's name (core/records/parts.py). `over_tokens`: an input
+    [B, d, n] lay as [B, n, d], so that the layer adds up tokens.
     """
 
     rows: int
@@ -81,6 +82,7 @@ class LinearStats:
     effects: Mapping[str, Effect] = sparse(default_factory=dict)
     no_effect: str = sparse("")
     effects_by_part: Mapping[str, Mapping[str, Effect]] = sparse(default_factory=dict)
+    over_tokens: bool = sparse(False)
 
 
 @record(ignore=None)  # what earlier versions noted of layers that feed each other
