@@ -1,4 +1,4 @@
-"""Sweeps over the foreign models: some in every run of the tests, the rest under `make sweep`."""
+"""Sweeps: some cases in every run of the tests, the rest under `make sweep`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 
 
 def sweep(names: Iterable[Any], always: Iterable[Any]) -> list[Any]:
-    """Parameters for all of `names`; those beside `always` are marked slow."""
+    """Parameters for all of `names`, tuples of several; those beside `always` are marked slow."""
     kept = set(always)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in kept else _slow(*name if isinstance(name, tuple) else (name,)) for name in names]
+
+
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -14,6 +14,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
 TESTED_APART = {"planted_bug.py"}  # tests/planner/test_planted_bug.py
+LONG = ("bench", "train", "budget", "scale", "segments", "validate")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
 
@@ -23,7 +24,12 @@ def run(code: str, name: str, folder: Path) -> str:
     return run_script(code, name=name, cwd=empty, output=folder / "printed")
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+# The others take longest, and what they call has tests of its own.
+@pytest.mark.parametrize(
+    "page",
+    sweep(WITH_CODE, [page for page in WITH_CODE if page.stem not in LONG]),
+    ids=lambda page: page.stem,
+)
 def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
     printed = run("\n".join(blocks), page.name, tmp_path)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from converted import error, fp8_sites, gradients, plan_for, run
 from joint import JointBackend
 from small_models import MODELS, made
+from sweeps import sweep
 from torch import nn
 
 import loka
@@ -28,7 +29,7 @@ ROWS = (100,)  # no multiple of 16
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, ("relu", "layer_norm_silu", "cross", "gated", "tokens")))
 def test_joined_is_as_good_as_site_by_site(name: str, rows: int) -> None:
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
     plain = made(name)
@@ -52,7 +53,7 @@ def test_joined_is_as_good_as_site_by_site(name: str, rows: int) -> None:
         assert error(ours, truth) <= 1.3 * error(theirs, truth) + 0.005  # bfloat16 of the bias's gradient
 
 
-@pytest.mark.parametrize("name", ["relu", "layer_norm_silu", "cross"])
+@pytest.mark.parametrize("name", sweep(("relu", "layer_norm_silu", "cross"), ("cross",)))
 def test_dynamic_rows(name: str) -> None:
     """One graph for every batch; ragged ones too."""
     sizes = (48, 100, 33)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from converted import JOINED, QUICK, error, gradients, run
 from joint import JointBackend
+from sweeps import sweep
 from torch import nn
 
 import loka
@@ -105,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], _Base], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs", "twice")))
 def test_nothing_is_copied_and_nothing_changes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, in_forward = CASES[case]
     plain = make()

@@ -36,7 +36,7 @@ STRICT_HERE = (
     "lora_parameters", "weight_norm", "deepctr_xdeepfm", "fuxictr_dcnv2_parallel",
     "torchrec_dlrm_dcn", "hf_gpt2_classifier",
 )  # fmt: skip
-ALWAYS = ("functions", "slices", "experts_bmm", "cross_attention", "deepctr_xdeepfm", "torchrec_dlrm_dcn")
+ALWAYS = ("functions", "slices", "experts_bmm", "torchrec_dlrm_dcn")
 SAVED = ("functions", "cross_attention")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional
 
@@ -170,7 +171,7 @@ def test_a_seed_gives_the_model(name: str) -> None:
     assert not torch.equal(first.logit.weight, other.logit.weight)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, ("dlrm", "hstu")))
 def test_the_forward_compiles_without_a_break(name: str) -> None:
     history = ITEM if takes_history(name) else None
     model = made(name, history)
@@ -223,7 +224,9 @@ def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tenso
     return inputs, torch.from_numpy(label).float()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("interformer", 100), ("dhen", 60), ("hstu", 70)])
+@pytest.mark.parametrize(
+    ("name", "steps"), sweep((("interformer", 100), ("dhen", 60), ("hstu", 70)), [("hstu", 70)])
+)
 def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) -> None:
     """Labels of which the item and the history alone tell nothing, only both together."""
     model = made(name)

@@ -11,7 +11,6 @@ means that the run is done again; a run of something else is refused.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import re
@@ -44,6 +43,7 @@ from loka.train.config import TrainConfig, as_recorded
 from loka.train.length import Length
 from loka.train.loop import Track, TrainLog, evaluate, train
 from loka.train.metrics import Quality, columns, quality_by_task
+from loka.train.run import Callback
 from loka.validation.arms import ArmSpec
 
 _KIND, _VERSION = "loka-validation-run", 1
@@ -183,7 +183,7 @@ def _tidy(folder: Path) -> None:
     """Removes what a run goes on from. One that was killed here has its record, and may still have that."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     remove_unfinished(folder)
-    (folder / "curve.json").unlink(missing_ok=True)
+    (folder / "curve.json").unlink(missing_ok=True)  # of an earlier version
 
 
 def held_out(out: Path, arm: str, seed: int) -> HeldOut:
@@ -265,11 +265,10 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     torch.manual_seed(config.seed)
     model = bench.build().to(config.device)
     arm.apply(model)
-    curve = _Curve(folder / "curve.json")
+    curve = _Curve()
 
     def log(line: TrainLog) -> None:
         curve.add(line)
-        curve.write()  # before any checkpoint that the run may have to go on from, the last one too
         if bench.on_log:
             bench.on_log(f"{arm.name} seed {config.seed}", line)
 
@@ -277,6 +276,7 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
         model,
         bench.train,
         config=config,
+        callback=curve,
         identity_extra={"arm": {"name": arm.name, **arm.identity}, "model": dict(bench.identity)},
         checkpoints=folder / "checkpoints",
         track=bench.track,
@@ -321,31 +321,24 @@ def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tup
     return finished, HeldOut(logits, labels, mean_logits)
 
 
-def _points(content: Mapping[str, Any]) -> dict[int, tuple[float, ...]]:
-    lines = decode(dict[str, tuple[float, ...]], content)
-    return {int(rows): line for rows, line in lines.items()}
-
-
-class _Curve:
-    """Log lines of a run that may be killed: kept on disk, and cut where a checkpoint goes on. A line is NE
+class _Curve(Callback):
+    """Log lines of a run that may be killed: they lie in each checkpoint that it may go on from. A line is NE
     and recent NE, of each task in turn."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
         self._points: dict[int, tuple[float, ...]] = {}
-        with contextlib.suppress(FileRefused):  # none yet, or damaged: the curve starts here
-            self._points = read_record(path, kind=_KIND, version=_VERSION, way_out=_WAY_OUT, parse=_points)
 
     def add(self, line: TrainLog) -> None:
-        self._points = {rows: point for rows, point in self._points.items() if rows < line.rows}
         both = zip(line.reading_by_task.values(), line.recent_ne_by_task.values(), strict=True)
         self._points[line.rows] = tuple(
             ne for reading, recent in both for ne in (reading.lifetime.ne, recent)
         )
 
-    def write(self) -> None:
-        content = {str(rows): encode(line) for rows, line in self._points.items()}
-        write_record(self._path, kind=_KIND, version=_VERSION, content=content)
+    def state(self) -> dict[str, Any]:
+        return {str(rows): list(line) for rows, line in self._points.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._points = {int(rows): tuple(line) for rows, line in state.items()}
 
     def points(self, task: int = 0) -> tuple[CurvePoint, ...]:
         """Of that task, by its place."""
