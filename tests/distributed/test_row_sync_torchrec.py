@@ -175,6 +175,7 @@ def by_replicas(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # 400 steps; the equation of the scale is tested below
 def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path: Path) -> None:
     """A row in one of two halves has a gradient twice as large there, so four times the square, halved by the
     mean over replicas: c = 2. Labels and bags are random, so rows that both halves have add no covariance."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import combinations, on_gpu_or_cpu
+from sweeps import sweep
 
 from loka.core.exceptions import NoKernelFits
 from loka.core.numerics.reference import Quantized, accumulation_bound, quantize, scaled_mm
@@ -82,8 +83,13 @@ def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool) -> None:
     assert (out[:, 9] == 0).all()
 
 
+CUTS = combinations(list(CONFIGS), [False, True], SHAPES, together=2)
+
+
 @pytest.mark.parametrize(
-    ("name", "fast", "shape"), combinations(list(CONFIGS), [False, True], SHAPES, together=2), ids=str
+    ("name", "fast", "shape"),
+    sweep(CUTS, CUTS[::2]),
+    ids=str,
 )
 def test_every_cut_matches_the_reference(
     name: str, fast: bool, shape: tuple[int, int, int], device: torch.device

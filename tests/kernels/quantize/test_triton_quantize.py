@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import combinations, on_gpu_or_cpu
+from sweeps import sweep
 
 from loka.core.numerics.reference import Quantized, dequantize, expand_scale, quantize
 from loka.core.recipe import Cast, Format, Granularity
@@ -83,16 +84,19 @@ def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> t
     return hp.t().contiguous().t() if transposed else hp
 
 
+COPIES = combinations(
+    list(FP8),
+    list(Granularity),
+    [False, True],
+    [False, True],
+    [torch.bfloat16, torch.float32],
+    together=3,
+)
+
+
 @pytest.mark.parametrize(
     ("format", "granularity", "power_of_two", "transposed", "dtype"),
-    combinations(
-        list(FP8),
-        list(Granularity),
-        [False, True],
-        [False, True],
-        [torch.bfloat16, torch.float32],
-        together=3,
-    ),
+    sweep(COPIES, COPIES[::2]),
     ids=str,
 )
 def test_one_copy_matches_the_twin(

@@ -62,7 +62,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", sweep(CHANGES, list(CHANGES)[::2]))
 def test_s1_in_part_and_with_members_changed(change: str, compiled: bool) -> None:
     found, expected = pair()
     part, wanted = CHANGES[change](found), CHANGES[change](expected)
