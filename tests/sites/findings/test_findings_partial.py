@@ -134,7 +134,7 @@ def test_s1_norm_with_another_eps(compiled: bool) -> None:
     assert_close(after, oracle)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
 def test_s7_dropout_whose_probability_changes(compiled: bool) -> None:
     """From 0 to 0.5: half of each inner output is zero, and the oracle draws the same ones from one seed."""
     found, expected = pair(dropout=0.0)

@@ -115,7 +115,7 @@ WRAPPERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("wrapper", sweep(WRAPPERS, ("compiled", "DDP", "averaged")))
+@pytest.mark.parametrize("wrapper", sweep(WRAPPERS, ("DDP", "averaged")))
 def test_r10_plans_through_wrappers_have_the_bare_models_names(wrapper: str, one_rank: None) -> None:
     """A prefix (`_orig_mod.`, `module.`) in one name makes the plan fit nothing else."""
     (x,) = floats(32)(24)
