@@ -54,6 +54,7 @@ class How:
     probe_steps: int = 2
     force: Mapping[str, str] = field(default_factory=dict)
     budget: loka.Budget = BUDGET
+    kept_weights: bool = False  # of served models: as loka.serve freezes them
     plans: Path | None = None
     timings: Path | None = None
 
@@ -198,7 +199,9 @@ def probed(cell: Cell, how: How) -> tuple[loka.Stats, float]:
         leaf.grad = None
     del model, leaves, inputs, step, probe
     gc.collect()
-    return stats if cell.trained else stats.for_inference(), time.monotonic() - began
+    return stats if cell.trained else stats.for_inference(
+        kept_weights=how.kept_weights
+    ), time.monotonic() - began
 
 
 def _torchao(model: nn.Module, cell: Cell, how: How, recipe: str) -> nn.Module:

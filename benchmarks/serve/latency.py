@@ -13,6 +13,7 @@ with those that are missing.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "regions"))
-from arms import BLOCK, CANDIDATES, LOKA, ON_CPU, TORCHAO, WHOLE, How, build, missing, plan_of
+from arms import BF16, CANDIDATES, LOKA, ON_CPU, TORCHAO, How, build, missing, plan_of
 from cells import CELLS, Cell
 from race import ratio
 from records import append, read
@@ -46,11 +47,14 @@ Answer = Callable[[Sequence[torch.Tensor]], Any]
 
 def main() -> None:
     arguments = _arguments()
+    torch._dynamo.config.recompile_limit = 256  # each bucket of an arm is another model to dynamo
+    torch._dynamo.config.accumulated_recompile_limit = 4096
     device = torch.device(arguments.device)
     how = How(
         device=device,
         tiny=arguments.tiny,
         mode="bf16",
+        kept_weights=True,
         candidates=ON_CPU if device.type == "cpu" else CANDIDATES,
         plans=arguments.plans,
     )
@@ -74,7 +78,7 @@ def _measure(cell: Cell, how: How, plan: loka.Plan, arguments: argparse.Namespac
     for rows in arguments.buckets:
         name = f"{model}_{rows}"
         if name not in known:
-            found = _raced(replace(cell, rows=rows), how, server, rows, arguments.rounds)
+            found = _raced(replace(cell, rows=rows), how, server, rows, arguments)
             append(arguments.out, {"cell": name, "machine": str(fingerprint(how.device))} | found)
             print(f"{name}: {_told(found)}", flush=True)
     if f"{model}_life" not in known:
@@ -89,7 +93,7 @@ def _server(cell: Cell, how: How, plan: loka.Plan, buckets: Sequence[int]) -> Se
     return freeze(model, plan, calibration=[requests], buckets=buckets)
 
 
-def _raced(cell: Cell, how: How, server: Server, rows: int, rounds: int) -> dict[str, Any]:
+def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of each arm, and speed-ups over the best bf16, with 95 % intervals of paired ratios."""
     request = _request(cell, how, rows)
     arms: dict[str, Answer] = {LOKA: lambda tensors: server(tensors).output}
@@ -97,19 +101,19 @@ def _raced(cell: Cell, how: How, server: Server, rows: int, rounds: int) -> dict
     if server.current.replays is not None:
         replays[LOKA] = server.current.replays._graphs[rows].recording.replay
     failures = {}
-    for name in (WHOLE, BLOCK, *TORCHAO):
+    for name in arguments.arms:
         if absent := missing(name):
             failures[name] = absent
             continue
         try:
-            torch._dynamo.reset()
             arms[name], replays[name] = _baseline(name, cell, how, request)
         except Exception as error:
             failures[name] = first_line(error)
     found: dict[str, Any] = {"failures": failures}
+    assert set(BF16) <= set(arms), failures
     for kind, calls in (("request", {n: _asked(a, request) for n, a in arms.items()}), ("replay", replays)):
-        samples = _in_turns(calls, rounds, how.device, kind == "replay")
-        bf16 = min((WHOLE, BLOCK), key=lambda arm: statistics.median(samples[arm]))
+        samples = _in_turns(calls, arguments.rounds, how.device, kind == "replay")
+        bf16 = min(BF16, key=lambda arm: statistics.median(samples[arm]))
         found[kind] = {
             "us": {arm: statistics.median(times) for arm, times in samples.items()},
             "p99": {arm: sorted(times)[int(0.99 * len(times))] for arm, times in samples.items()},
@@ -148,7 +152,7 @@ def _baseline(
     recording, output = record(arm.step, how.device, stream)
     form: Form = form_of(list(request))
     rows = request[0].shape[0]
-    replays = Replays({rows: Graph(rows, arm.inputs, output, recording)}, stream, form)
+    replays = Replays({rows: Graph(rows, arm.inputs, output, recording, 0.0)}, stream, form)
     replays.arm = arm  # type: ignore[attr-defined]  # keeps alive what the graph reads
     return lambda tensors: replays(tensors, rows), recording.replay
 
@@ -198,10 +202,7 @@ def _life(cell: Cell, how: How, server: Server) -> dict[str, Any]:
     found["bytes_of_bf16"] = low / high
     looks = server.current.looks
     if looks is not None:
-        found["look_us"] = {
-            rows: statistics.median(_in_turns({"": graph.recording.replay}, 30, how.device, True)[""])
-            for rows, graph in looks._graphs.items()
-        }
+        found["look_us"] = {rows: graph.microseconds for rows, graph in looks._graphs.items()}
     request = _request(cell, how, min(16, server.card.buckets[0]))
     answers = []
     for bucket in server.card.buckets:
@@ -260,14 +261,15 @@ def _compile_ahead(model: str, arguments: argparse.Namespace) -> None:
     waiting = [
         [*script, "--warm", name, "--buckets", str(rows)]
         for rows in arguments.buckets
-        for name in (LOKA, WHOLE, BLOCK, *TORCHAO)
+        for name in (LOKA, *arguments.arms)
         if not missing(name)
     ]
+    few = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
     running: list[subprocess.Popen[bytes]] = []
     while waiting or running:
         running = [child for child in running if child.poll() is None]
         while waiting and len(running) < arguments.compile_ahead:
-            running.append(subprocess.Popen(waiting.pop(0)))
+            running.append(subprocess.Popen(waiting.pop(0), env=few))
         time.sleep(0.2)
     print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
 
@@ -284,6 +286,12 @@ def _arguments() -> argparse.Namespace:
         type=lambda text: [int(rows) for rows in text.split(",")],
         default=list(BUCKETS),
         help="rows, with commas",
+    )
+    parser.add_argument(
+        "--arms",
+        type=lambda text: text.split(","),
+        default=[*BF16, *TORCHAO],
+        help="beside LoKA, with commas",
     )
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", default="cuda")

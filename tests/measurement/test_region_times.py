@@ -12,19 +12,24 @@ import torch
 from torch import nn
 
 import loka
+from loka.compiler.gemms import region_gemm
 from loka.compiler.listing import regions
 from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.timing import Race
+from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.measurement import Settings
 from loka.measurement.cache import TimesCache
 from loka.measurement.times import layer_times as timing
 from loka.measurement.times import region_times
 from loka.measurement.times.region_times import LAYERS, region_key, time_region
+from loka.nn.fp8_weight import dequantized
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
+from joint import JointBackend
 from timers import FakeTimer, install
 
 CPU = torch.device("cpu")
@@ -104,6 +109,27 @@ def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
     assert all(p.grad is None for cell in spy.cells.values() for p in cell.parameters())
     runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
     assert runs == of_all(output=3, grad_input=3, grad_weight=0)
+
+
+def test_a_served_layer_keeps_its_weight_in_fp8(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time holds no quantization of the weight, and plans of kept weights have times of their own."""
+    torch._dynamo.reset()
+    backend, compiled = JointBackend(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compiled(call, backend=backend, **options))
+    served = dataclasses.replace(
+        layer_of((32, 16), first=True, frozen=True),
+        weight_dtype="bfloat16",
+        dtype="bfloat16",
+        kept_weight=True,
+    )
+    found = time_region(served, shape((32, 16)), device=CPU, settings=QUICK)
+    assert found[REGION].speedup
+    assert backend.count(region_gemm) == LAYERS
+    assert not backend.count(fp8_weights)
+    assert not backend.count(dequantized)
+    as_it_is = dataclasses.replace(served, kept_weight=False)
+    time_region(as_it_is, shape((32, 16)), device=CPU, settings=QUICK)
+    assert backend.count(fp8_weights) == 1
 
 
 @pytest.fixture

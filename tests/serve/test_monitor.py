@@ -75,7 +75,7 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
 
 
 def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
-    return Look.of(look(rows, ceiling).tolist())
+    return Look.of(look(rows), ceiling)
 
 
 def test_looks() -> None:

@@ -1,8 +1,8 @@
 """Servers that answer by CUDA graphs of compiled code; a CPU has a stand-in for capture and for Inductor.
 
-`Replayed` keeps a capture's contract: recording computes nothing, and a replay computes with the tensors that
-were there then and writes to those that the recording returned. Compiled graphs are LoKA's joined ones, run op
-by op.
+`Replayed` keeps a capture's contract: recording computes nothing, and a replay computes with the tensors
+that were there then and writes to those that the recording returned. Compiled graphs are LoKA's joined ones,
+run op by op.
 """
 
 from __future__ import annotations
@@ -204,14 +204,14 @@ def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
     looks = server.current.looks
     assert looks is not None
     x = inputs(70)
-    for _ in range(2):
-        looks([x], lambda name, look: seen.append((name, look)))
+    for _ in range(2 * EVERY):
+        looks([x], 100.0, lambda name, look: seen.append((name, look)))
     assert [name for name, _ in seen] == ["first", "second", "odd"]
     first = seen[0][1]
     assert first.rows == 32  # the most of 1, 8, 32, 128 that there are
     kept = x[::2][:32].bfloat16().float().abs().amax(dim=1)
     assert first.octaves == pytest.approx(float(kept.median().log2()), rel=1e-6)
-    looks([inputs(0)], lambda name, look: seen.append((name, look)))
+    looks([inputs(0)], 100.0, lambda name, look: seen.append((name, look)))
     assert len(seen) == 3
 
 

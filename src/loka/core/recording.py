@@ -42,6 +42,7 @@ def record(
     Raises what `function` raises; CUDA's own state is then as before, the host's is the caller's.
     """
     assert stream is not None
+    device = stream.device  # the one given may have no index
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     before = torch.cuda.current_stream(device)
     generator = torch.cuda.default_generators[device.index]

@@ -40,6 +40,7 @@ from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
 from loka.measurement.times.layer_times import NOT_TIMED, Timer, time_in_region, time_layer
 
 _UNTIMED = "nothing was timed, as errors only were asked for; measure again without that to time"
+_KEPT = "weights are quantized once, as loka.serve keeps them; a converted model takes longer in each call"
 _SAVING_SHARE = 20  # saving a large report may take a twentieth of the time
 
 
@@ -189,6 +190,8 @@ class _Work:
         notes = [f"{reason}: {', '.join(where)}" for reason, where in missing.items()]
         if missing and self.timer.late:
             notes.insert(0, f"the time limit of {self.time_limit:g} s was reached; measure again to go on")
+        if any(layer.kept_weight for layer in self.stats.layers.values()):
+            notes.append(_KEPT)
         notes += [_UNTIMED] if self.report.settings.get(ERRORS_ONLY) else []
         notes += [*dict.fromkeys([*self.timer.notes, *self.timer.cache.notes])]
         notes += tasks_together(self.stats)

@@ -104,7 +104,7 @@ def _layer(
         arms = {HP: HP, **{arm: runs[site.name] for arm, runs in site_arms.items()}}
         calls: dict[str, Call] = {}
         for name in arms.values():
-            calls[name] = site_call(name, sets, site.problem)
+            calls[name] = site_call(name, sets, site.problem, kept_weight=layer.kept_weight)
         contests[site.name] = _race(arms, calls, device, rounds, seed)
     arms = {HP: HP}
     for arm, runs in layer_arms.items():

@@ -8,8 +8,7 @@ again, and other tensors in the same tree are not. A graph keeps the addresses o
 the version keeps the tensors. Nothing writes to them, so graphs of several versions replay side by side.
 
 The alarm cannot watch inside of a graph. Its looks are graphs too, of the model as it is written, for a few
-rows of every 8th request: they run beside the answers on a stream of their own, and are read when they are
-done.
+rows: they run beside the answers on a stream of their own, and are read when they are done.
 """
 
 from __future__ import annotations
@@ -23,29 +22,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.compiler import install
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
-from loka.serve.monitor import LOOKED_AT, Look, Range, look
+from loka.serve.monitor import EVERY, LOOKED_AT, Look, Range, look
 from loka.serve.rows import LEAST_DB, Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, observed_by
 
 LOOKS = (1, 8, 32, LOOKED_AT)
 """Rows of a look: the most of these that a request has, so that no row of padding is looked at."""
+SHARE = 0.01
+"""Of the time of answers, for looks."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A recorded call: `inputs` [rows, ...] are read and `output` is written by every replay."""
+    """A recorded call: `inputs` [rows, ...] are read and `output` is written by every replay, which takes
+    `microseconds`."""
 
     rows: int
     inputs: list[torch.Tensor]
     output: Any
     recording: Recording
+    microseconds: float
 
 
 class Replays:
@@ -70,6 +74,10 @@ class Replays:
             graph.recording.replay()
             return mapped(graph.output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
+    def microseconds(self, sizes: Sequence[int]) -> float:
+        """Of the replays for these numbers of rows."""
+        return sum(self._graphs[rows].microseconds for rows in sizes)
+
     def _handed_over(self, leaf: torch.Tensor) -> torch.Tensor:
         """Made on the stream of the graphs, and read on the caller's."""
         if self._stream is not None:
@@ -78,42 +86,63 @@ class Replays:
 
 
 class Looks:
-    """The alarm's view of one version: what rows at its FP8 sites are, by graphs of a few rows."""
+    """The alarm's view of one version: what rows at its FP8 sites are, by graphs of a few rows.
+
+    A look is due `EVERY` requests after the last one, and when `SHARE` of the time that these took pays for
+    it: it is a forward pass of kernels by themselves, and small requests are over sooner.
+    """
 
     def __init__(
-        self, graphs: Mapping[int, Graph], names: Sequence[str], stream: torch.cuda.Stream | None
+        self,
+        graphs: Mapping[int, Graph],
+        sites: Mapping[int, Sequence[tuple[str, int]]],
+        ranges: Mapping[str, Range],
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self._graphs, self._names, self._stream = graphs, names, stream
+        """`sites`: of each graph, name and number of rows of each site, in the order of its output."""
+        self._graphs, self._sites, self._ranges, self._stream = graphs, sites, ranges, stream
         self._lock = threading.Lock()
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._requests, self._saved = 0, 0.0
+        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def __call__(self, tensors: Sequence[torch.Tensor], note: Callable[[str, Look], None]) -> None:
-        """Looks at some rows [B, ...], and notes what the look before showed, if it is done."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], microseconds: float, note: Callable[[str, Look], None]
+    ) -> None:
+        """Takes account of a request [B, ...] whose answer took so long, and looks at some rows if that is
+        due; then notes what the look before showed."""
         count = tensors[0].shape[0]
         if count == 0 or not self._lock.acquire(blocking=False):
             return
         try:
-            if self._pending is not None:
-                numbers, event = self._pending
-                if event is not None and not event.query():
-                    return
-                self._pending = None
-                for name, found in zip(self._names, numbers.tolist(), strict=True):
-                    note(name, Look.of(found))
+            self._requests += 1
+            self._saved += SHARE * microseconds
             graph = self._graphs[max(rows for rows in self._graphs if rows <= count)]
+            if self._requests < EVERY or self._saved < graph.microseconds or not self._noted(note):
+                return
+            self._requests, self._saved = 0, 0.0
             with synced(self._stream):
                 for buffer, column in zip(graph.inputs, tensors, strict=True):
                     buffer.copy_(column[:: count // graph.rows][: graph.rows], non_blocking=True)
                 graph.recording.replay()
-                numbers = torch.empty_like(graph.output, device="cpu", pin_memory=self._stream is not None)
-                numbers.copy_(graph.output, non_blocking=True)
-                self._pending = numbers, _recorded(self._stream)
+                host = torch.empty_like(graph.output, device="cpu", pin_memory=self._stream is not None)
+                host.copy_(graph.output, non_blocking=True)
+                event = None if self._stream is None else self._stream.record_event()
+            self._pending = graph.rows, host, event
         finally:
             self._lock.release()
 
-
-def _recorded(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
+    def _noted(self, note: Callable[[str, Look], None]) -> bool:
+        """Notes the look that was taken last; False where the device is not done with it."""
+        if self._pending is None:
+            return True
+        rows, maxima, event = self._pending
+        if event is not None and not event.query():
+            return False
+        self._pending = None
+        names, counts = zip(*self._sites[rows], strict=True)
+        for name, part in zip(names, maxima.split(counts), strict=True):
+            note(name, Look.of(part, self._ranges[name].ceiling))
+        return True
 
 
 class Capturer:
@@ -129,6 +158,7 @@ class Capturer:
         device: torch.device,
     ) -> None:
         self._run, self._ranges, self._device = run, ranges, device
+        install()  # what joins sites into regions
         self._template = _like(tree)
         self._programs = {rows: compiled_call(self._template) for rows in buckets}
 
@@ -144,13 +174,16 @@ class Capturer:
             graph = self._graph(rows, lambda inputs, program=program: self._run(program, inputs), streams[0])  # type: ignore[misc]
             _check(graph, self._run(tree, graph.inputs))
             answers[rows] = graph
-        names: list[str] = []
-        looks = {
-            rows: self._graph(rows, lambda inputs: self._looked(tree, inputs, names), streams[1])
-            for rows in LOOKS
-        }
-        form = self._run.form
-        return Replays(answers, streams[0], form), Looks(looks, tuple(names), streams[1])
+        looks, sites = {}, {}
+        for rows in LOOKS:
+            sites[rows] = found = list[tuple[str, int]]()
+            looks[rows] = self._graph(
+                rows,
+                lambda inputs, found=found: self._looked(tree, inputs, found),  # type: ignore[misc]
+                streams[1],
+            )
+        replays = Replays(answers, streams[0], self._run.form)
+        return replays, Looks(looks, sites, self._ranges, streams[1])
 
     def _graph(
         self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
@@ -159,22 +192,39 @@ class Capturer:
         with synced(stream):  # compiles, and makes what is made once
             call(inputs)
         recording, output = record(lambda: call(inputs), self._device, stream)
-        recording.replay()
-        return Graph(rows, inputs, output, recording)
+        return Graph(rows, inputs, output, recording, _microseconds(recording, self._device))
 
-    def _looked(self, tree: nn.Module, inputs: Sequence[torch.Tensor], names: list[str]) -> torch.Tensor:
-        """float32 [looks, 4]: what each site's call shows (`monitor.look`); `names` are theirs, in order."""
+    def _looked(
+        self, tree: nn.Module, inputs: Sequence[torch.Tensor], sites: list[tuple[str, int]]
+    ) -> torch.Tensor:
+        """The row maxima (`monitor.look`) of all sites one after the other; `sites` says whose they are."""
         found: list[torch.Tensor] = []
-        names.clear()
+        sites.clear()
 
         def observe(name: str, rows: torch.Tensor) -> None:
             if name in self._ranges:
-                names.append(name)
-                found.append(look(rows, self._ranges[name].ceiling))
+                found.append(look(rows))
+                sites.append((name, found[-1].numel()))
 
         with observed_by(observe):
             self._run(tree, inputs)
-        return torch.stack(found)
+        return torch.cat(found)
+
+
+def _microseconds(recording: Recording, device: torch.device) -> float:
+    """Of a replay, the shortest of three; 0 off CUDA."""
+    if device.type != "cuda":
+        recording.replay()
+        return 0.0
+    times = []
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        recording.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return min(times)
 
 
 def wants_graphs(asked: bool | None, device: torch.device, scratch: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,25 +84,22 @@ class Look:
     nonfinite: int
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Look:
-        """From the numbers of `look`."""
-        median, rows, saturated, nonfinite = numbers
-        octaves = None if math.isnan(median) else math.log2(median)
-        return cls(octaves=octaves, rows=int(rows), saturated=int(saturated), nonfinite=int(nonfinite))
+    def of(cls, row_amax: torch.Tensor, ceiling: float | None) -> Look:
+        """From what `look` gave, on the host; `ceiling`: the largest |x| that a static scale holds."""
+        finite = row_amax[row_amax.isfinite()]
+        positive = finite[finite > 0]
+        return cls(
+            octaves=math.log2(float(positive.median())) if positive.numel() else None,
+            rows=row_amax.numel(),
+            saturated=0 if ceiling is None else int((finite > ceiling).sum()),
+            nonfinite=row_amax.numel() - finite.numel(),
+        )
 
 
-def look(rows: torch.Tensor, ceiling: float | None) -> torch.Tensor:
-    """Of the input rows [T, K] of a site, at most `LOOKED_AT` of them: float32 [4] on their device.
-
-    The median of what rows have as max|x_row|, NaN where that is zero or not finite in each; how many rows
-    there are, how many lie beyond `ceiling`, and how many hold NaN or infinity.
-    """
-    amax = rows[:: -(-rows.shape[0] // LOOKED_AT)].detach().float().abs().amax(dim=1)
-    finite = amax.isfinite()
-    median = torch.where(finite & (amax > 0), amax, torch.nan).nanmedian(dim=0).values
-    beyond = finite & (amax > (torch.inf if ceiling is None else ceiling))
-    counts = [torch.ones_like(finite), beyond, ~finite]
-    return torch.stack([median, *(count.sum(dtype=torch.float32) for count in counts)])
+def look(rows: torch.Tensor) -> torch.Tensor:
+    """max|x_row| of the input rows [T, K] of a site, of `LOOKED_AT` at most: float32, on their device."""
+    some = rows[:: -(-rows.shape[0] // LOOKED_AT)].detach()
+    return torch.linalg.vector_norm(some, torch.inf, dim=1).float()
 
 
 class _Window:
@@ -124,7 +121,7 @@ class Monitor:
     def observe(self, name: str, rows: torch.Tensor) -> None:
         """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
         if name in self.ranges and rows.numel():
-            self.note(name, Look.of(look(rows, self.ranges[name].ceiling).tolist()))
+            self.note(name, Look.of(look(rows).cpu(), self.ranges[name].ceiling))
 
     def note(self, name: str, look: Look) -> None:
         """Takes a look; raises an alarm at most once of a kind and site."""

@@ -164,13 +164,12 @@ class Server:
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
-        looking = number % EVERY == 0
-        if looking and version.looks is not None:
-            version.looks(tensors, version.monitor.note)
-        by_itself = looking and version.looks is None
+        looking = version.looks is None and number % EVERY == 0
         with self._serial:
-            with observed_by(version.monitor.observe) if by_itself else nullcontext():
+            with observed_by(version.monitor.observe) if looking else nullcontext():
                 output, sizes = self._answer(version.replays or version.module, tensors)
+            if version.looks is not None and version.replays is not None:
+                version.looks(tensors, version.replays.microseconds(sizes), version.monitor.note)
             if version.precise is not None and self._shadow_every and number % self._shadow_every == 0:
                 precise, _ = self._answer(version.precise, tensors)
                 version.tally.note(leaves(output), leaves(precise))

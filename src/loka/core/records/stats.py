@@ -68,7 +68,8 @@ class LinearStats:
     GEMM alone costs the model, by recipe name (probe/model_effects/sensitivity.py); `no_effect` says why that
     is not known, or beside effects that the latest steps did not renew them. `effects_by_part` are the same
     of single tasks and segments of rows, by the part's name (core/records/parts.py). `over_tokens`: an input
-    [B, d, n] lay as [B, n, d], so that the layer adds up tokens.
+    [B, d, n] lay as [B, n, d], so that the layer adds up tokens. `kept_weight`: it is served, with a weight
+    that was quantized once, so that times hold the quantization of its input alone.
     """
 
     rows: int
@@ -83,6 +84,7 @@ class LinearStats:
     no_effect: str = sparse("")
     effects_by_part: Mapping[str, Mapping[str, Effect]] = sparse(default_factory=dict)
     over_tokens: bool = sparse(False)
+    kept_weight: bool = sparse(False)
 
 
 @record(ignore=None)  # what earlier versions noted of layers that feed each other
@@ -113,12 +115,14 @@ class Stats:
             digest.update(tensors[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def for_inference(self, *, batch: float = 1.0) -> Stats:
+    def for_inference(self, *, batch: float = 1.0, kept_weights: bool = True) -> Stats:
         """The same statistics for serving: only `output` GEMMs, on `batch` times as many rows.
 
         What is measured from it are times and errors of a forward pass, so that a plan made of
         it fits a frozen model at that batch size, whose weights lie in the dtype it computes in:
         with float32 weights bf16 would cast them at every call, and look slower than it is.
+        `kept_weights`: FP8 weights are quantized once, as `loka.serve.freeze` keeps them; False for a
+        converted model that is called as it is, and quantizes them in each call.
         """
         layers = {
             path: replace(
@@ -127,6 +131,7 @@ class Stats:
                 weight_dtype=layer.dtype,
                 needs_input_grad=False,
                 needs_weight_grad=False,
+                kept_weight=kept_weights,
                 operands={name: d for name, d in layer.operands.items() if name != "grad_output"},
             )
             for path, layer in self.layers.items()

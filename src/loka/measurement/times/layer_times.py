@@ -113,6 +113,7 @@ def _time_site(
                 settings=timer.settings,
                 rivals=rivals_of({name: measured[name].errors for name in names}),
                 deadline=timer.deadline,
+                kept_weight=layer.kept_weight,
             )
         except torch.OutOfMemoryError:
             return replace(site, unfinished=NO_MEMORY)
@@ -191,6 +192,7 @@ def _key(layer: LinearStats, timer: Timer) -> dict[str, Any]:
         "seed": settings.seed,
         "dtype": layer.dtype,
         "weight_dtype": layer.weight_dtype,
+        **({"kept_weight": True} if layer.kept_weight else {}),
     }
 
 

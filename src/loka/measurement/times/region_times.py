@@ -4,7 +4,8 @@
 
 Inside a region a layer's FP8 copies are written by the kernels between the layers, so that its GEMMs by
 themselves do not tell what it takes. A cell has what a layer brings to a region: its GEMMs, the cast of its
-input in the kernel before it, that of its gradient in the kernel behind it, and its weight's. Layers add up.
+input in the kernel before it, that of its gradient in the kernel behind it, and its weight's, unless that is
+served and was quantized before. Layers add up.
 What a graph does once, casting all weights and noting what ran, counts a third to each of the three layers,
 which is a guess: most models have more, and seldom one alone.
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from loka.compiler import install
 from loka.compiler.joint_sites import IN_REGIONS, misfit
@@ -31,7 +33,9 @@ from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.graph.attach import attach
+from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.measurement.settings import Settings
+from loka.nn.fp8_weight import dequantized
 from loka.nn.linears import signature
 from loka.nn.site import sites_of
 
@@ -53,6 +57,17 @@ class _Cell(nn.Module):
         return [relu(layer(relu(z))) for layer, z in zip(self.layers, inputs, strict=True)]
 
 
+class _Kept(nn.Module):
+    """Stands before a weight [N, K] that was quantized once, as loka.serve keeps it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.row, _, self.scale = fp8_weights([weight.detach()], [False])
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return dequantized(self.row, self.scale, weight.dtype)
+
+
 def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
     """Equal for layers that take equally long."""
     return {
@@ -69,6 +84,13 @@ def _adds_up_few_tokens(layer: LinearStats, shape: LinearShape) -> bool:
     return layer.over_tokens and max(shape.in_features, shape.out_features) <= FEW_TOKENS
 
 
+def _unfit(layer: LinearStats, shape: LinearShape) -> str | None:
+    """Why a layer is timed in no region, or None."""
+    if _adds_up_few_tokens(layer, shape):
+        return "it adds up few tokens: taking its input across for FP8 takes longer than its GEMM"
+    return misfit(shape.in_features, shape.out_features)
+
+
 def time_region(
     layer: LinearStats,
     shape: LinearShape,
@@ -81,9 +103,7 @@ def time_region(
 
     Raises torch.OutOfMemoryError, which says nothing about the layer.
     """
-    reason = misfit(shape.in_features, shape.out_features)
-    if _adds_up_few_tokens(layer, shape):
-        reason = "it adds up few tokens: taking its input across for FP8 takes longer than its GEMM"
+    reason = _unfit(layer, shape)
     if reason is not None:
         return {REGION: Measurement(unsupported=reason)}
     install()
@@ -99,6 +119,10 @@ def time_region(
             layers = signature(cell).layers
             attach(cell, layers, dict.fromkeys(layers, IN_REGIONS), join=True)
             forget(site.health for site in sites_of(cell).values())
+            if layer.kept_weight:
+                for part in cell.layers:
+                    kept = _Kept(part.get_parameter("weight"))
+                    parametrize.register_parametrization(part, "weight", kept, unsafe=True)
         arms[name] = compile_in_place(cell)
     return _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
 

@@ -1,7 +1,8 @@
 """The time of a site on a GPU: every candidate, and before it the algorithms of one kernel.
 
 What is timed is what runs: quantization of both operands and the GEMM, at the true size, on
-operands of the learnt distribution, in a race of all candidates (core/timing.py).
+operands of the learnt distribution, in a race of all candidates (core/timing.py). A weight that is served
+was quantized before.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def time_site(
     settings: Settings,
     rivals: Mapping[str, Sequence[str]] | None = None,
     deadline: float | None = None,
+    kept_weight: bool = False,
 ) -> SiteTimes:
     """Times "hp" and the candidates `names` for `problem`.
 
@@ -87,6 +89,7 @@ def time_site(
         names: runnable candidates, "hp" among them.
         rivals: see `rivals_of`.
         deadline: of `time.monotonic()`.
+        kept_weight: the weight of an `output` GEMM is quantized before.
     """
     pinned: dict[str, str] = {}
     failures: dict[str, str] = {}
@@ -105,7 +108,7 @@ def time_site(
             failures[name] = first_line(error)
     entered = {name: pinned.get(name, name) for name in names if name not in failures}
     found = time_interleaved(
-        {actual: site_call(actual, sets, problem) for actual in entered.values()},
+        {actual: site_call(actual, sets, problem, kept_weight=kept_weight) for actual in entered.values()},
         baseline=HP,
         device=device,
         rivals=None if rivals is None else _renamed(rivals, entered),
@@ -131,8 +134,11 @@ def _renamed(rivals: Mapping[str, Sequence[str]], entered: Mapping[str, str]) ->
     }
 
 
-def site_call(name: str, sets: Sequence[Operands], problem: Problem) -> Callable[[], torch.Tensor]:
-    """One GEMM with the quantization of both its operands, from each set in turn."""
+def site_call(
+    name: str, sets: Sequence[Operands], problem: Problem, *, kept_weight: bool = False
+) -> Callable[[], torch.Tensor]:
+    """One GEMM with the quantization of both its operands, from each set in turn; of its input alone where
+    the weight is kept in FP8."""
     health = torch.zeros(3, dtype=torch.int64, device=sets[0]["weight"].device)
     if name == HP and problem.gemm is not Gemm.GRAD_WEIGHT:
         # bf16 gets its weight cast beforehand, as autocast's cache does for it within a step.
@@ -142,10 +148,26 @@ def site_call(name: str, sets: Sequence[Operands], problem: Problem) -> Callable
     dtype = DTYPES[problem.dtype]
     centred = name != HP and candidate_named(name).recipe.centred  # times do not depend on the numbers
     centre = sets[0]["input"].new_zeros(problem.k, dtype=torch.float32) if centred else None
+    if kept_weight and name != HP and not centred:
+        return _kept(name, [sides(problem.gemm, each) for each in sets], problem)
 
     def call() -> torch.Tensor:
         a, b = operands()
         return run_gemm(name, a, b, gemm=problem.gemm, dtype=dtype, health=health, centre=centre)
+
+    return call
+
+
+def _kept(
+    name: str, sets: Sequence[tuple[torch.Tensor, torch.Tensor]], problem: Problem
+) -> Callable[[], torch.Tensor]:
+    run = scaled_gemm(name, problem)
+    operands = _rotate([(a, _quantized(run, a, b)[1]) for a, b in sets])
+
+    def call() -> torch.Tensor:
+        a, low_b = operands()
+        low_a = quantize_operand(a, run.casts[0], padded=run.padded_a, health=None, slot=BAD_A)
+        return run(low_a, low_b)
 
     return call
 
