@@ -73,7 +73,14 @@ class Power:
                 continue
             about = f"{arm.title}, {len(arm.pairs)} pairs, {arm.variance.between_pairs:.3g} % between them"
             none, harm, limit = (
-                resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
+                resample(
+                    arm,
+                    pairs=self.pairs,
+                    limit=self.limit,
+                    effect=effect,
+                    sequential=self.sequential,
+                    expected=found.expected.get(arm.task),
+                )
                 for effect in (0.0, HARM, self.limit)
             )
             lines.append(
