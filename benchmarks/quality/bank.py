@@ -4,17 +4,12 @@
 
 Validations are drawn from the pairs of each arm (validation/pair_bank.py): with no true difference, how many
 say "fail", in how many does the interval hold 0, and how many pass; with a harm of 0.05 % planted, how many
-find it ("fail"); with one of 0.02 %, how many pass. Each under three spreads to expect
-(validation/variance.py):
+find it ("fail"); with one of 0.02 %, how many pass. In the mean of arms, and in the worst, by where the
+spread to expect (validation/variance.py) comes from: a bank of the other models, of two others, KL/H (no
+bank), or nowhere (Student's t, as it was). `all` are the deviations of all arms as those of one model.
 
-    other models   that of the models that the arm is not of, as with a bank
-    KL/H           a third of the KL/H of the pairs drawn, as without a bank
-    none           Student's t on the pairs alone, as it was
-
-`all` are the deviations of all arms as one model's: there "other models" are the same ones; in `halves` two
-models are judged by the other two. Then the same of synthetic worlds, whose models differ in scale (a factor
-of 1.6) and have fresh pairs, not eight that are drawn again: normal, t with 3 degrees of freedom, one in 16
-four times as wide, one in 16 three deviations above. Of the two sides of a harm the worse one is shown.
+Synthetic worlds have models that differ in scale (a factor of 1.6) and fresh pairs, not eight drawn again:
+normal, t with 3 degrees of freedom, one in 16 four times as wide, one in 16 three deviations above or below.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from loka.core.table import format_table
+from loka.validation.arms import NUDGED
 from loka.validation.pair_bank import Bank, BankedArm, BankedPair, expected_of, resample
 from loka.validation.power import Rates, rates
 from loka.validation.variance import KL_SHARE, Expected
@@ -38,37 +35,44 @@ PAIRS = (4, 8, 12)
 FP8 = ("plan", "tight")
 ALONE = Expected(0.0, 0, "the pairs alone")
 SETTING = "proof"
+Figures = tuple[Rates, Rates, Rates]
 
 
 def bank_of(*summaries: dict[str, Any]) -> Bank:
-    """All arms of each model that has verdicts."""
-    arms = []
-    for summary in summaries:
-        for model, found in summary["models"].items():
-            verdicts = found.get("verdicts") or {"arms": {}}
-            for name, one in verdicts["arms"].items():
-                parted = zip(one["pairs"].items(), one["kl_percent_of_h"], strict=True)
-                pairs = tuple(
+    """The planned arms and the A/A arm of each model that has verdicts."""
+    judged = {
+        model: found["verdicts"]
+        for summary in summaries
+        for model, found in summary["models"].items()
+        if "verdicts" in found
+    }
+    return Bank(
+        tuple(
+            BankedArm(
+                world=model,
+                key=name,
+                name=name,
+                model=model,
+                rows=verdicts["rows"],
+                rows_error=verdicts["arms"][name]["rows_error"],
+                by_rows=0.0,
+                pairs=tuple(
                     BankedPair(int(seed), pair[0], kl[0] / verdicts["ne"][seed])
-                    for (seed, pair), kl in parted
-                )
-                arms.append(
-                    BankedArm(
-                        world=model,
-                        key=name,
-                        name=name,
-                        model=model,
-                        rows=verdicts["rows"],
-                        rows_error=one["rows_error"],
-                        by_rows=0.0,
-                        pairs=pairs,
-                        setting=SETTING,
+                    for (seed, pair), kl in zip(
+                        verdicts["arms"][name]["pairs"].items(),
+                        verdicts["arms"][name]["kl_percent_of_h"],
+                        strict=True,
                     )
-                )
-    return Bank(tuple(arms))
+                ),
+                setting=SETTING,
+            )
+            for model, verdicts in judged.items()
+            for name in (*FP8, NUDGED)
+        )
+    )
 
 
-def together(arms: list[BankedArm]) -> BankedArm:
+def together(arms: Sequence[BankedArm]) -> BankedArm:
     """The deviations of all `arms`, as those of one."""
     pairs = [
         replace(pair, ne_percent=(pair.ne_percent - arm.variance.mean) * math.sqrt(n / (n - 1)))
@@ -76,37 +80,26 @@ def together(arms: list[BankedArm]) -> BankedArm:
         for n in [len(arm.pairs)]
         for pair in arm.pairs
     ]
-    widest = max(arm.rows_error for arm in arms)
-    return replace(arms[0], world="all", model="all", rows_error=widest, pairs=tuple(pairs))
+    return replace(arms[0], world="all", rows_error=max(a.rows_error for a in arms), pairs=tuple(pairs))
 
 
-def spreads(bank: Bank, arm: BankedArm, models: tuple[str, ...] = ()) -> dict[str, Expected | None]:
-    """What to expect of an arm, by where it comes from, `models` or all others; None: by its own KL/H."""
-    others = Bank(
-        tuple(
-            each
-            for each in bank.arms
-            if each.world != arm.world and each.name in FP8 and (not models or each.model in models)
-        )
+def others(arms: Sequence[BankedArm], arm: BankedArm) -> Expected | None:
+    bank = Bank(tuple(each for each in arms if each.world != arm.world))
+    return expected_of(bank, world=arm.world, setting=SETTING, seeds=())
+
+
+def line(of: Sequence[Figures]) -> tuple[str, ...]:
+    """Means, and the worst of `of`."""
+    failed, holds, passed = (
+        [getattr(one[0], name) for one in of] for name in ("failed", "contains_zero", "passed")
     )
-    return {
-        "other models": expected_of(others, world=arm.world, setting=SETTING, seeds=()),
-        "KL/H": None,
-        "none": ALONE,
-    }
-
-
-def line(of: list[tuple[Rates, ...]]) -> tuple[str, ...]:
-    """Means over arms, and the worst arm's."""
-    nothing, harm, limit = zip(*of, strict=True)
-    holds = [rates.contains_zero for rates in nothing]
-    found, passed = [rates.failed for rates in harm], [rates.passed for rates in limit]
+    found, wrong = [one[1].failed for one in of], [one[2].passed for one in of]
     return (
-        f"{np.mean([rates.failed for rates in nothing]):.1%}",
+        f"{np.mean(failed):.1%}",
         f"{np.mean(holds):.1%} ({min(holds):.1%})",
-        f"{np.mean([rates.passed for rates in nothing]):.0%}",
+        f"{np.mean(passed):.0%}",
         f"{np.mean(found):.0%} ({min(found):.0%})",
-        f"{np.mean(passed):.1%} ({max(passed):.1%})",
+        f"{np.mean(wrong):.1%} ({max(wrong):.1%})",
     )
 
 
@@ -115,83 +108,78 @@ HEADER = (*HEADER, f"harm of {HARM:g} %: found (least)", f"of {LIMIT:g} %: passe
 
 
 def arms_table(bank: Bank) -> str:
-    arms = [arm for arm in bank.arms if arm.name in FP8]
+    arms, again = ([arm for arm in bank.arms if (arm.name == NUDGED) == a_a] for a_a in (False, True))
     names = list(dict.fromkeys(arm.model for arm in arms))
-    half = len(names) // 2
-
-    def drawn(arm: BankedArm, pairs: int, expected: Expected | None) -> tuple[Rates, ...]:
-        return tuple(
-            resample(arm, pairs=pairs, limit=LIMIT, effect=effect, expected=expected)
-            for effect in (0.0, HARM, LIMIT)
-        )
-
+    halves = [[arm for arm in arms if arm.model in part] for part in (names[:2], names[2:])]
+    whole = together(arms)
+    rules: list[tuple[str, Sequence[BankedArm], Callable[[BankedArm], Expected | None]]] = [
+        ("arms, the other models", arms, lambda arm: others(arms, arm)),
+        *(
+            (f"arms, {' and '.join(part)}", of, lambda arm, known=known: others(known, arm))
+            for part, known, of in ((names[:2], *halves), (names[2:], *halves[::-1]))
+        ),
+        ("arms, KL/H", arms, lambda arm: None),
+        ("arms, none", arms, lambda arm: ALONE),
+        ("A/A, KL/H", again, lambda arm: None),
+        ("all, the same models", [whole], lambda arm: others(arms, arm)),
+        ("all, KL/H", [whole], lambda arm: None),
+        ("all, none", [whole], lambda arm: ALONE),
+    ]
     rows = []
     for pairs in PAIRS:
-        for rule in ("other models", "KL/H", "none"):
-            by_arm = [drawn(arm, pairs, spreads(bank, arm)[rule]) for arm in arms]
-            rows.append((str(pairs), "mean of arms", rule, *line(by_arm)))
-            whole = together(arms)
-            rows.append((str(pairs), "all", rule, *line([drawn(whole, pairs, spreads(bank, whole)[rule])])))
-            if rule == "other models":
-                for part in (tuple(names[:half]), tuple(names[half:])):
-                    of = [arm for arm in arms if arm.model not in part]
-                    found = [drawn(arm, pairs, spreads(bank, arm, part)[rule]) for arm in of]
-                    rows.append((str(pairs), "halves", f"{' and '.join(part)}", *line(found)))
-            if pairs == PAIRS[0]:
-                rows += [
-                    (
-                        str(pairs),
-                        f"{arm.model} {arm.name}, {arm.variance.between_pairs:.4f}",
-                        rule,
-                        *line([one]),
-                    )
-                    for arm, one in zip(arms, by_arm, strict=True)
-                ]
-    return format_table(("pairs", "arm, SD", "spread to expect by", *HEADER), rows)
+        for name, of, expected in rules:
+            found = [
+                tuple(
+                    resample(arm, pairs=pairs, limit=LIMIT, effect=effect, expected=expected(arm))
+                    for effect in (0.0, HARM, LIMIT)
+                )
+                for arm in of
+            ]
+            rows.append((str(pairs), name, *line(found)))
+            if pairs == PAIRS[0] and len(of) == len(arms):
+                each = (
+                    (f"  {arm.model} {arm.name}, SD {arm.variance.between_pairs:.4f}", *line([one]))
+                    for arm, one in zip(of, found, strict=True)
+                )
+                rows += [(str(pairs), *cells) for cells in each]
+    return format_table(("pairs", "spread to expect by", *HEADER), rows)
 
 
-def shaped(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def shaped(kind: str, rng: np.random.Generator, *shape: int) -> np.ndarray:
     """Mean 0 and standard deviation 1."""
     z, far = rng.normal(size=shape), rng.random(shape) < 1 / 16
     if kind == "t, 3 degrees":
         return rng.standard_t(3, size=shape) / math.sqrt(3)
     if kind == "contaminated":
-        return np.where(far, 4 * z, z) / math.sqrt(15 / 16 + 16 / 16)
-    if kind == "skewed":
-        return (0.6 * z + 3 * far - 3 / 16) / math.sqrt(0.36 + 9 * 15 / 256)
-    return z
+        return np.where(far, 4 * z, z) / math.sqrt(31 / 16)
+    skewed = (0.6 * z + 3 * far - 3 / 16) / math.sqrt(0.36 + 9 * 15 / 256)
+    return {"normal": z, "skewed up": skewed, "skewed down": -skewed}[kind]
 
 
 def worlds_table(scale: float = 0.011, models: int = 200, draws: int = 400) -> str:
-    """`models` models, each with three others in its bank: two arms of eight seeds, as in the proof."""
+    """`models` models with three others in the bank, of each two arms of eight seeds as in the proof."""
     rows = []
-    for kind in ("normal", "t, 3 degrees", "contaminated", "skewed"):
+    for kind in ("normal", "t, 3 degrees", "contaminated", "skewed up", "skewed down"):
         for pairs in PAIRS:
-            rng, found = np.random.default_rng(0), {rule: [] for rule in ("other models", "KL/H", "none")}
+            rng, found = np.random.default_rng(0), ([], [], [])
             for _ in range(models):
-                own, *others = scale * np.exp(0.45 * rng.normal(size=4))
-                variances = []
-                for other in others:
-                    first, second = shaped(kind, rng, (2, 8))
-                    both = (first, 0.8 * first + 0.6 * second)
-                    variances.append(np.median([(other * arm).var(ddof=1) for arm in both]))
+                own, *known = scale * np.exp(0.45 * rng.normal(size=4))
+                first, second = shaped(kind, rng, 2, 3, 8)
+                variances = [arm.var(axis=1, ddof=1) for arm in (first, 0.8 * first + 0.6 * second)]
+                bank = np.square(known) * np.median(variances, axis=0)
                 kl = own / (0.39 * math.exp(0.4 * rng.normal()))
-                values = own * shaped(kind, rng, (draws, pairs))
-                expected = {
-                    "other models": Expected(math.sqrt(np.mean(variances)), 6, ""),
-                    "KL/H": Expected(KL_SHARE * kl, 0, ""),
-                    "none": ALONE,
-                }
-                for rule, one in expected.items():
-                    nothing, harm, over, under = (
-                        rates(values + effect, rows_error=0.0, limit=LIMIT, expected=one)
-                        for effect in (0.0, HARM, LIMIT, -LIMIT)
+                values = own * shaped(kind, rng, draws, pairs)
+                expected = (Expected(math.sqrt(bank.mean()), 6, ""), Expected(KL_SHARE * kl, 0, ""), ALONE)
+                for one, into in zip(expected, found, strict=True):
+                    into.append(
+                        tuple(
+                            rates(values + effect, rows_error=0.0, limit=LIMIT, expected=one)
+                            for effect in (0.0, HARM, LIMIT)
+                        )
                     )
-                    found[rule].append((nothing, harm, over, under))
-            for rule, each in found.items():
-                sides = [line([(n, h, side) for n, h, *both in each for side in [both[at]]]) for at in (0, 1)]
-                worse = max(sides, key=lambda side: float(side[-1].split("%")[0]))
-                rows.append((kind, str(pairs), rule, *(cell.split(" (")[0] for cell in worse)))
+            for rule, each in zip(("other models", "KL/H", "none"), found, strict=True):
+                cells = (cell.split(" (")[0] for cell in line(each))
+                rows.append((kind, str(pairs), rule, *cells))
     return format_table(("world", "pairs", "spread to expect by", *HEADER), rows)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loka.validation.arms import NUDGED
 from loka.validation.pair_bank import Bank, deposit, prior_of, resample
 from loka.validation.power import forecast
 from loka.validation.record import Validation
@@ -79,7 +80,7 @@ class Power:
                     limit=self.limit,
                     effect=effect,
                     sequential=self.sequential,
-                    expected=found.expected.get(arm.task),
+                    expected=None if arm.name == NUDGED else found.expected.get(arm.task),
                 )
                 for effect in (0.0, HARM, self.limit)
             )
