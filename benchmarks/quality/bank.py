@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,36 +40,28 @@ Figures = tuple[Rates, Rates, Rates]
 
 def bank_of(*summaries: dict[str, Any]) -> Bank:
     """The planned arms and the A/A arm of each model that has verdicts."""
-    judged = {
-        model: found["verdicts"]
-        for summary in summaries
-        for model, found in summary["models"].items()
-        if "verdicts" in found
-    }
-    return Bank(
-        tuple(
-            BankedArm(
+    arms = []
+    models = [each for summary in summaries for each in summary["models"].items() if "verdicts" in each[1]]
+    for model, verdicts in [(name, found["verdicts"]) for name, found in models]:
+        for name in (*FP8, NUDGED):
+            one = verdicts["arms"][name]
+            pairs = tuple(
+                BankedPair(int(seed), pair[0], kl[0] / verdicts["ne"][seed])
+                for (seed, pair), kl in zip(one["pairs"].items(), one["kl_percent_of_h"], strict=True)
+            )
+            arm = BankedArm(
                 world=model,
                 key=name,
                 name=name,
                 model=model,
                 rows=verdicts["rows"],
-                rows_error=verdicts["arms"][name]["rows_error"],
+                rows_error=one["rows_error"],
                 by_rows=0.0,
-                pairs=tuple(
-                    BankedPair(int(seed), pair[0], kl[0] / verdicts["ne"][seed])
-                    for (seed, pair), kl in zip(
-                        verdicts["arms"][name]["pairs"].items(),
-                        verdicts["arms"][name]["kl_percent_of_h"],
-                        strict=True,
-                    )
-                ),
+                pairs=pairs,
                 setting=SETTING,
             )
-            for model, verdicts in judged.items()
-            for name in (*FP8, NUDGED)
-        )
-    )
+            arms.append(arm)
+    return Bank(tuple(arms))
 
 
 def together(arms: Sequence[BankedArm]) -> BankedArm:
@@ -112,18 +104,15 @@ def arms_table(bank: Bank) -> str:
     names = list(dict.fromkeys(arm.model for arm in arms))
     halves = [[arm for arm in arms if arm.model in part] for part in (names[:2], names[2:])]
     whole = together(arms)
-    rules: list[tuple[str, Sequence[BankedArm], Callable[[BankedArm], Expected | None]]] = [
+    every = {"KL/H": lambda arm: None, "none": lambda arm: ALONE}
+    rules = [
         ("arms, the other models", arms, lambda arm: others(arms, arm)),
-        *(
-            (f"arms, {' and '.join(part)}", of, lambda arm, known=known: others(known, arm))
-            for part, known, of in ((names[:2], *halves), (names[2:], *halves[::-1]))
-        ),
-        ("arms, KL/H", arms, lambda arm: None),
-        ("arms, none", arms, lambda arm: ALONE),
-        ("A/A, KL/H", again, lambda arm: None),
+        (f"arms, {' and '.join(names[:2])}", halves[1], lambda arm: others(halves[0], arm)),
+        (f"arms, {' and '.join(names[2:])}", halves[0], lambda arm: others(halves[1], arm)),
+        *((f"arms, {rule}", arms, expected) for rule, expected in every.items()),
+        ("A/A, KL/H", again, every["KL/H"]),
         ("all, the same models", [whole], lambda arm: others(arms, arm)),
-        ("all, KL/H", [whole], lambda arm: None),
-        ("all, none", [whole], lambda arm: ALONE),
+        *((f"all, {rule}", [whole], expected) for rule, expected in every.items()),
     ]
     rows = []
     for pairs in PAIRS:

@@ -101,19 +101,17 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
 
 
 def _spread(variance: PairVariance) -> str:
-    """What spread between pairs the interval goes by, and where it came from."""
+    """What spread between pairs was to be expected, where it came from, and what the interval makes of it."""
     expected = variance.expected
     if expected is None:
         return "the interval goes by the spread of these pairs alone"
-    what = f"{expected.spread:.3g} % was to be expected by {expected.source}"
-    if variance.contradicted:
-        return f"{what}: these pairs scatter more than twice that, so the interval goes by them alone"
-    if not expected.freedom:
-        return f"{what}: the interval goes by the larger one"
-    return (
-        f"{what}: it counts as {expected.freedom} degrees of freedom beside {variance.pairs - 1}, and the "
-        "interval goes by both together, or by what was expected where that is larger"
+    counts = f"as {expected.freedom} degrees of freedom beside {variance.pairs - 1}, " * bool(
+        expected.freedom
     )
+    used = f"{counts}and the interval goes by no less"
+    if variance.contradicted:
+        used = "these pairs scatter more than twice that, and the interval goes by them alone"
+    return f"{expected.spread:.3g} % was to be expected by {expected.source}: {used}"
 
 
 def _note(arm: ArmVerdict, validation: Validation) -> str:

@@ -8,9 +8,9 @@ on the same rows. `resample` draws validations from the pairs of one arm, with r
 
 A bank of n pairs knows n values: shares of a percent need dozens of them, and the record says how many.
 
-`expected_of` is what a bank tells the next verdict: the spread to expect (its place in the interval:
-validation/variance.py). Standard deviations of four models on the same ten million rows differ by a factor of
-1.6: by Smyth's estimate those of other models are worth 6 degrees of freedom, of one other about 2.
+`expected_of` is the spread that the next verdict expects (validation/variance.py). Standard deviations of
+four models on the same ten million rows differ by a factor of 1.6: by Smyth's estimate those of others are
+worth 6 degrees of freedom, of one other about 2.
 """
 
 from __future__ import annotations
