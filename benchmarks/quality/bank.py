@@ -35,7 +35,7 @@ PAIRS = (4, 8, 12)
 FP8 = ("plan", "tight")
 ALONE = Expected(0.0, 0, "the pairs alone")
 SETTING = "proof"
-Figures = tuple[Rates, Rates, Rates]
+EFFECTS, NAMES = (0.0, HARM, LIMIT), ("failed", "contains_zero", "passed")
 
 
 def bank_of(*summaries: dict[str, Any]) -> Bank:
@@ -80,11 +80,9 @@ def others(arms: Sequence[BankedArm], arm: BankedArm) -> Expected | None:
     return expected_of(bank, world=arm.world, setting=SETTING, seeds=())
 
 
-def line(of: Sequence[Figures]) -> tuple[str, ...]:
+def line(of: Sequence[Sequence[Rates]]) -> tuple[str, ...]:
     """Means, and the worst of `of`."""
-    failed, holds, passed = (
-        [getattr(one[0], name) for one in of] for name in ("failed", "contains_zero", "passed")
-    )
+    failed, holds, passed = ([getattr(one[0], name) for one in of] for name in NAMES)
     found, wrong = [one[1].failed for one in of], [one[2].passed for one in of]
     return (
         f"{np.mean(failed):.1%}",
@@ -118,10 +116,10 @@ def arms_table(bank: Bank) -> str:
     for pairs in PAIRS:
         for name, of, expected in rules:
             found = [
-                tuple(
+                [
                     resample(arm, pairs=pairs, limit=LIMIT, effect=effect, expected=expected(arm))
-                    for effect in (0.0, HARM, LIMIT)
-                )
+                    for effect in EFFECTS
+                ]
                 for arm in of
             ]
             rows.append((str(pairs), name, *line(found)))
@@ -150,7 +148,7 @@ def worlds_table(scale: float = 0.011, models: int = 200, draws: int = 400) -> s
     rows = []
     for kind in ("normal", "t, 3 degrees", "contaminated", "skewed up", "skewed down"):
         for pairs in PAIRS:
-            rng, found = np.random.default_rng(0), ([], [], [])
+            rng, found = np.random.default_rng(0), {"other models": [], "KL/H": [], "none": []}
             for _ in range(models):
                 own, *known = scale * np.exp(0.45 * rng.normal(size=4))
                 first, second = shaped(kind, rng, 2, 3, 8)
@@ -159,16 +157,14 @@ def worlds_table(scale: float = 0.011, models: int = 200, draws: int = 400) -> s
                 kl = own / (0.39 * math.exp(0.4 * rng.normal()))
                 values = own * shaped(kind, rng, draws, pairs)
                 expected = (Expected(math.sqrt(bank.mean()), 6, ""), Expected(KL_SHARE * kl, 0, ""), ALONE)
-                for one, into in zip(expected, found, strict=True):
-                    into.append(
-                        tuple(
-                            rates(values + effect, rows_error=0.0, limit=LIMIT, expected=one)
-                            for effect in (0.0, HARM, LIMIT)
-                        )
-                    )
-            for rule, each in zip(("other models", "KL/H", "none"), found, strict=True):
-                cells = (cell.split(" (")[0] for cell in line(each))
-                rows.append((kind, str(pairs), rule, *cells))
+                for each, into in zip(expected, found.values(), strict=True):
+                    of = [
+                        rates(values + effect, rows_error=0.0, limit=LIMIT, expected=each)
+                        for effect in EFFECTS
+                    ]
+                    into.append(of)
+            for rule, each in found.items():
+                rows.append((kind, str(pairs), rule, *(cell.split(" (")[0] for cell in line(each))))
     return format_table(("world", "pairs", "spread to expect by", *HEADER), rows)
 
 
