@@ -14,9 +14,9 @@ those, with the operands of `output` GEMMs rounded exactly and all else in float
 
 Fixed before the run: seeds 300, 301, 302; `towers` 303 was added, before it ran, to come to 60 plans. The
 labels' change is KL/H plus the first-order term mean((p - y) dz) / H, whose noise is that of the labels;
-`first` is that term, and the table says how often it exceeds 2 of its SE. That is of other rows for the same
-model; one of another seed has another slope, and "rows and seeds" adds what pairs of trained models scatter
-by, a third of KL/H (validation/variance.py). Last columns absolute, in 1e-6.
+`first` is that term, and the table says how often it exceeds 2 of its SE. A model of another seed has another
+slope: "rows and seeds" adds what pairs scatter by, a third of KL/H (validation/variance.py). Last columns
+absolute, in 1e-6.
 """
 
 from __future__ import annotations

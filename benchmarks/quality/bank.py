@@ -8,8 +8,7 @@ find it ("fail"); with one of 0.02 %, how many pass. In the mean of arms, and in
 spread to expect (validation/variance.py) comes from: a bank of the other models, of two others, KL/H (no
 bank), or nowhere (Student's t, as it was). `all` are the deviations of all arms as those of one model.
 
-Synthetic worlds have models that differ in scale (a factor of 1.6) and fresh pairs, not eight drawn again:
-normal, t with 3 degrees of freedom, one in 16 four times as wide, one in 16 three deviations above or below.
+Synthetic worlds have models that differ in scale (a factor of 1.6) and fresh pairs, not eight drawn again.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def arms_table(bank: Bank) -> str:
 
 
 def shaped(kind: str, rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Mean 0 and standard deviation 1."""
+    """Mean 0 and deviation 1; in two kinds one in 16 is four times as wide, or three deviations off."""
     z, far = rng.normal(size=shape), rng.random(shape) < 1 / 16
     if kind == "t, 3 degrees":
         return rng.standard_t(3, size=shape) / math.sqrt(3)

@@ -151,7 +151,7 @@ def test_verdicts_of_the_proof_are_as_seldom_wrong_as_was_asked(pairs: int) -> N
     assert holds.min() >= 0.92
     assert holds.mean() <= 0.98 + 3 * 0.0012
     assert found.min() >= 0.80
-    # Without a bank, by KL/H, in the mean: single arms miss it (docs/validate.md).
+    # By KL/H, without a bank, single arms miss it.
     failed, holds, found, passed = figures(lambda arm: None).mean(axis=1)
     assert max(failed, passed) <= 0.05
     assert 0.92 <= holds <= 0.98

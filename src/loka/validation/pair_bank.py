@@ -160,9 +160,9 @@ def expected_of(
     """The spread to expect between pairs of `world`, whose own `seeds` are about to be trained.
 
     From arms on the same rows with the same configuration, A/A arms apart: of each model the median over its
-    arms, so that one that went wrong does not decide. Arms of one seed share its control and scatter alike,
-    so a model has the degrees of freedom of its seeds, and the seeds to be trained are left out. Other models
-    count as OTHER each, and only where there are two. None where the bank knows too little.
+    arms, so that one that went wrong does not decide. Arms of one seed share its control and scatter alike:
+    a model has the degrees of freedom of its seeds, and those to be trained are left out. Other models count
+    as OTHER each, where there are two. None where the bank knows too little.
     """
     models: dict[str, list[BankedArm]] = {}
     for arm in bank.arms:

@@ -25,10 +25,10 @@ as f degrees of freedom (moderated variance: Smyth, Statistical Applications in 
     var(r) = max(e^2, (f e^2 + (S-1) s^2) / (f + S-1)),    t(f + S-1) in the place of t(S-1)
 
 never below e: pairs may show that they scatter more, too few of them cannot show that they scatter less.
-Where s exceeds 2 e they contradict it (as 0.7 % of four normal pairs do), and count alone, as with f = 0. e
-and f come from other pairs on the same rows (validation/pair_bank.py). Without those f is 0, and e a third of
-the KL/H between the two models of a pair: models scatter by their first-order term, which grows as they part.
-Of eight arms of four models s was 0.26 to 1.17 of KL/H, 0.39 in the median (benchmarks/quality).
+Where s exceeds 2 e they contradict it (as 0.7 % of four normal pairs do), and count alone. e and f come from
+other pairs on the same rows (validation/pair_bank.py). Without those f is 0, and e a third of the KL/H
+between the two models of a pair: they scatter by their first-order term, which grows as they part. Of eight
+arms of four models s was 0.26 to 1.17 of KL/H, 0.39 in the median (benchmarks/quality).
 
 Rows of one
 user or one request come together and are no independent draws. Where it is known which they are, the sum
