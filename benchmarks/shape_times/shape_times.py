@@ -38,7 +38,7 @@ KERNELS = {"all": None, "torch": "torch"}
 BF16 = (4.0, 800.0, 3500.0)
 EIGHT = (12.0, 1400.0, 2500.0)
 
-STEP = "wukong_step/report.json.xz"
+STEP = "wukong_step/report.json.gz"
 REPORTS = {
     "gemm_suite/report.json.gz": (
         "bfloat16",

@@ -51,11 +51,13 @@ def test_the_file_is_small_and_says_where_it_is_from(stored: StoredTimes) -> Non
     assert stored.machine.torch.startswith("2.11.0")
     assert len(stored.layers) == 71 + 15  # the suite, and Wukong 2 GF with float32 weights
     listed = (ROOT / "benchmarks" / "RAW.sha256").read_text()
+    script = (ROOT / "benchmarks" / "shape_times" / "shape_times.py").read_text()
     for source in stored.sources:
         name = source.path.removeprefix("benchmarks/")
         assert source.date.startswith("2026-")
         assert source.command
         assert f"{source.sha256}  {name}" in listed or (ROOT / source.path).exists(), name
+        assert f'"{name}"' in script, "what makes the file anew reads the same"
 
 
 @pytest.mark.parametrize("name", ["bf16", "all", "torch"])

@@ -11,7 +11,7 @@ from served import ROW, TENSOR, calibration, plan_for, rows, tower
 from torch import nn
 
 from loka.serve import freeze
-from loka.serve.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look_at, range_of
+from loka.serve.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look, range_of
 
 BOTH = {"first": ROW, "second": ROW}
 
@@ -56,12 +56,12 @@ def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float)
     known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
     monitor = Monitor({"site": known})
     octaves = generator.normal(3.0, spread, 1_000_000 // EVERY)
-    for look in octaves.tolist():
-        monitor.note("site", Look(octaves=look, rows=1, saturated=0, nonfinite=0))
+    for median in octaves.tolist():
+        monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
     assert monitor.alarms() == ()
     shifted = generator.normal(3.0 + math.log2(20), spread, 100 // EVERY)
-    for look in shifted.tolist():
-        monitor.note("site", Look(octaves=look, rows=1, saturated=0, nonfinite=0))
+    for median in shifted.tolist():
+        monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
     assert known.blind == (not monitor.alarms())
     assert known.blind == (spread == 2.0)  # 1.25 * 2.58 * 2 octaves hide a shift of 4.3, and it says so
 
@@ -74,13 +74,17 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
     assert range_of(torch.tensor([0.0, 2.0, 2.0]), None) == Range(median=1.0, limit=1.5, ceiling=None)
 
 
+def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
+    return Look.of(look(rows, ceiling).tolist())
+
+
 def test_looks() -> None:
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
-    assert look_at(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
+    assert seen(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
     many = torch.ones(1000, 2)
     many[::8] = 2.0
-    assert look_at(many, 1.5) == Look(octaves=1.0, rows=125, saturated=125, nonfinite=0)
-    assert look_at(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
+    assert seen(many, 1.5) == Look(octaves=1.0, rows=125, saturated=125, nonfinite=0)
+    assert seen(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
 
 
 def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCaptureFixture) -> None:

@@ -114,8 +114,10 @@ def test_what_cannot_go_into_a_package() -> None:
         plan=plan,
         skeleton=server._skeleton,
         scales={},
-        version=server.current,
+        module=server.current.module,
+        precise=None,
         shadow=0,
+        graphs=False,
     )
     with pytest.raises(ServeRefused, match=r"(?s)second: deep_gemm.*target=.package"):
         other.package("x.pt2")

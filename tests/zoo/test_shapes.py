@@ -1,25 +1,44 @@
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-import loka.zoo
 from loka.core.exceptions import DataRefused, UnknownName
 from loka.zoo.shapes import lrm_gemm_shapes, of_models, read_shapes
 
+# Of the forward pass, summed from a column that the file once had: a mistyped size shows here.
+GFLOP = {
+    "LoKA-anchor": 517.543,
+    "MLPerf-DLRM-DCNv2": 262.642,
+    "MLPerf-DLRMv1-dot": 9.371,
+    "BARS-DCNv2-criteo_x1": 9.431,
+    "Wukong-0.5GF": 870.505,
+    "Wukong-2GF": 2917.938,
+    "Wukong-22GF": 47582.662,
+    "Wukong-108GF": 80206.046,
+    "FuxiCTR-WuKong-default(criteo39)": 134.561,
+    "TorchEasyRec-wukong_criteo": 21.993,
+    "NVIDIA-HSTU-bench": 11011.759,
+    "DLRMv3-HSTU": 1202.591,
+    "KuaiRand-1K-HSTU": 206.158,
+    "RankMixer-100M": 463.856,
+    "RankMixer-1B": 4947.802,
+    "OneTrans-S": 1035.624,
+    "OneTrans-L": 3027.147,
+    "InterFormer-like": 1583.702,
+}
 
-def test_the_suite_says_what_its_file_says() -> None:
+
+def test_the_suite_has_the_flop_of_its_sources() -> None:
     shapes = lrm_gemm_shapes()
     assert Counter(shape.kind for shape in shapes) == {"linear": 99, "bmm": 25, "grouped": 6}
     assert len({(s.m, s.k, s.n) for s in shapes if s.kind == "linear"}) == 71
-    path = Path(loka.zoo.__file__).parent / "lrm_gemm_shapes.csv"
-    with path.open(newline="") as file:
-        for shape, row in zip(shapes, csv.DictReader(file), strict=True):
-            gflop = 2e-9 * shape.batch * shape.m * shape.k * shape.n * shape.count
-            assert gflop == pytest.approx(float(row["gflop_fwd"]), abs=1e-3), shape
+    gflop: Counter[str] = Counter()
+    for s in shapes:
+        gflop[s.model] += 2e-9 * s.batch * s.m * s.k * s.n * s.count
+    assert gflop == {model: pytest.approx(told, abs=0.01) for model, told in GFLOP.items()}
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ same: blocks that repeat compile once.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -30,10 +31,15 @@ def compile_in_place(module: Module, frame: CodeType | None = None) -> Module:
 
     `frame`: of `new_frame`, for modules that may share what is compiled; one of its own without.
     """
+    module._compiled_call_impl = compiled_call(module, frame)
+    return module
+
+
+def compiled_call(module: nn.Module, frame: CodeType | None = None) -> Callable[..., Any]:
+    """What calls the module compiled, for the shapes it sees; the module itself stays as it is."""
     call = _call_of(module)
     own = FunctionType(frame or new_frame(), call.__globals__, closure=call.__closure__)
-    module._compiled_call_impl = torch.compile(own, dynamic=False)
-    return module
+    return torch.compile(own, dynamic=False)
 
 
 def new_frame() -> CodeType:

@@ -116,16 +116,17 @@ def watch(precise: nn.Module, plan: Plan, watcher: Watch, call: Callable[[nn.Mod
 
 
 def record_weights(
-    precise: nn.Module, plan: Plan, call: Callable[[nn.Module], Any]
+    precise: nn.Module, plan: Plan, call: Callable[[nn.Module], Any], *, joined: bool
 ) -> dict[str, FrozenWeight]:
-    """The FP8 weight of each site that `call(precise)` reaches.
+    """The FP8 weight of each site that `call(precise)` reaches; `joined`: with one scale for all rows where
+    a region may have it.
 
     Raises ServeRefused where a site multiplies by another weight from call to call, or by NaN.
     """
     found: dict[str, FrozenWeight] = {}
 
     def note(name: str, candidate: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
-        made = freeze_weight(candidate, weight, rows.dtype)
+        made = freeze_weight(candidate, weight, rows.dtype, joined=joined)
         before = found.setdefault(name, made)
         if not torch.equal(before.low.data.view(torch.uint8), made.low.data.view(torch.uint8)):
             raise ServeRefused(

@@ -13,7 +13,7 @@ from loka.core.table import format_table
 from loka.serve.monitor import Range
 from loka.serve.rows import Form
 
-_KIND, _VERSION = "loka-serve-card", 1
+_KIND, _VERSION = "loka-serve-card", 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,14 @@ class Calibration:
 @dataclass(frozen=True, kw_only=True)
 class SiteCard:
     """One FP8 site, whose weight has `sides` N, K and had this dtype. `scale` of its input: "row" or "group"
-    (current), or "static". `sqnr_db`: error of its `output` on the calibration rows against the GEMM in high
-    precision; inf where equal."""
+    (current), or "static". `even`: the weight has one scale for all rows. `sqnr_db`: error of its `output` on
+    the calibration rows against the GEMM in high precision; inf where equal."""
 
     candidate: str
     sides: tuple[int, ...]
     dtype: str
     scale: str
+    even: bool
     sqnr_db: float
     range: Range
 

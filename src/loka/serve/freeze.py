@@ -25,7 +25,7 @@ from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.graph.attach import detach
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import class_name, named_parameters, unwrap
+from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
 from loka.planner.convert import check, fp8_layers
 from loka.serve.build import (
     droppable,
@@ -36,12 +36,12 @@ from loka.serve.build import (
     watch,
 )
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
+from loka.serve.graphs import wants_graphs
 from loka.serve.monitor import range_of
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
-from loka.serve.version import Version, monitor_of
 
 BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
 LEAST_ROWS = 32
@@ -60,11 +60,13 @@ def freeze(
     autocast: torch.dtype | None = None,
     buckets: Sequence[int] = BUCKETS,
     shadow: float = 0.0,
+    graphs: bool | None = None,
 ) -> Server:
     """A server of `model` by `plan`, with FP8 weights that are quantized once.
 
-    In eval its answers are those of the converted model bit for bit, where input scales are current. The
-    model is copied and stays as it is, converted or not.
+    In eval its answers are those of the converted model bit for bit, where input scales are current: run
+    eagerly, or under torch.compile where there are graphs. The model is copied and stays as it is, converted
+    or not.
 
     Args:
         model: on the device to serve from. Its inputs are tensors [B, ...], a row's outputs depend on that
@@ -76,11 +78,14 @@ def freeze(
             longer one is split.
         shadow: share of requests that are answered in high precision too, in [0, 1]. Above 0 the weights in
             high precision stay in memory.
+        graphs: whether it is compiled, and answers by one CUDA graph for each bucket; None where the model is
+            on CUDA and its forward writes to no attribute.
 
     Raises:
-        PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does.
+        PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does; WrongResults, too, where compiled
+            code computes something else.
         ServeRefused: rows that are too few, all alike, not finite or zero at a site; a model that mixes rows,
-            is sharded, or that a kept weight cannot serve; buckets or a share that cannot be.
+            is sharded, or that a kept weight cannot serve; buckets, a share or graphs that cannot be.
     """
     _check_settings(buckets, shadow)
     batches = list(calibration)
@@ -95,13 +100,15 @@ def freeze(
             "this plan runs no `output` GEMM in FP8, so there is nothing to freeze",
             way_out="serve the model as it is, or plan with another budget",
         )
-    device = next(precise.parameters()).device
+    device = device_of(precise)
     form = form_of(batches[0])
     rows = [form.read(batch, device) for batch in batches]
     _check_rows(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    weights = record_weights(precise, plan, lambda tree: run(tree, form.check_rows(device)))
+    graphs = wants_graphs(graphs, device, written_attributes(precise, lambda: run(precise, rows[0])))
+    check_rows = form.check_rows(device)
+    weights = record_weights(precise, plan, lambda tree: run(tree, check_rows), joined=graphs)
     found = _calibrate(precise, plan, rows, run, sources)
     lost = [path for path in found.peaks if path not in weights]
     if lost:
@@ -145,8 +152,16 @@ def freeze(
             sum(2 * weight.sides[0] * weight.sides[1] for weight in weights.values()),
         ),
     )
-    version = Version(number=1, module=tree, precise=precise if shadow else None, monitor=monitor_of(card))
-    return Server(card=card, plan=plan, skeleton=skeleton, scales=scales, version=version, shadow=shadow)
+    return Server(
+        card=card,
+        plan=plan,
+        skeleton=skeleton,
+        scales=scales,
+        module=tree,
+        precise=precise if shadow else None,
+        shadow=shadow,
+        graphs=graphs,
+    )
 
 
 def _check_settings(buckets: Sequence[int], shadow: float) -> None:
@@ -232,6 +247,7 @@ class _Found:
             sides=weight.sides,
             dtype=dtype_name(weight.dtype),
             scale=source,
+            even=weight.even is not None,
             sqnr_db=decibels(self.noise[path], self.signal[path]),
             range=range_of(self.peaks[path], ceiling),
         )

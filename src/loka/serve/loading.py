@@ -24,29 +24,28 @@ from loka.graph.attach import detach
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.side import empty_scale
 from loka.nn.site import site_forwards
-from loka.nn.unwrap import unwrap
+from loka.nn.unwrap import device_of, unwrap
 from loka.planner.convert import check
 from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
 from loka.serve.card import Card, Folder
+from loka.serve.graphs import wants_graphs
+from loka.serve.rows import LEAST_DB
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
-from loka.serve.sites import FrozenWeight
-from loka.serve.version import Version, monitor_of
+from loka.serve.sites import FrozenWeight, even_weight
 
-LEAST_DB = 20.0
-"""Between outputs for the form's rows, saved and loaded: another machine rounds otherwise, and another model
-does not come near (about 0 dB)."""
 _AGAIN = "freeze the model and save it again"
 
 
 @torch.no_grad()
-def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0) -> Server:
+def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: bool | None = None) -> Server:
     """A server from a folder that `Server.save` wrote, on the device of `model`; version 1.
 
     Args:
         model: of the class that was frozen. Its weights are not looked at; buffers that are in no state dict
             are taken from it. It stays as it is.
         shadow: as `freeze` takes it; above 0 the folder must hold the weights in high precision too.
+        graphs: as `freeze` takes it. Sites are joined into regions where the folder was frozen with graphs.
 
     Raises:
         FileRefused: a folder that is missing, damaged, or none of a frozen model.
@@ -63,7 +62,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0) -> Server
     if site_forwards(bare):
         detach(bare)
     bare.eval().requires_grad_(False)
-    device = next(bare.parameters()).device
+    device = device_of(bare)
+    graphs = wants_graphs(graphs, device, card.scratch)
     differences = fingerprint(device).differences(card.machine)
     if differences:
         raise PlanMismatch(
@@ -79,8 +79,16 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0) -> Server
     tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, ())
     _check_same(card, tree, _below("check/", tensors), folder)
     precise = _precise(folder, record, skeleton, device) if shadow else None
-    version = Version(number=1, module=tree, precise=precise, monitor=monitor_of(card))
-    return Server(card=card, plan=plan, skeleton=skeleton, scales=scales, version=version, shadow=shadow)
+    return Server(
+        card=card,
+        plan=plan,
+        skeleton=skeleton,
+        scales=scales,
+        module=tree,
+        precise=precise,
+        shadow=shadow,
+        graphs=graphs,
+    )
 
 
 def _below(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -114,6 +122,10 @@ def _weights(
         except KeyError as error:
             raise FileRefused(f"{folder} lacks {error.args[0]}", way_out=_AGAIN) from error
         assert casts is not None
+        if site.even:
+            whole = scale.to(device).flatten()[:1].repeat(max(site.sides))
+            weights[name] = even_weight(data.contiguous(), whole, getattr(torch, site.dtype))
+            continue
         placed = empty_scale(casts[1], (data.shape[0], data.shape[1]), device)
         placed.copy_(scale)  # as it lies in memory where kernels read it
         low = Quantized(data.contiguous(), placed, casts[1])

@@ -19,7 +19,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +83,26 @@ class Look:
     saturated: int
     nonfinite: int
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Look:
+        """From the numbers of `look`."""
+        median, rows, saturated, nonfinite = numbers
+        octaves = None if math.isnan(median) else math.log2(median)
+        return cls(octaves=octaves, rows=int(rows), saturated=int(saturated), nonfinite=int(nonfinite))
 
-def look_at(rows: torch.Tensor, ceiling: float | None) -> Look:
-    """Of the input rows [T, K] of a site, at most `LOOKED_AT` of them. It waits for the device."""
+
+def look(rows: torch.Tensor, ceiling: float | None) -> torch.Tensor:
+    """Of the input rows [T, K] of a site, at most `LOOKED_AT` of them: float32 [4] on their device.
+
+    The median of what rows have as max|x_row|, NaN where that is zero or not finite in each; how many rows
+    there are, how many lie beyond `ceiling`, and how many hold NaN or infinity.
+    """
     amax = rows[:: -(-rows.shape[0] // LOOKED_AT)].detach().float().abs().amax(dim=1)
-    finite = amax[amax.isfinite()]
-    positive = finite[finite > 0]
-    return Look(
-        octaves=math.log2(float(positive.median())) if positive.numel() else None,
-        rows=amax.numel(),
-        saturated=0 if ceiling is None else int((finite > ceiling).sum()),
-        nonfinite=amax.numel() - finite.numel(),
-    )
+    finite = amax.isfinite()
+    median = torch.where(finite & (amax > 0), amax, torch.nan).nanmedian(dim=0).values
+    beyond = finite & (amax > (torch.inf if ceiling is None else ceiling))
+    counts = [torch.ones_like(finite), beyond, ~finite]
+    return torch.stack([median, *(count.sum(dtype=torch.float32) for count in counts)])
 
 
 class _Window:
@@ -114,9 +122,9 @@ class Monitor:
         self._lock = threading.Lock()
 
     def observe(self, name: str, rows: torch.Tensor) -> None:
-        """Looks at the input rows [T, K] of the site `name`."""
+        """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
         if name in self.ranges and rows.numel():
-            self.note(name, look_at(rows, self.ranges[name].ceiling))
+            self.note(name, Look.of(look(rows, self.ranges[name].ceiling).tolist()))
 
     def note(self, name: str, look: Look) -> None:
         """Takes a look; raises an alarm at most once of a kind and site."""

@@ -21,6 +21,9 @@ from loka.core.problem import dtype_name
 Request = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 CHECK_ROWS = 4
+LEAST_DB = 20.0
+"""Between outputs for such rows, saved and loaded, or eager and compiled: other kernels round otherwise, and
+another model does not come near (about 0 dB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +77,15 @@ class Form:
             )
         return module(*tensors)
 
-    def check_rows(self, device: torch.device) -> list[torch.Tensor]:
-        """`CHECK_ROWS` rows that every machine makes alike: normal numbers, id 0, False.
+    def check_rows(self, device: torch.device, count: int = CHECK_ROWS) -> list[torch.Tensor]:
+        """`count` rows that every machine makes alike: normal numbers, id 0, False.
 
         The model's GEMMs are found with them, and a loaded server is compared with what was saved.
         """
         generator = torch.Generator().manual_seed(0)
         made = []
         for column in self.columns:
-            dtype, shape = getattr(torch, column.dtype), (CHECK_ROWS, *column.sides)
+            dtype, shape = getattr(torch, column.dtype), (count, *column.sides)
             rows = torch.zeros(shape, dtype=dtype)
             if dtype.is_floating_point:
                 rows = torch.randn(shape, generator=generator).to(dtype)

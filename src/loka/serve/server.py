@@ -26,6 +26,7 @@ from loka.core.exceptions import ServeRefused
 from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
 from loka.serve.card import Card
+from loka.serve.graphs import Capturer, Replays
 from loka.serve.monitor import EVERY, Alarm
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
@@ -68,14 +69,14 @@ class Server:
         plan: Plan,
         skeleton: nn.Module,
         scales: Mapping[str, torch.Tensor],
-        version: Version,
+        module: nn.Module,
+        precise: nn.Module | None,
         shadow: float,
+        graphs: bool,
     ) -> None:
+        """`module`, `precise`: of version 1. `graphs`: whether versions answer by CUDA graphs."""
         self.card, self.plan = card, plan
         self._skeleton, self._scales = skeleton, scales
-        self._current = version
-        self._previous: Version | None = None
-        self._newest = version.number
         self._changing = threading.Lock()
         self._serial = threading.Lock() if card.scratch else nullcontext()
         self._requests = itertools.count()
@@ -84,10 +85,22 @@ class Server:
             form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast)
         )
         self.device = next(
-            tensor.device
-            for tensor in [*version.module.parameters(), *version.module.buffers()]
-            if not tensor.is_meta
+            tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta
         )
+        ranges = {name: site.range for name, site in card.sites.items()}
+        self._capturer = (
+            Capturer(module, run=self._run, buckets=card.buckets, ranges=ranges, device=self.device)
+            if graphs
+            else None
+        )
+        self._newest = 0
+        self._current = self._version(module, precise)
+        self._previous: Version | None = None
+
+    @property
+    def graphs(self) -> bool:
+        """Whether answers come out of CUDA graphs of compiled code."""
+        return self._capturer is not None
 
     @property
     def version(self) -> int:
@@ -151,23 +164,31 @@ class Server:
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
-        watching = observed_by(version.monitor.observe) if number % EVERY == 0 else nullcontext()
+        looking = number % EVERY == 0
+        if looking and version.looks is not None:
+            version.looks(tensors, version.monitor.note)
+        by_itself = looking and version.looks is None
         with self._serial:
-            with watching:
-                output, sizes = self._answer(version.module, tensors)
+            with observed_by(version.monitor.observe) if by_itself else nullcontext():
+                output, sizes = self._answer(version.replays or version.module, tensors)
             if version.precise is not None and self._shadow_every and number % self._shadow_every == 0:
                 precise, _ = self._answer(version.precise, tensors)
                 version.tally.note(leaves(output), leaves(precise))
         return Answer(output=output, version=version.number, buckets=sizes)
 
-    def _answer(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[int, ...]]:
+    def _answer(
+        self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Any, tuple[int, ...]]:
         count, largest = tensors[0].shape[0], self.card.buckets[-1]
         parts, sizes = [], []
         for first in range(0, max(count, 1), largest):
             part = [tensor[first : first + largest] for tensor in tensors]
             rows = part[0].shape[0]
             sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
-            output = self._run(module, pad(part, sizes[-1], self.card.form))
+            if isinstance(by, Replays):
+                parts.append(by(part, sizes[-1]))
+                continue
+            output = self._run(by, pad(part, sizes[-1], self.card.form))
             parts.append(mapped(output, lambda leaf, rows=rows: leaf[:rows]))  # type: ignore[misc]
         return joined(parts), tuple(sizes)
 
@@ -190,7 +211,9 @@ class Server:
             whole = self._with_kept(state, keep)
             precise = load_precise(self._skeleton, whole, self.device)
             rows = self.card.form.check_rows(self.device)
-            weights = record_weights(precise, self.plan, lambda tree: self._run(tree, rows))
+            weights = record_weights(
+                precise, self.plan, lambda tree: self._run(tree, rows), joined=self.graphs
+            )
             lost = [name for name in self.card.sites if name not in weights]
             if lost:
                 raise ServeRefused(
@@ -206,15 +229,22 @@ class Server:
                 self._scales,
                 self.card.dropped,
             )
-            self._newest += 1
-            version = Version(
-                number=self._newest,
-                module=tree,
-                precise=precise if self._shadow_every else None,
-                monitor=monitor_of(self.card),
-            )
+            version = self._version(tree, precise if self._shadow_every else None)
             self._previous, self._current = self._current, version
             return version.number
+
+    def _version(self, module: nn.Module, precise: nn.Module | None) -> Version:
+        """The next one; a number is used up only where its graphs are sound."""
+        graphs = (None, None) if self._capturer is None else self._capturer.capture(module)
+        self._newest += 1
+        return Version(
+            number=self._newest,
+            module=module,
+            precise=precise,
+            monitor=monitor_of(self.card),
+            replays=graphs[0],
+            looks=graphs[1],
+        )
 
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: Sequence[str]) -> dict[str, torch.Tensor]:
         whole, held = dict(state), self._current.module.state_dict()

@@ -9,34 +9,43 @@ These sites keep an FP8 copy of a weight, which is safe only because nothing els
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from loka.compiler.joint_sites import misfit, unjoined
 from loka.core.exceptions import ServeRefused
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, linear_problem, target_of
 from loka.core.recipe import Cast, Gemm, Granularity
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
-from loka.kernels.gemm.run import ScaledGemm, fit, run_gemm, scaled_gemm
+from loka.kernels.gemm.run import fit, run_gemm, scaled_gemm
+from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
+from loka.nn.fp8_weight import CAST, dequantized
 from loka.nn.site import DTYPES
-from loka.nn.site_ops import Candidates
+from loka.nn.site_gemms import multiply
+from loka.nn.site_ops import GEMMS, Candidates, registered
 
 _ROWS = 16  # of the problem by which a weight's padding is asked; it does not depend on the rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenWeight:
-    """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had."""
+    """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had.
+
+    `even`: float32 [max(N, K)], one value all over, where W has one scale for all rows; else None. Compiled
+    sites of such weights can be joined into regions.
+    """
 
     low: Quantized
     sides: tuple[int, ...]
     dtype: torch.dtype
+    even: torch.Tensor | None = None
 
     @property
     def bytes(self) -> int:
@@ -85,9 +94,24 @@ def _problem(rows: int, sides: tuple[int, ...], dtype: torch.dtype, device: torc
     )
 
 
-def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype) -> FrozenWeight:
-    """Quantizes a weight [N, K] as the converted model would in a call whose input has `dtype`."""
+def joinable(candidate: str, sides: Sequence[int]) -> bool:
+    """Whether a site whose weight has `sides` N, K may be in a region of a compiled model."""
+    return unjoined(candidate) is None and misfit(sides[1], sides[0]) is None
+
+
+def even_weight(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> FrozenWeight:
+    """Of row float8 [N, K] under one scale: float32 [max(N, K)], one value all over."""
+    low = Quantized(row, scale[: row.shape[0]].view(-1, 1), CAST)
+    return FrozenWeight(low=low, sides=tuple(row.shape), dtype=dtype, even=scale)
+
+
+def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype, *, joined: bool) -> FrozenWeight:
+    """Quantizes a weight [N, K] as the converted model would in a call whose input has `dtype`: eagerly, or
+    `joined` into a region."""
     n, k = weight.shape
+    if joined and joinable(candidate, (n, k)):
+        row, _, scale = fp8_weights([weight.detach()], [False])
+        return even_weight(row, scale, weight.dtype)
     run = scaled_gemm(candidate, _problem(_ROWS, (n, k), dtype, weight.device))
     low, _ = quantize_pair(weight.detach(), row=Side(cast=run.casts[1], padded=run.padded_b), column=None)
     assert low is not None
@@ -106,29 +130,66 @@ class FrozenSite:
     ) -> None:
         self.name, self.candidate = name, candidate
         self.weight, self.input_scale = weight, input_scale
+        self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=weight.low.data.device)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] -> [..., N] in the dtype of x, or autocast's where that is on."""
         rows = as_rows(self.name, x, self.weight.sides[1], self.weight.dtype)
-        if observer := observing():
-            observer(self.name, rows)
-        return self.multiply(rows).view(*x.shape[:-1], self.weight.sides[0])
+        if torch.compiler.is_compiling():
+            y = self._traced(rows)
+        else:
+            if observer := observing():
+                observer(self.name, rows)
+            y = self.multiply(rows)
+        return y.view(*x.shape[:-1], self.weight.sides[0])
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [T, K] -> [T, N]."""
-        if rows.shape[0] == 0:
-            return rows.new_zeros(0, self.weight.sides[0])
-        run = scaled_gemm(self.candidate, _problem(rows.shape[0], self.weight.sides, rows.dtype, rows.device))
-        side = Side(cast=run.casts[0], padded=run.padded_a)
-        low, _ = quantize_pair(rows, row=side, column=None, given=self.input_scale)
-        assert low is not None
-        return run(low, self._padded(run))
+        low, (n, k) = self.weight.low, self.weight.sides
+        return _frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k)
 
-    def _padded(self, run: ScaledGemm) -> Quantized:
-        low = self.weight.low
-        if low.data.shape == run.padded_b:
-            return low
-        return Quantized(fit(low.data, run.padded_b), low.scale, low.cast)
+    def _traced(self, rows: torch.Tensor) -> torch.Tensor:
+        """As ops that a compiler traces: one that a region may join, or one that it sees nothing of."""
+        low, (n, k) = self.weight.low, self.weight.sides
+        if self.weight.even is None:
+            return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k)
+        weight = dequantized(low.data, self.weight.even, self.weight.dtype)
+        return multiply(rows, weight, self.health, self.name, (self.candidate, HP, HP), join=True)
+
+
+def _frozen_gemm(
+    rows: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    candidate: str,
+    n: int,
+    k: int,
+) -> torch.Tensor:
+    """rows [T, K] -> [T, N] by a weight in FP8: `data` padded as the kernel wants, and its scale."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(0, n)
+    run = scaled_gemm(candidate, _problem(rows.shape[0], (n, k), rows.dtype, rows.device))
+    side = Side(cast=run.casts[0], padded=run.padded_a)
+    low, _ = quantize_pair(rows, row=side, column=None, given=input_scale)
+    assert low is not None
+    data = data if data.shape == run.padded_b else fit(data, run.padded_b)
+    return run(low, Quantized(data, scale, run.casts[1]))
+
+
+def _frozen_gemm_fake(
+    rows: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    candidate: str,
+    n: int,
+    k: int,
+) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], n)
+
+
+frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm, _frozen_gemm_fake)
 
 
 class HighPrecisionSite:
@@ -139,7 +200,10 @@ class HighPrecisionSite:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = as_rows(self.name, x, weight.shape[1], weight.dtype)
-        y = run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
+        if torch.compiler.is_compiling():
+            y = rows @ weight.to(rows.dtype).t()
+        else:
+            y = run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
 

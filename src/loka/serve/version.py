@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from loka.serve.card import Card
+from loka.serve.graphs import Looks, Replays
 from loka.serve.monitor import Monitor
 from loka.serve.shadow import Tally
 
 
 @dataclass(frozen=True)
 class Version:
-    """`module` answers, and nothing writes to it. `precise`: the same weights in high precision, where
-    requests are shadowed."""
+    """`module` answers, and nothing writes to it; where there are graphs of it, these do. `precise`: the same
+    weights in high precision, where requests are shadowed."""
 
     number: int
     module: nn.Module
     precise: nn.Module | None
     monitor: Monitor
     tally: Tally = field(default_factory=Tally)
+    replays: Replays | None = None
+    looks: Looks | None = None
 
 
 def monitor_of(card: Card) -> Monitor:

@@ -2,7 +2,7 @@
 
 `lrm_gemm_shapes.csv` has a row a place in a model: `kind` linear (rows [M, K] times a weight
 [N, K]), bmm (one product a sample, no weight) or grouped (a weight a token). `source` and
-`note` say where each comes from and what was inferred.
+`note` say where each comes from and what was inferred; a row without a source has that of the row above.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from loka.core.recording import Recording, record, synced
 from loka.core.timing import first_line, still_usable
-from loka.train.steps.capture import Recording, Undo, record, synced
+from loka.train.steps.capture import Undo
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 

@@ -1,0 +1,80 @@
+"""Recording what a function launches into a CUDA graph.
+
+A capture runs the host's half of a function and none of the device's. Where it fails, CUDA is left as it was;
+what the host did is the caller's to take back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    def replay(self) -> None: ...
+
+
+@contextlib.contextmanager
+def synced(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Runs on `stream`, after what the current stream holds and before what it gets next."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
+
+def record(
+    function: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[Recording, T]:
+    """A graph of what `function` launches, and its result, whose values come with the first replay.
+
+    Raises what `function` raises; CUDA's own state is then as before, the host's is the caller's.
+    """
+    assert stream is not None
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    before = torch.cuda.current_stream(device)
+    generator = torch.cuda.default_generators[device.index]
+    clean = generator.clone_state()
+    # Weights that autocast has cast before the capture would be stale in every replay, and those
+    # that it casts inside are not computed before the first one.
+    torch.clear_autocast_cache()
+    raised: BaseException | None = None
+    try:
+        # Other threads, such as a loader's that pins memory, may go on using CUDA meanwhile.
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            try:
+                result = function()
+            except BaseException as error:
+                raised = error
+                raise
+    except BaseException as error:
+        if error is raised:
+            raise
+        # Ending a broken capture raises too, which leaves the generator in capture mode ("Offset
+        # increment outside graph capture" at the next dropout; a clone never is in it) and the
+        # allocator recording to the graph's pool.
+        generator.graphsafe_set_state(clean)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        if raised is not None:
+            raise raised from None  # the cause, rather than its effect on the capture
+        raise
+    finally:
+        torch.cuda.set_stream(before)  # stays the graph's where ending the capture raises
+        torch.clear_autocast_cache()
+    return graph, result

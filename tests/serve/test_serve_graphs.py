@@ -1,0 +1,263 @@
+"""Servers that answer by CUDA graphs of compiled code; a CPU has a stand-in for capture and for Inductor.
+
+`Replayed` keeps a capture's contract: recording computes nothing, and a replay computes with the tensors that
+were there then and writes to those that the recording returned. Compiled graphs are LoKA's joined ones, run op
+by op.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from joint import JointBackend
+from served import POW2, ROW, converted, plan_for
+from torch import nn
+
+from loka.compiler.gemms import region_gemm
+from loka.core.exceptions import ServeRefused, WrongResults
+from loka.serve import Server, freeze, graphs, load
+from loka.serve.monitor import EVERY
+from loka.serve.rows import leaves, mapped
+from loka.serve.saving import frozen_sites
+from loka.serve.sites import frozen_gemm
+
+BUCKETS = (2, 16)
+
+
+class Wide(nn.Module):
+    """x [B, 16] -> logits [B]: two sites that a region joins, one of odd sides, one logit layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+        self.odd, self.logit = nn.Linear(32, 24), nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.norm(self.first(x)))
+        x = torch.relu(self.odd(torch.relu(self.second(x))))
+        return self.logit(x).squeeze(1).float()
+
+
+PLAN = {"first": POW2, "second": POW2, "odd": ROW}
+
+
+def wide(seed: int = 0) -> Wide:
+    torch.manual_seed(seed)
+    return Wide().eval()
+
+
+def inputs(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+bind = graphs._bind
+bound: list[tuple[nn.Module, nn.Module]] = []
+
+
+class Replayed:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function, self.trees = function, bound[-1]
+        self.output = mapped(function(), lambda leaf: torch.full_like(leaf, torch.nan))
+
+    def replay(self) -> None:
+        bind(*self.trees)
+        for kept, made in zip(leaves(self.output), leaves(self.function()), strict=True):
+            kept.copy_(made)
+
+
+def recorded(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+    made = Replayed(function)
+    return made, made.output
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[JointBackend]:
+    """Of what a server compiles; the device is said to have graphs."""
+    torch._dynamo.reset()
+    made, compile_ = JointBackend(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, backend=made, **options))
+    monkeypatch.setattr(graphs, "record", recorded)
+    monkeypatch.setattr(graphs, "_has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "_bind", lambda *trees: (bound.append(trees), bind(*trees)))
+    yield made
+    torch._dynamo.reset()
+
+
+def frozen(model: nn.Module, **options: Any) -> Server:
+    return freeze(
+        model,
+        plan_for(model, PLAN),
+        calibration=[inputs(40, seed) for seed in range(3)],
+        autocast=torch.bfloat16,
+        buckets=BUCKETS,
+        **options,
+    )
+
+
+def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of the converted model under torch.compile, as a user would run it."""
+    program = torch.compile(converted(model, plan_for(model, PLAN)), dynamic=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return program(x)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int) -> None:
+    """Bit for bit, padded rows included, though its weights were quantized before; sites are joined."""
+    model = wide()
+    server = frozen(model)
+    assert server.graphs
+    answer = server(inputs(count))
+    bucket = 2 if count <= 2 else 16
+    assert answer.buckets == (bucket,)
+    assert backend.count(region_gemm) == 2 * len(BUCKETS)
+    assert backend.count(frozen_gemm) == len(BUCKETS)  # of odd sides: by itself
+    assert set(backend.apart) == set()
+    padded = torch.cat([inputs(count), inputs(count)[-1:].expand(bucket - count, 16)])
+    assert torch.equal(answer.output, compiled_answer(model, padded)[:count])
+
+
+def test_overlong_and_empty_requests(backend: JointBackend) -> None:
+    server = frozen(wide())
+    whole = server(inputs(37))
+    assert whole.buckets == (16, 16, 16)
+    for first in range(0, 37, 16):
+        assert torch.equal(server(inputs(37)[first : first + 16]).output, whole.output[first : first + 16])
+    assert server(inputs(0)).output.shape == (0,)
+    bad = inputs(5)
+    bad[3, 3] = torch.nan
+    answer = server(bad)
+    assert answer.nonfinite_rows == 1
+    others = [0, 1, 2, 4]
+    assert torch.equal(answer.output[others], server(inputs(5)).output[others])
+
+
+def test_new_weights_are_captured_and_not_compiled(backend: JointBackend) -> None:
+    model, newer = wide(), wide(seed=1)
+    server = frozen(model)
+    before, count = server(inputs(9)).output, len(backend.graphs)
+    running = server.current
+    assert server.refresh(newer.state_dict()) == 2
+    assert len(backend.graphs) == count
+    after = server(inputs(16)).output
+    assert torch.equal(after, compiled_answer(newer, inputs(16)))
+    assert running.replays is not None  # a request that began before goes on with its own
+    assert torch.equal(running.replays([inputs(9)], 16), before)
+    assert server.rollback() == 1
+    assert torch.equal(server(inputs(9)).output, before)
+
+
+def test_refresh_refuses_and_goes_on(backend: JointBackend) -> None:
+    server = frozen(wide())
+    before = server(inputs(3)).output
+    bad = wide(seed=1).state_dict() | {"second.weight": torch.full((32, 64), torch.nan)}
+    with pytest.raises(ServeRefused, match="holds NaN"):
+        server.refresh(bad)
+    assert server.version == 1
+    assert torch.equal(server(inputs(3)).output, before)
+    assert server.refresh(wide(seed=1).state_dict()) == 2
+
+
+def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
+    backend: JointBackend, tmp_path: Path
+) -> None:
+    model = wide()
+    server = frozen(model)
+    server.save(tmp_path)
+    assert {name: site.even for name, site in server.card.sites.items()} == {
+        "first": True,
+        "second": True,
+        "odd": False,
+    }
+    loaded = load(tmp_path, wide(seed=3))
+    assert loaded.graphs
+    assert torch.equal(loaded(inputs(7)).output, server(inputs(7)).output)
+    plain = load(tmp_path, wide(seed=3), graphs=False)
+    assert not plain.graphs
+    assert torch.equal(plain(inputs(7)).output, server._run(server.current.module, [inputs(7)]))
+    for name, site in frozen_sites(loaded.current.module).items():
+        site_before = frozen_sites(server.current.module)[name]
+        assert torch.equal(site.weight.low.scale, site_before.weight.low.scale)
+
+
+def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
+    """At rows of the request alone, whatever the bucket; a shift is named, and healthy rows are not."""
+    server = frozen(wide())
+    for turn in range(40 * EVERY):
+        server(inputs(3, seed=turn))
+    assert server.alarms() == ()
+    for turn in range(20 * EVERY):
+        server(inputs(3, seed=turn) * 20)
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "shift")]
+    assert server.refresh(wide().state_dict()) == 2
+    assert server.alarms() == ()
+
+
+def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
+    server = frozen(wide())
+    seen: list[tuple[str, Any]] = []
+    looks = server.current.looks
+    assert looks is not None
+    x = inputs(70)
+    for _ in range(2):
+        looks([x], lambda name, look: seen.append((name, look)))
+    assert [name for name, _ in seen] == ["first", "second", "odd"]
+    first = seen[0][1]
+    assert first.rows == 32  # the most of 1, 8, 32, 128 that there are
+    kept = x[::2][:32].bfloat16().float().abs().amax(dim=1)
+    assert first.octaves == pytest.approx(float(kept.median().log2()), rel=1e-6)
+    looks([inputs(0)], lambda name, look: seen.append((name, look)))
+    assert len(seen) == 3
+
+
+def test_shadowed_requests_are_compared_with_high_precision(backend: JointBackend) -> None:
+    server = frozen(wide(), shadow=1.0)
+    server(inputs(5))
+    found = server.shadow()
+    assert (found.requests, found.rows) == (1, 5)
+    assert 0 < found.max_abs < 0.1
+
+
+def test_compiled_code_that_computes_something_else_is_refused(
+    backend: JointBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Off(Replayed):
+        def replay(self) -> None:
+            super().replay()
+            for leaf in leaves(self.output):
+                leaf.mul_(1.2)
+
+    def off(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+        made = Off(function)
+        return made, made.output
+
+    monkeypatch.setattr(graphs, "record", off)
+    with pytest.raises(WrongResults, match=r"(?s)for 2 rows.*dB.*graphs=False"):
+        frozen(wide())
+
+
+def test_where_graphs_cannot_be() -> None:
+    assert not frozen(wide()).graphs  # on a CPU, where nobody asked
+    with pytest.raises(ServeRefused, match="need a CUDA device"):
+        frozen(wide(), graphs=True)
+
+
+def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None:
+    class Counting(Wide):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Counting().eval()
+    assert not frozen(model).graphs
+    with pytest.raises(ServeRefused, match=r"(?s)would not do.*calls"):
+        frozen(model, graphs=True)
+    assert copy.deepcopy(model).calls == model.calls
