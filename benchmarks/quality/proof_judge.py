@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from loka.train.metrics import checked, log_losses, probabilities
 from loka.validation.annealed import annealed
 from loka.validation.paired import NE_LIMIT_PERCENT
 from loka.validation.runs import HeldOut
-from loka.validation.variance import pair_variances
+from loka.validation.variance import KL_SHARE, Expected, pair_variances
 from loka.validation.verdicts import ERROR, RowsVerdict
 
 
@@ -80,7 +81,9 @@ def judged(folder: Path, arms: Sequence[str], seeds: Sequence[int], labels: np.n
             apart.append([100 * kl.mean(), 100 * kl.std() / math.sqrt(len(kl))])
         if not losses:
             continue
-        variance = pair_variances(losses, group, 1)[0]
+        by_kl = KL_SHARE * float(np.mean(apart, axis=0)[0] * h / np.mean([a.mean() for a, _ in losses]))
+        expected = Expected(by_kl, 0, "KL/H of these pairs")
+        variance = replace(pair_variances(losses, group, 1)[0], expected=expected)
         verdict = RowsVerdict(
             name="all rows", variance=variance, clicks=int(labels.sum()), limit=NE_LIMIT_PERCENT, tail=ERROR
         )

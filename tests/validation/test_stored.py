@@ -36,7 +36,7 @@ from loka.validation.paired import PairedDifference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.runs import Bench, CurvePoint, Run, held_out, run
 from loka.validation.validate import validate
-from loka.validation.variance import PairVariance
+from loka.validation.variance import Expected, PairVariance
 from loka.validation.verdicts import RowsVerdict
 
 STORED = Path(__file__).parent / "stored"
@@ -215,6 +215,7 @@ QUALITIES = st.builds(Quality, NUMBERS, NUMBERS, NUMBERS, NUMBERS, COUNTS, NUMBE
 DIFFERENCES = st.builds(
     PairedDifference, ESTIMATES, ESTIMATES, ESTIMATES, st.none() | COUNTS, st.none() | ESTIMATES
 )
+EXPECTED = st.builds(Expected, st.floats(0, 1e3), st.integers(0, 6), TEXTS)
 VARIANCES = st.builds(
     PairVariance,
     mean=NUMBERS,
@@ -224,6 +225,7 @@ VARIANCES = st.builds(
     rows_error=st.floats(0, 1e3) | st.just(math.nan),
     clusters=st.none() | COUNTS,
     effective_clusters=st.none() | COUNTS,
+    expected=st.none() | EXPECTED,
 )
 VERDICTS = st.builds(
     RowsVerdict,
@@ -300,6 +302,8 @@ RECORDS: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
         planned=st.none() | COUNTS,
         annealed=st.none() | ANNEALED,
         world=TEXTS,
+        setting=TEXTS,
+        expected=st.dictionaries(TEXTS, EXPECTED, max_size=2),
     ),
 }
 

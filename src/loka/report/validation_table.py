@@ -9,6 +9,7 @@ from loka.core.table import format_table
 from loka.validation.power import contributions, deviation_by_rows
 from loka.validation.record import ArmVerdict, Validation
 from loka.validation.runs import Run
+from loka.validation.variance import PairVariance
 from loka.validation.verdicts import ERROR
 
 
@@ -82,6 +83,7 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
                 f"{arm.average.variance.between_pairs:.3g} % between pairs, of which the choice of rows "
                 f"would make {deviation_by_rows(arm):.3g} % by itself"
             )
+            lines.append(_spread(arm.average.variance))
         for reading in arm.readings:
             between = reading.variance.between_pairs
             lines.append(
@@ -96,6 +98,20 @@ def _arm(arm: ArmVerdict, validation: Validation) -> str:
     if arm.broke:
         lines.append(f"FAIL: a run ended in NaN: {arm.broke}")
     return "\n".join(lines)
+
+
+def _spread(variance: PairVariance) -> str:
+    """What spread between pairs was to be expected, where it came from, and what the interval makes of it."""
+    expected = variance.expected
+    if expected is None:
+        return "the interval goes by the spread of these pairs alone"
+    counts = f"as {expected.freedom} degrees of freedom beside {variance.pairs - 1}, " * bool(
+        expected.freedom
+    )
+    used = f"{counts}and the interval goes by no less"
+    if variance.contradicted:
+        used = "these pairs scatter more than twice that, and the interval goes by them alone"
+    return f"{expected.spread:.3g} % was to be expected by {expected.source}: {used}"
 
 
 def _note(arm: ArmVerdict, validation: Validation) -> str:

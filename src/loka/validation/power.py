@@ -10,16 +10,16 @@ one answer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from loka.core.error import Estimate
 from loka.train.metrics import Floats
 from loka.validation.quantile import student_t
-from loka.validation.record import ArmVerdict
+from loka.validation.record import ArmVerdict, SeedPair
 from loka.validation.sequential import look_tail
-from loka.validation.variance import MIN_PAIRS, PairVariance
+from loka.validation.variance import KL_SHARE, MIN_PAIRS, Expected, PairVariance, by_kl, seeds_half
 from loka.validation.verdicts import ERROR
 
 POWER = 0.8
@@ -90,6 +90,7 @@ def forecast(
 
     A `rows_error` of nan in it means that only the variance between pairs is known. `by_rows` is the part of
     that standard deviation which is the choice of rows (`deviation_by_rows`): other rows make another one.
+    Verdicts are taken to expect this spread, without degrees of freedom for it (validation/variance.py).
     """
     known = math.isfinite(prior.rows_error)
     fewer = prior.rows / held_out
@@ -100,7 +101,8 @@ def forecast(
 
     def passing(count: int) -> float:
         values = between * noise[:, :count] + error * shift[:, None]
-        return rates(values, rows_error=error, limit=limit, sequential=sequential).passed
+        expected = Expected(between, 0, "")
+        return rates(values, rows_error=error, limit=limit, sequential=sequential, expected=expected).passed
 
     low, high = MIN_PAIRS - 1, _MOST
     needed = None
@@ -133,9 +135,19 @@ def deviation_by_rows(arm: ArmVerdict) -> float:
 
 
 def rates(
-    values: Floats, *, rows_error: float, limit: float, sequential: bool = False, tail: float = ERROR
+    values: Floats,
+    *,
+    rows_error: float,
+    limit: float,
+    sequential: bool = False,
+    tail: float = ERROR,
+    expected: Expected | None = None,
+    kl: Floats | None = None,
 ) -> Rates:
-    """Decides validations whose pairs' differences are the rows of `values` [draws, pairs], in percent."""
+    """Decides validations whose pairs' differences are the rows of `values` [draws, pairs], in percent.
+
+    The spread to expect is `expected`, else that by the KL/H of these pairs, `kl` [draws, pairs], else none.
+    """
     draws, planned = values.shape
     if planned < MIN_PAIRS:
         return Rates(passed=0.0, failed=0.0, contains_zero=1.0, pairs=planned)
@@ -145,7 +157,11 @@ def rates(
         level = look_tail(count, planned, tail) if sequential else tail
         mean = values[:, :count].mean(axis=1)
         between = values[:, :count].std(axis=1, ddof=1)
-        seeds = student_t(count - 1, level) * between / math.sqrt(count)
+        spread: Floats | float = expected.spread if expected else 0.0
+        if expected is None and kl is not None:
+            spread = KL_SHARE * kl[:, :count].mean(axis=1)
+        freedom = expected.freedom if expected else 0
+        seeds = seeds_half(between, count, level, spread=spread, freedom=freedom)
         half = np.hypot(seeds, student_t(_MANY, level) * rows_error)
         still = ~(passed | failed)
         zero = np.where(still, np.abs(mean) <= half, zero)
@@ -165,28 +181,27 @@ def contributions(arm: ArmVerdict) -> list[Contribution]:
     """Of each pair of `arm`, in the order of seeds; empty before there is one."""
     if arm.average is None:
         return []
-    seeds, variance = list(arm.differences), arm.average.variance
-    values = [arm.differences[seed].ne_percent.value for seed in seeds]
+    variance, settled = arm.average.variance, arm.average.variance.expected
 
-    def interval(of: list[float]) -> Estimate:
-        several = len(of) > 1
-        found = PairVariance(
-            mean=float(np.mean(of)) if of else math.nan,
+    def interval(of: list[SeedPair]) -> Estimate:
+        values = [pair.difference.ne_percent.value for pair in of]
+        from_pairs = settled is not None and not settled.freedom
+        found = replace(
+            variance,
+            mean=float(np.mean(values)) if of else math.nan,
             pairs=len(of),
-            rows=variance.rows,
-            between_pairs=float(np.std(of, ddof=1)) if several else math.nan,
-            rows_error=variance.rows_error,
-            clusters=variance.clusters,
-            effective_clusters=variance.effective_clusters,
+            between_pairs=float(np.std(values, ddof=1)) if len(of) > 1 else math.nan,
+            expected=by_kl(pair.difference for pair in of) if from_pairs else settled,
         )
         return found.interval(ERROR)
 
+    pairs = list(arm.pairs)
     return [
         Contribution(
-            seed=seed,
-            value=values[place],
-            after=interval(values[: place + 1]),
-            without=interval(values[:place] + values[place + 1 :]),
+            seed=pair.seed,
+            value=pair.difference.ne_percent.value,
+            after=interval(pairs[: place + 1]),
+            without=interval(pairs[:place] + pairs[place + 1 :]),
         )
-        for place, seed in enumerate(seeds)
+        for place, pair in enumerate(pairs)
     ]

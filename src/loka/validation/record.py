@@ -15,6 +15,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.validation.annealed import Annealed
 from loka.validation.paired import PairedDifference, Verdict
 from loka.validation.runs import Run
+from loka.validation.variance import Expected
 from loka.validation.verdicts import RowsVerdict, joined
 
 _KIND, _VERSION = "loka-validation", 1
@@ -83,7 +84,8 @@ class Validation:
 
     `planned` is the number of pairs of a validation that may stop after any pair (validation/sequential.py),
     None where one look was meant; `annealed` says whether the control was; `world` is a digest of model, rows
-    and configuration without the seeds.
+    and configuration without the seeds, `setting` one without the model too. `expected` is the spread between
+    pairs that a bank gave before the first ones, by task: it is settled with them.
     """
 
     model: str
@@ -97,6 +99,8 @@ class Validation:
     planned: int | None = None
     annealed: Annealed | None = None
     world: str = ""
+    setting: str = sparse("")
+    expected: Mapping[str, Expected] = sparse(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:

@@ -211,9 +211,20 @@ def _config(bench: Bench, seed: int) -> TrainConfig:
 
 def world_of(bench: Bench) -> str:
     """A digest of what pairs share: model, rows and configuration, without the seed."""
+    return digest_of(_shared(bench))
+
+
+def setting_of(bench: Bench) -> str:
+    """The same of any model: rows and configuration."""
+    shared = _shared(bench)
+    del shared["model"]
+    return digest_of(shared)
+
+
+def _shared(bench: Bench) -> dict[str, Any]:
     shared = _identity(bench, None, bench.config)
     del shared["arm"], shared["config"]["seed"]
-    return digest_of(shared)
+    return shared
 
 
 def digest_of(identity: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from loka.train.labels import require_both
 from loka.train.loop import Track, untracked
 from loka.train.metrics import Floats, checked, log_losses
 from loka.validation.annealed import Annealed, annealed
-from loka.validation.arms import ArmSpec
+from loka.validation.arms import NUDGED, ArmSpec
+from loka.validation.pair_bank import Bank, expected_of
 from loka.validation.paired import NE_LIMIT_PERCENT, PairedDifference, paired_difference
 from loka.validation.record import ArmVerdict, SeedPair, Validation
-from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, world_of
+from loka.validation.runs import Bench, Progress, Run, digest_of, held_out, run, setting_of, world_of
 from loka.validation.segments import Division, Segmented, clusters_of, divide
 from loka.validation.sequential import look_tail
-from loka.validation.variance import MIN_PAIRS, pair_variances
+from loka.validation.variance import MIN_PAIRS, Expected, by_kl, pair_variances
 from loka.validation.verdicts import ERROR, RowsVerdict
 
 BY_MEAN = "all rows, by the mean of the weights"
@@ -54,6 +56,7 @@ def validate(
     limit: float = NE_LIMIT_PERCENT,
     segment_limit: float | None = None,
     sequential: bool = False,
+    bank: Bank | None = None,
     identity: Mapping[str, Any] | None = None,
     context: Mapping[str, Any] | None = None,
     track: Track = untracked,
@@ -78,6 +81,8 @@ def validate(
         cluster: the sparse feature, such as the user, whose rows come together; None: rows are independent.
         limit, segment_limit: in percent of NE; a segment's is `limit` unless given.
         sequential: `pairs` are the most, and it stops after any from MIN_PAIRS on that decides every arm.
+        bank: earlier pairs, which tell what spread to expect between these (validation/variance.py). It is
+            asked before the first MIN_PAIRS pairs of `out`, and what it said then holds for all that follow.
         identity: JSON values that tell this model from another that `build` might make.
         context: JSON values for readers of the record.
         on_start: receives the digest of model, rows and configuration before anything is trained.
@@ -103,7 +108,7 @@ def validate(
     if sequential and pairs < MIN_PAIRS:
         raise ValueError(f"{pairs} pairs: looks begin after {MIN_PAIRS}, which sequential needs at least")
     planned = pairs if sequential else None
-    _same_looks(Path(out), planned)
+    before = _same_looks(Path(out), planned)
     require_both(held_out_rows, batch_size=config.batch_size, what="the held-out rows")
     bench = Bench(
         build=build,
@@ -120,8 +125,9 @@ def validate(
     clusters = None
     if cluster is not None:
         clusters = clusters_of(held_out_rows, cluster, batch_size=config.batch_size)
-    rules = _Rules(control, segments, clusters, limit, segment_limit, planned)
     seeds = tuple(range(config.seed, config.seed + pairs))
+    expected = before.expected if before else _expected(bank or Bank(), bench, seeds)
+    rules = _Rules(control, segments, clusters, limit, segment_limit, planned, expected)
     if on_start:
         on_start(world_of(bench))
     runs: list[Run] = []
@@ -156,6 +162,8 @@ def validate(
             context=dict(context or {}),
             planned=planned,
             world=world_of(bench),
+            setting=setting_of(bench),
+            expected=expected,
             annealed=_annealed(bench, control, seeds[: place + 1][:MIN_PAIRS], runs[0].final_rate),
         )
         done.save(bench.out / "validation.json")
@@ -169,7 +177,8 @@ def validate(
 
 @dataclass(frozen=True)
 class _Rules:
-    """What a verdict goes by: the control, the segments, the limits, and which rows come together."""
+    """What a verdict goes by: the control, the segments, the limits, which rows come together, and the spread
+    to expect by a bank, by task."""
 
     control: str
     segments: Sequence[Segmented]
@@ -177,19 +186,31 @@ class _Rules:
     limit: float
     segment_limit: float
     planned: int | None
+    expected: Mapping[str, Expected]
 
     def tail(self, tail: float, pairs: int) -> float:
         return tail if self.planned is None else look_tail(pairs, self.planned, tail)
 
 
-def _same_looks(out: Path, planned: int | None) -> None:
-    """Raises LokaError where pairs of `out` were looked at by other rules: their looks would not count."""
+def _expected(bank: Bank, bench: Bench, seeds: Sequence[int]) -> dict[str, Expected]:
+    of = partial(expected_of, bank, world=world_of(bench), setting=setting_of(bench), seeds=seeds)
+    found = {task: of(task=task) for task in bench.tasks}
+    return {task: one for task, one in found.items() if one is not None}
+
+
+def _same_looks(out: Path, planned: int | None) -> Validation | None:
+    """What `out` holds, where it was decided already.
+
+    Raises LokaError where its pairs were looked at by other rules: their looks would not count.
+    """
     try:
         before = Validation.load(out / "validation.json")
     except FileRefused:
-        return
-    if len(before.seeds) < MIN_PAIRS or before.planned == planned:
-        return
+        return None
+    if len(before.seeds) < MIN_PAIRS:
+        return None
+    if before.planned == planned:
+        return before
 
     def said(pairs: int | None) -> str:
         return "one look" if pairs is None else f"a look after every pair, {pairs} at most"
@@ -253,11 +274,15 @@ def _arm_verdict(
 
     everything = Segmented(("all rows",), np.zeros(len(labels), np.int64))
     of_mean = replace(everything, names=(BY_MEAN,))
+    average = verdicts(everything, rules.limit, error)[0]
+    # An A/A arm scatters less than those that a bank knows.
+    banked = None if arm == NUDGED else rules.expected.get(task)
+    expected = banked or by_kl(differences.values())
     return ArmVerdict(
         name=arm,
         task=task,
         pairs=pairs,
-        average=verdicts(everything, rules.limit, error)[0],
+        average=replace(average, variance=replace(average.variance, expected=expected)),
         segments=tuple(
             verdict
             for part in rules.segments

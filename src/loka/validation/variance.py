@@ -15,7 +15,22 @@ rows' means over pairs, less what rest contributes to them (two-way layout; Came
 
     half^2 = t(S-1)^2 var(r) / S  +  t(N-1)^2 var(row) / N
 
-whose coverage is at least the nominal one for normal errors (Banerjee, Sankhya 22, 1960). Rows of one
+whose coverage is at least the nominal one for normal errors (Banerjee, Sankhya 22, 1960).
+
+**The spread between pairs.** Differences of pairs are skewed: one seed in sixteen parts and lies 0.03 % above
+the others. Four pairs without such a one have too low a mean and too small a standard deviation s at once,
+and no t interval knows. So var(r) is not s^2 alone, but with a spread e that was to be expected and counts
+as f degrees of freedom (moderated variance: Smyth, Statistical Applications in Genetics 3, 2004)
+
+    var(r) = max(e^2, (f e^2 + (S-1) s^2) / (f + S-1)),    t(f + S-1) in the place of t(S-1)
+
+never below e: pairs may show that they scatter more, too few of them cannot show that they scatter less.
+Where s exceeds 2 e they contradict it (as 0.7 % of four normal pairs do), and count alone. e and f come from
+other pairs on the same rows (validation/pair_bank.py). Without those f is 0, and e a third of the KL/H
+between the two models of a pair: they scatter by their first-order term, which grows as they part. Of eight
+arms of four models s was 0.26 to 1.17 of KL/H, 0.39 in the median (benchmarks/quality).
+
+Rows of one
 user or one request come together and are no independent draws. Where it is known which they are, the sum
 of u over such a cluster takes the place of a row's, and their number that of N (Liang and Zeger,
 Biometrika 73, 1986); else each row counts by itself, and the second part may be too small.
@@ -31,12 +46,47 @@ import numpy as np
 import numpy.typing as npt
 
 from loka.core.error import Estimate
+from loka.core.storage.codec import sparse
 from loka.train.metrics import Floats
+from loka.validation.paired import PairedDifference
 from loka.validation.quantile import student_t
 
 MIN_PAIRS = 4
 MOST_PAIRS = 10_000
 """Nobody trains more; beyond it a verdict counts as out of reach."""
+KL_SHARE = 1 / 3
+CONTRADICTION = 2.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The standard deviation between pairs to expect, in percent of NE, how many degrees of freedom it counts
+    as beside those of the pairs, and where it came from."""
+
+    spread: float
+    freedom: int
+    source: str
+
+
+def by_kl(differences: Iterable[PairedDifference]) -> Expected | None:
+    """By how far the models of each pair part, where nothing else is known; None of earlier comparisons."""
+    parted = [found.kl_percent.value for found in differences if found.kl_percent is not None]
+    if not parted:
+        return None
+    mean = float(np.mean(parted))
+    return Expected(KL_SHARE * mean, 0, f"a third of the KL/H between the models of a pair, {mean:.3g} %")
+
+
+def seeds_half(
+    own: npt.ArrayLike, pairs: int, tail: float, *, spread: npt.ArrayLike = 0.0, freedom: int = 0
+) -> Floats:
+    """The half-width that other seeds make, where `pairs` pairs have the standard deviation `own` and
+    `spread` was to be expected with `freedom` degrees of freedom; of each validation, in percent."""
+    own, spread = np.asarray(own, np.float64), np.asarray(spread, np.float64)
+    both = (freedom * spread**2 + (pairs - 1) * own**2) / (freedom + pairs - 1)
+    together = student_t(freedom + pairs - 1, tail) * np.sqrt(np.maximum(spread**2, both))
+    alone = student_t(pairs - 1, tail) * own
+    return np.where(own > CONTRADICTION * spread, alone, together) / math.sqrt(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +96,8 @@ class PairVariance:
     `between_pairs` is the standard deviation between pairs; `rows_error` the standard error that the choice
     of rows adds to the mean of any number of pairs. nan where it cannot be known (one pair, no rows).
     `clusters` counts what was drawn independently, `effective_clusters` how many of one size would say as
-    much: (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself.
+    much: (sum n)^2 / sum n^2 of their rows n. None: each row was drawn by itself. `expected` is
+    the spread that was to be expected between pairs; None: that of the pairs is all.
     """
 
     mean: float
@@ -56,6 +107,7 @@ class PairVariance:
     rows_error: float
     clusters: int | None = None
     effective_clusters: int | None = None
+    expected: Expected | None = sparse(None)
 
     @property
     def draws(self) -> int:
@@ -67,8 +119,18 @@ class PairVariance:
         count = pairs or self.pairs
         if self.pairs < 2 or self.draws < 2 or not math.isfinite(self.between_pairs + self.rows_error):
             return math.inf
-        seeds = student_t(count - 1, tail) * self.between_pairs / math.sqrt(count) if count > 1 else math.inf
-        return math.hypot(seeds, self.rows_half(tail))
+        return math.hypot(self._seeds_half(tail, count), self.rows_half(tail))
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the pairs scatter too much for what was expected."""
+        return self.expected is not None and self.between_pairs > CONTRADICTION * self.expected.spread
+
+    def _seeds_half(self, tail: float, pairs: int) -> float:
+        if pairs < 2:
+            return math.inf
+        e = self.expected or Expected(0.0, 0, "")
+        return float(seeds_half(self.between_pairs, pairs, tail, spread=e.spread, freedom=e.freedom))
 
     def rows_half(self, tail: float) -> float:
         """The part of the half-width that no number of pairs reduces."""
@@ -80,13 +142,8 @@ class PairVariance:
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def over_seeds(self, tail: float) -> Estimate:
-        """Of other seeds on the very same rows: Student's t over pairs."""
-        finite = self.pairs > 1 and math.isfinite(self.between_pairs)
-        half = (
-            student_t(self.pairs - 1, tail) * self.between_pairs / math.sqrt(self.pairs)
-            if finite
-            else math.inf
-        )
+        """Of other seeds on the very same rows: without the rows' part."""
+        half = self._seeds_half(tail, self.pairs) if math.isfinite(self.between_pairs) else math.inf
         return Estimate(self.mean, self.mean - half, self.mean + half)
 
     def pairs_to(self, margin: float, tail: float) -> int | None:

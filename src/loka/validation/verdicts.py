@@ -6,7 +6,7 @@
 
 The interval is that of `PairVariance.interval`: over seeds and rows together, because a verdict is about the
 model that will be trained tomorrow and the traffic it will see. At an effect that sits on the limit it
-passes at most 2.5 % of the time. Segments share their error by Bonferroni: with m of them each interval
+passes at most 2.5 % of the time, if pairs are normal. Segments share their error by Bonferroni: each of m
 has level 1 - 0.05 / m, so that all of them hold together 95 % of the time, however segments overlap or
 depend. Holm's steps would reject more, but have no two-sided intervals to show, and a verdict of "pass"
 needs an interval, not a rejected null.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from loka.validation.arms import NUDGED
 from loka.validation.pair_bank import Bank, deposit, prior_of, resample
 from loka.validation.power import forecast
 from loka.validation.record import Validation
@@ -73,7 +74,14 @@ class Power:
                 continue
             about = f"{arm.title}, {len(arm.pairs)} pairs, {arm.variance.between_pairs:.3g} % between them"
             none, harm, limit = (
-                resample(arm, pairs=self.pairs, limit=self.limit, effect=effect, sequential=self.sequential)
+                resample(
+                    arm,
+                    pairs=self.pairs,
+                    limit=self.limit,
+                    effect=effect,
+                    sequential=self.sequential,
+                    expected=None if arm.name == NUDGED else found.expected.get(arm.task),
+                )
                 for effect in (0.0, HARM, self.limit)
             )
             lines.append(

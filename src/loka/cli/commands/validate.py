@@ -84,7 +84,9 @@ def validate(
     ] = False,
     bank: Annotated[
         Path | None,
-        typer.Option(help="File of earlier pairs: says before what they can decide, and takes the new ones."),
+        typer.Option(
+            help="File of earlier pairs: says what spread to expect and what can be decided; takes the new."
+        ),
     ] = None,
     prior_sd: Annotated[
         float | None,
@@ -170,6 +172,7 @@ def validate(
             limit=limit,
             segment_limit=segment_limit,
             sequential=sequential,
+            bank=power.bank,
             identity={"mods": with_mods},
             context={
                 "data": opened.description,
