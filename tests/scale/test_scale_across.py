@@ -146,7 +146,7 @@ def test_every_number_has_its_ends_and_its_label() -> None:
             assert one.speedup.low - 1e-9 <= min(swing.low, swing.high), name
             assert one.speedup.high + 1e-9 >= max(swing.low, swing.high), name
     for name, quantity in found.assumptions.items():
-        assert f"{name}: {quantity.value:g} [{quantity.low:g}, {quantity.high:g}] assumed: " in text
+        assert f"{name}: {quantity.value:.4g} [{quantity.low:.4g}, {quantity.high:.4g}] assumed: " in text
     for told in ("interpolated", "Falsified by", "not in it", "stragglers", "taken to have"):
         assert told in text, told
 

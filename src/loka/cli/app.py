@@ -12,6 +12,7 @@ import typer
 import typer.core
 
 from loka.cli.commands.bench import bench
+from loka.cli.commands.calibrate import calibrate_links
 from loka.cli.commands.data import data_app
 from loka.cli.commands.demo import default_config, run_demo
 from loka.cli.commands.doctor import diagnose
@@ -65,7 +66,13 @@ def _interruptible() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """click would say "Aborted!" where one is interrupted, and keep to itself what stands."""
+    """click would say "Aborted!" where one is interrupted, and keep to itself what stands. A command of two
+    words is found before one that takes the second word as its argument."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if " ".join(args[:2]) in self.commands:
+            args = [" ".join(args[:2]), *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *given: Any, **named: Any) -> Any:
         with _interruptible():
@@ -281,6 +288,7 @@ app.command()(probe)
 app.command()(train)
 app.command()(validate)
 app.command()(scale)
+app.command("scale calibrate")(calibrate_links)
 app.command("report")(write_report)
 
 

@@ -21,6 +21,7 @@ from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
 from loka.data.batch import Batch, Source
 from loka.scaling import scale as scale_model
+from loka.scaling.cluster.across import default_gpus
 from loka.scaling.inputs import fake_mode
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
@@ -57,7 +58,10 @@ def scale(
             help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."
         ),
     ] = None,
-    gpus: Annotated[str, typer.Option(help="With --network: numbers of GPUs.")] = "8,64,256,1024",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="With --network: numbers of GPUs; by default 8,64,256,1024, or those of a node."),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="With --network: a plan measured at this batch size, for its times."),
@@ -80,9 +84,10 @@ def scale(
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
     if network is not None:
+        links = Network.load(network)
         ask = _on_many(
-            Network.load(network),
-            _numbers(gpus),
+            links,
+            default_gpus(links) if gpus is None else _numbers(gpus),
             None if plan is None else Plan.load(plan),
             tuple(unit or ()),
             gpu=gpu,

@@ -139,10 +139,7 @@ class Across:
             "What moves the speed-up most, each input alone from its low to its high end:",
             *_swings(self.rows),
             "Assumptions:",
-            *(
-                f"  {name}: {q.value:g} [{q.low:g}, {q.high:g}] {q.origin}: {q.comment}"
-                for name, q in self.assumptions.items()
-            ),
+            *(f"  {name}: {quantity}" for name, quantity in self.assumptions.items()),
             *(f"note: {note}" for note in self.notes),
             "Falsified by:",
             *(f"  {line}" for line in self.falsified_by()),

@@ -52,7 +52,7 @@ def scale_across(
     batch: Any,
     *,
     network: Network,
-    gpus: Sequence[int] = GPUS,
+    gpus: Sequence[int] | None = None,
     plan: Plan | None = None,
     gpu: str = "h200",
     batch_size: int | None = None,
@@ -68,7 +68,7 @@ def scale_across(
 
     Args:
         batch: what the model is called with on one GPU; `batch_size`, `gpu`, `kernels`: as `loka.scale`.
-        gpus: numbers of GPUs, each of which fills a node in part or several nodes.
+        gpus: numbers of GPUs, each of which fills a node in part or several nodes; None: `default_gpus`.
         plan: measured at this batch size; without it, times are those of `loka.scale`.
         units: patterns of paths that FSDP2 shards each for itself.
 
@@ -78,6 +78,7 @@ def scale_across(
         PlanMismatch: the plan is of another model, or of other shapes.
         UnknownName, NotConverted: as `loka.scale`.
     """
+    gpus = default_gpus(network) if gpus is None else gpus
     for ranks in gpus:
         check_ranks(ranks, network)
     if not gpus:
@@ -108,6 +109,13 @@ def scale_across(
         units=steps[-1].units,
         notes=_notes(found, steps, told, plan, len(fp8), network),
     )
+
+
+def default_gpus(network: Network) -> tuple[int, ...]:
+    """`GPUS`, or powers of two up to a node where nothing is known of links between nodes."""
+    if network.between is not None:
+        return GPUS
+    return tuple(1 << step for step in range(1, network.gpus_per_node.bit_length()))
 
 
 def _steps(model: nn.Module, batch: Any, rows: int, units: Sequence[str]) -> list[EngineStep]:
@@ -273,6 +281,20 @@ def _origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
     return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
 
 
+def _measured_notes(network: Network, device: str) -> list[str]:
+    how = network.measured
+    if how is None:
+        return []
+    worst = how.worst
+    notes = [
+        f"links were measured by {how.ranks} ranks over {how.backend} on {how.machine}; of sizes held out, "
+        f"{worst.op} of {worst.at} bytes was told worst, by {100 * worst.error:.1f} %"
+    ]
+    if how.machine.device != device:
+        notes.append(f"links were measured on {how.machine.device}, and GEMMs on {device}")
+    return notes
+
+
 def _notes(
     found: Scale,
     steps: Sequence[EngineStep],
@@ -286,6 +308,7 @@ def _notes(
     notes = [
         *found.notes,
         *([f"network: {network.comment}"] if network.comment else []),
+        *_measured_notes(network, found.machine.device if plan is None else plan.machine.device),
         f"FSDP2 shards {len(units)} units and the root: {', '.join(units[:6])}"
         f"{', ...' if len(units) > 6 else ''}",
         f"FP8 gather: {fp8} weights"
