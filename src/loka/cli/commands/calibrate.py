@@ -24,11 +24,7 @@ def calibrate_links(
     max_mb: Annotated[int, typer.Option(min=1, help="Largest message, in MB.")] = SIZES[-1] >> 20,
     device: Device = None,
 ) -> None:
-    """Under torchrun: measures the links between ranks, for `loka scale --network`.
-
-    All-reduce, all-gather, reduce-scatter and all-to-all of 64 KB to 256 MB, over NCCL on GPUs and over gloo
-    on CPUs: a fit of alpha and bandwidth, checked at sizes that were not fitted.
-    """
+    """Under torchrun: measures the links between ranks, for `loka scale --network`."""
     known = None if base is None else Network.load(base)
     with process_group(choose_device(device)) as place:
         found = calibrate(place, base=known, most_bytes=max_mb << 20)

@@ -83,7 +83,6 @@ class Fitted:
 
     Attributes:
         fixed_us: what it takes whatever its bytes; `gbps`: the bytes of a GPU over its link, by their time.
-        low, high: measured time over told time, the least and the most of all sizes that were fitted.
         error: the largest relative error of told time at a size held out, which is `at` bytes.
     """
 
@@ -91,8 +90,6 @@ class Fitted:
     ranks: int
     fixed_us: float
     gbps: float
-    low: float
-    high: float
     error: float
     at: int
 
@@ -115,28 +112,19 @@ class Calibration:
         return max(self.collectives, key=lambda one: one.error)
 
     def __str__(self) -> str:
-        header = ("collective", "ranks", "fixed us", "GB/s", "measured / told", "held out, worst")
+        header = ("collective", "ranks", "fixed us", "GB/s", "worst of held out")
         worst = self.worst
-        rows = [
-            (
-                one.op,
-                str(one.ranks),
-                f"{one.fixed_us:.1f}",
-                f"{one.gbps:.4g}",
-                f"{one.low:.2f} to {one.high:.2f}",
-                f"{100 * one.error:.1f} % at {one.at >> 10} KB",
-            )
-            for one in self.collectives
-        ]
-        return "\n".join(
-            (
-                f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}",
-                format_table(header, rows),
-                f"Largest relative error at sizes that were not fitted: {100 * worst.error:.1f} % "
-                f"({worst.op}, {worst.ranks} ranks, {worst.at >> 10} KB).",
-                *(f"note: {note}" for note in self.notes),
-            )
+        lines = [f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}"]
+        rows = []
+        for one in self.collectives:
+            worst_of = f"{100 * one.error:.1f} % at {one.at >> 10} KB"
+            rows.append((one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", worst_of))
+        lines.append(format_table(header, rows))
+        lines.append(
+            f"Largest relative error at sizes that were not fitted: {100 * worst.error:.1f} % "
+            f"({worst.op}, {worst.ranks} ranks, {worst.at >> 10} KB)."
         )
+        return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
 
 
 def _whole_nodes(network: Network) -> None:

@@ -1,9 +1,9 @@
 """`loka scale calibrate`: the ranks that torchrun started measure the links between them.
 
 agree     every rank says what it is and what it can hold; where they differ, nothing runs
-measure   groups of 2, 4, ... ranks of a node, all of a node, all of all nodes (rounds.py)
-fit       on every rank, from rank 0's numbers: all ranks make the same network, or none does (fit.py)
-check     what the forecast says of sizes that were held out
+measure   groups of 2, 4, ... ranks of the first node, all of it, then all nodes (rounds.py)
+fit       on every rank from rank 0's numbers: all make the same network, or none does (fit.py)
+check     what a forecast tells of sizes that were held out
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loka.core.device import Fingerprint, fingerprint
+from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.exchange import broadcast, gather, ranks_of
-from loka.core.records.network import Calibration, Link, Network, Quantity
+from loka.core.records.network import Calibration, Link, Network
 from loka.core.storage.codec import decode, encode
-from loka.core.timing import first_line
-from loka.scaling.cluster.calibration.fit import Sample, checked, fitted_network, spread
+from loka.scaling.cluster.calibration.fit import Sample, checked, fitted_network, told
 from loka.scaling.cluster.calibration.rounds import Buffers, memory_gbps, timed, whole
 
 SIZES = tuple((64 << 10) << step for step in range(13))
 """Bytes, 64 KB to 256 MB. Every second one is held out of the fit."""
 
-_FEWEST = 5  # sizes: three to fit a line of two numbers, two to check it
+_FEWEST = 5  # sizes: three for a line of two numbers, two to check it
 _PART = 4  # of the free memory; two buffers and what a backend holds have to fit
 _APART = 1.25  # times as long as the fastest rank; beyond, a rank is named
 _TORCHRUN = "torchrun --nproc-per-node 2 -m loka scale calibrate --out network.json"
@@ -48,52 +47,51 @@ def calibrate(
 
     Args:
         device: this rank's; "cpu" over gloo.
-        base: what is not measured is taken from it: links between nodes, the ranks of a node, where a part
-            of one is measured, and the share of elementwise bytes.
+        base: has what is not measured: links between nodes, GPUs of a node of which some were, and the
+            share of elementwise bytes.
         most_bytes: of the largest message; less where memory is short.
         seconds: that the rounds of a group should take; the fewest rounds may take longer.
 
     Raises:
-        LokaError: one rank alone; ranks that disagree, each of which is named; too few sizes; a rank whose
-            memory is short; times that do not grow with bytes.
+        LokaError: one rank alone; ranks that disagree, by name; too little memory for sizes to fit; times
+            that do not grow with bytes.
     """
-    if ranks_of() < 2:
+    ranks, device = ranks_of(), torch.device(device)
+    if ranks < 2:
         raise LokaError("one rank has nobody to send to, so no link can be measured", way_out=_TORCHRUN)
-    device = torch.device(device)
     inner, most = _agreed(device, base, most_bytes)
     sizes = [size for size in SIZES if size <= most]
     if len(sizes) < _FEWEST:
         raise LokaError(
             f"messages of up to {most} bytes are {len(sizes)} sizes, and a fit and its check take {_FEWEST}",
-            way_out=f"--max-mb {SIZES[_FEWEST - 1] >> 20} or more; free memory for twice as much",
+            way_out=f"--max-mb {SIZES[_FEWEST - 1] >> 20} or more; free memory for {_PART} times as much",
         )
-    buffers = _buffers(sizes[-1], device)
-    memory = _slowest_memory(buffers)
-    ranks = dist.get_world_size()
+    buffers = Buffers(sizes[-1], device)
+    found = [decode(Estimate, one) for one in _every(encode(memory_gbps(buffers)))]
+    memory = min(found, key=lambda one: one.value)  # of the slowest rank, for which the others wait
     samples, notes = _measured(buffers, sizes, inner=inner, ranks=ranks, seconds=seconds)
-    if most < min(most_bytes, SIZES[-1]):
-        notes.append(f"messages of up to {sizes[-1] >> 20} MB, as a rank's memory allows")
     fitted, held_out = (
-        [one for one in samples if one.size in {whole(size, one.ranks) for size in part}]
+        [one for one in samples if one.size in {whole(size, one.nodes * one.inner) for size in part}]
         for part in (sizes[::2], sizes[1::2])
     )
-    template = _template(device, base, inner=inner, ranks=ranks, memory=memory)
-    found = fitted_network(template, fitted, ranks_in_node=inner)
-    low, high = spread(found, held_out)
-    notes.append(
-        f"held-out sizes took {low:.2f} to {high:.2f} times what is told, by the intervals of medians"
-    )
+    network = fitted_network(_template(base, inner=inner, nodes=ranks // inner, memory=memory), fitted)
+    machine = fingerprint(device)
     how = Calibration(
-        machine=fingerprint(device),
+        machine=machine,
         backend=_backend(),
         ranks=ranks,
         nodes=ranks // inner,
         sizes=tuple(sizes[::2]),
         held_out=tuple(sizes[1::2]),
-        collectives=checked(found, fitted, held_out),
+        collectives=checked(network, fitted, held_out),
         notes=tuple(notes),
     )
-    return replace(found, measured=how)
+    return replace(network, name=f"{machine.device}, {network.gpus_per_node} a node, measured", measured=how)
+
+
+def _every(value: Any) -> list[Any]:
+    """Each rank's."""
+    return [json.loads(text) for text in gather(json.dumps(value).encode(), None)]
 
 
 def _backend() -> str:
@@ -101,80 +99,41 @@ def _backend() -> str:
     name = str(dist.get_backend())
     if name != "nccl":
         return name
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())
     told = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")]
-    return " ".join((name, version, *told))
+    return " ".join((name, ".".join(map(str, torch.cuda.nccl.version())), *told))
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
     """Ranks of a node and bytes of the largest message, after all ranks said the same of themselves."""
-    ranks = dist.get_world_size()
-    mine = {
-        "machine": encode(fingerprint(device)),
-        "ranks of its node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
-        "--max-mb in bytes": most_bytes,
-        "--base": None if base is None else encode(base),
-        "backend": _backend(),
-        "free": _free_bytes(device),
-    }
-    every = [json.loads(text) for text in gather(json.dumps(mine).encode(), None)]
-    lines = []
-    for rank, other in enumerate(every[1:], 1):
-        here, there = (decode(Fingerprint, one["machine"]) for one in (every[0], other))
-        lines += [f"rank {rank}: {line}" for line in here.differences(there)]
-        lines += [
-            f"rank {rank}: {name}: {every[0][name]} here, {other[name]} there"
-            for name in ("ranks of its node", "--max-mb in bytes", "--base", "backend")
-            if every[0][name] != other[name]
-        ]
+    ranks = ranks_of()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    said: dict[str, Any] = {**encode(fingerprint(device)), "ranks of its node": local}
+    said |= {"--max-mb": most_bytes >> 20, "backend": _backend(), "--base": base and encode(base)}
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // max(local, 1)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    every = _every([said, free])
+    first = every[0][0]
+    lines = [
+        f"rank {rank}: {key}: {there[key]}, and {first[key]} on rank 0"[:200]
+        for rank, (there, _) in enumerate(every)
+        for key in first
+        if there[key] != first[key]
+    ]
     if lines:
         raise LokaError(
-            "ranks disagree, and one network file cannot tell of all of them; here is rank 0",
-            why=[line[:200] for line in lines],
+            "ranks disagree, and one network file cannot tell of all of them",
+            why=lines,
             way_out="start all ranks on machines alike, with the same software and options",
         )
-    inner = int(every[0]["ranks of its node"])
-    if inner < 1 or ranks % inner:
+    if local < 1 or ranks % local:
+        raise LokaError(f"{ranks} ranks in nodes of {local}", way_out="as many ranks on every node")
+    if base is not None and (base.gpus_per_node < local or (ranks > local and base.gpus_per_node != local)):
         raise LokaError(
-            f"{ranks} ranks in nodes of {inner} (LOCAL_WORLD_SIZE)",
-            way_out="as many ranks on every node, as torchrun starts them",
+            f"--base has nodes of {base.gpus_per_node} GPUs, and {ranks // local} of {local} ranks are here",
+            way_out="a file of this cluster; or leave --base out",
         )
-    return inner, min(most_bytes, *(one["free"] // _PART for one in every))
-
-
-def _free_bytes(device: torch.device) -> int:
-    """For this rank; ranks of a node share the host's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks_of()))
-
-
-def _buffers(size: int, device: torch.device) -> Buffers:
-    """On every rank, or none."""
-    made, failed = None, ""
-    try:
-        made = Buffers(size, device)
-    except RuntimeError as error:  # torch's for memory
-        failed = first_line(error)
-    every = [text.decode() for text in gather((failed or "-").encode(), None)]
-    lines = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text != "-"]
-    if lines or made is None:
-        raise LokaError(f"two buffers of {size >> 20} MB do not fit", why=lines, way_out="a smaller --max-mb")
-    return made
-
-
-def _slowest_memory(buffers: Buffers) -> Estimate:
-    """Of all ranks, which wait for the slowest."""
-    every = gather(json.dumps(encode(memory_gbps(buffers))).encode(), None)
-    found = [decode(Estimate, json.loads(one)) for one in every]
-    return Estimate(*(min(getattr(one, end) for one in found) for end in ("value", "low", "high")))
-
-
-def _groups(inner: int, ranks: int) -> list[list[int]]:
-    """Of the first node 2, 4, ... and all of its ranks, then all."""
-    few = [list(range(count)) for count in (1 << step for step in range(1, 16)) if count < inner]
-    return [*few, *([list(range(inner))] if 1 < inner < ranks else []), list(range(ranks))]
+    return local, min(most_bytes, *(least // _PART for _, least in every))
 
 
 def _measured(
@@ -183,64 +142,40 @@ def _measured(
     """Rank 0's, which is in every group, on all ranks."""
     samples: list[Sample] = []
     slow: dict[int, float] = {}
-    for members in _groups(inner, ranks):
-        group = dist.new_group(members)  # on every rank, whether it is in it or not
-        if dist.get_rank() in members:
-            found, behind = timed(buffers, sizes, group, seconds=seconds)
-            nodes = max(len(members) // inner, 1)
+    counts = [1 << step for step in range(1, 16) if 1 << step < inner]
+    for count in dict.fromkeys((*counts, *([inner] if inner > 1 else []), ranks)):
+        group = dist.new_group(list(range(count)))  # on every rank, whether it is in it or not
+        if dist.get_rank() < count:
+            times, behind = timed(buffers, sizes, group, seconds=seconds)
+            nodes = max(count // inner, 1)
             samples += [
-                Sample(op=op, size=size, nodes=nodes, inner=len(members) // nodes, us=us)
-                for (op, size), us in found.items()
+                Sample(op=op, size=size, nodes=nodes, inner=count // nodes, us=us)
+                for (op, size), us in times.items()
             ]
-            for rank, times in zip(members, behind, strict=True):
-                slow[rank] = max(slow.get(rank, 1.0), times)
+            slow |= {rank: max(slow.get(rank, 1.0), ratio) for rank, ratio in enumerate(behind)}
             dist.destroy_process_group(group)
-        gather(b"-", None)  # the others wait for those who measured
-    hosts = [text.decode() for text in gather(socket.gethostname().encode(), None)]
+        _every("")  # the others wait for those who measured
+    hosts = _every(socket.gethostname())
     notes = [
-        f"rank {rank} on {hosts[rank]} took {times:.2f} times as long as the fastest rank of its group"
-        for rank, times in sorted(slow.items())
-        if times > _APART
+        f"rank {rank} on {hosts[rank]} took {ratio:.2f} times as long as the fastest rank of its group"
+        for rank, ratio in slow.items()
+        if ratio > _APART
     ]
-    told: Any = json.loads(broadcast(json.dumps([encode(samples), notes]).encode(), None))
-    return list(decode(tuple[Sample, ...], told[0])), list(told[1])
+    found, notes = json.loads(broadcast(json.dumps([encode(samples), notes]).encode(), None))
+    return list(decode(tuple[Sample, ...], found)), notes
 
 
-def _template(
-    device: torch.device, base: Network | None, *, inner: int, ranks: int, memory: Estimate
-) -> Network:
-    """What is not of links. Raises LokaError where `base` has other nodes than those that were measured."""
-    nodes = ranks // inner
-    if base is not None and (base.gpus_per_node < inner or (nodes > 1 and base.gpus_per_node != inner)):
-        raise LokaError(
-            f"--base has nodes of {base.gpus_per_node} GPUs, and {nodes} of {inner} ranks were measured",
-            way_out="a file of this cluster; or leave --base out",
-        )
-    unknown = Quantity(value=1.0, low=1.0, high=1.0, origin="assumed", comment="to be measured")
-    nothing = Link(alpha_us=unknown, bandwidth_gbps=unknown)
-    name = fingerprint(device).device
-    per_node = base.gpus_per_node if base is not None else inner
-    share = Quantity(
-        value=0.6,
-        low=0.25,
-        high=1.0,
-        origin="assumed",
-        comment="1 is eager code; how much torch.compile leaves of the bytes depends on the model: a guess",
-    )
+def _template(base: Network | None, *, inner: int, nodes: int, memory: Estimate) -> Network:
+    """What is not of links."""
+    idle = told(Estimate(1.0, 1.0, 1.0), "one rank a node: nothing goes over it", "assumed")
+    share = "1 is eager code; what torch.compile leaves depends on the model: a guess"
     return Network(
-        name=f"{name}, {per_node} a node, {inner} of them measured on {nodes} node(s)",
-        gpus_per_node=per_node,
-        inside=nothing,
-        between=base.between if base is not None else None,
-        launch_us=unknown,
-        memory_gbps=Quantity(
-            value=memory.value,
-            low=memory.low,
-            high=memory.high,
-            origin="measured",
-            comment="a copy, a product and a sum in bf16 of the largest buffers, on the slowest rank",
-        ),
-        elementwise_share=base.elementwise_share if base is not None else share,
-        comment=f"`loka scale calibrate` on {ranks} ranks; its alphas and bandwidths are taken to hold for "
-        "other numbers of GPUs",
+        name="",
+        gpus_per_node=base.gpus_per_node if base else inner,
+        inside=Link(alpha_us=idle, bandwidth_gbps=idle),
+        between=base.between if base else None,
+        launch_us=idle,
+        memory_gbps=told(memory, "a copy, a product and a sum of the largest buffers, on the slowest rank"),
+        elementwise_share=base.elementwise_share if base else told(Estimate(0.6, 0.25, 1), share, "assumed"),
+        comment=f"{inner} ranks of {nodes} node(s) were measured, and are taken to tell of other numbers",
     )
