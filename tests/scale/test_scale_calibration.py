@@ -19,8 +19,10 @@ from ranks import on_ranks
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network, Own
-from loka.scaling.cluster.calibration import SIZES, calibrate, measure, rounds
-from loka.scaling.cluster.calibration.fit import Sample, checked, fitted_network, relative_line
+from loka.scaling.cluster import calibrate as measure
+from loka.scaling.cluster import rounds
+from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, relative_line
+from loka.scaling.cluster.calibrate import SIZES, calibrate
 from loka.scaling.cluster.collectives import OPS, Wire, wire_us
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
@@ -52,8 +54,7 @@ def fitted(name: str, given_: list[Sample]) -> Network:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_times_of_a_known_network_are_told_again(name: str) -> None:
-    """At sizes that were held out; and where groups of several sizes tell hops from launches, at numbers of
-    GPUs that were not measured."""
+    """At sizes held out; and, where groups tell hops from launches, at other numbers of GPUs."""
     found = fitted(name, samples(name))
     for row in checked(found, samples(name), samples(name, SIZES[1::2])):
         assert row.error < (0.02 if name == "nodes" else 1e-6), row
@@ -85,20 +86,15 @@ def test_every_fitted_time_lies_between_the_ends(seed: int, name: str) -> None:
 
 
 def test_the_line_has_the_least_relative_error() -> None:
-    x, times = [1.0, 10.0, 100.0, 1000.0], [9.0, 20.0, 330.0, 1500.0]
-
-    def error(a: float, b: float) -> float:
-        return sum(((a + b * v) / t - 1) ** 2 for v, t in zip(x, times, strict=True))
-
-    a, b = relative_line(x, times)
-    assert error(a, b) < min(error(a * f, b * g) for f, g in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)))
+    pairs = ((1.0, 9.0), (10.0, 20.0), (100.0, 330.0), (1000.0, 1500.0))
+    a, b = relative_line(*zip(*pairs, strict=True))
+    near = ((1, 1), (1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99))
+    errors = [sum(((a * f + b * g * x) / t - 1) ** 2 for x, t in pairs) for f, g in near]
+    assert min(errors) == errors[0] < min(errors[1:])
     assert relative_line([1, 10, 100], [0.9, 10, 101])[0] == 0  # a line through them would begin below
-
-
-def test_times_that_do_not_grow_tell_no_bandwidth() -> None:
-    flat = [replace(one, us=Estimate(9 - one.size / SIZES[-1], 1, 9)) for one in samples("pair")]
+    falling = [replace(one, us=Estimate(9 - one.size / SIZES[-1], 1, 9)) for one in samples("pair")]
     with pytest.raises(LokaError, match="takes no longer for more bytes"):
-        fitted("pair", flat)
+        fitted("pair", falling)
 
 
 def test_a_late_host_costs_that_timing_on_every_rank() -> None:
@@ -115,12 +111,11 @@ SMALL = tuple(1 << step for step in range(12, 21, 2))
 
 
 def job(rank: int, folder: Path) -> dict[str, Any]:
-    """The command on two ranks, and what else they are asked for."""
     quick: Any = functools.partial(calibrate, "cpu", seconds=0.1)
     with (
         mock.patch.object(measure, "SIZES", SMALL),
         mock.patch.object(rounds, "_BACK_TO_BACK", 1.0),  # one call at a time
-        mock.patch("loka.cli.commands.calibrate.calibrate", lambda device, **named: quick(**named)),
+        mock.patch("loka.cli.commands.scale.calibrate", lambda device, **named: quick(**named)),
     ):
         text = run("scale", "calibrate", "--out", "net.json", "--max-mb", 1, "--device", "cpu", cwd=folder)
         based = quick(base=Network.load(EXAMPLE)).gpus_per_node
@@ -160,9 +155,7 @@ def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path: Path
     assert found.inside.bandwidth_gbps.origin == found.memory_gbps.origin == "measured"
     assert f"{100 * how.worst.error:.1f} %" in told[0]["text"]
     assert told[1]["text"] == ""
-    lines = ["import torch", "def build(): return torch.nn.Linear(2048, 2048), torch.randn(4, 2048)"]
-    (tmp_path / "my_calibrated.py").write_text("\n".join(lines))
-    ask = ("scale", "my_calibrated:build", "--network", "net.json")
+    ask = ("scale", "dcnv2", "--network", "net.json")
     text = run(*ask, cwd=tmp_path)
     assert "links were measured on cpu, and GEMMs on NVIDIA H200" in text
     assert "measured: middle of what collectives reached; 1 node(s), 2 ranks each" in text

@@ -12,14 +12,13 @@ import typer
 import typer.core
 
 from loka.cli.commands.bench import bench
-from loka.cli.commands.calibrate import calibrate_links
 from loka.cli.commands.data import data_app
 from loka.cli.commands.demo import default_config, run_demo
 from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
-from loka.cli.commands.scale import scale
+from loka.cli.commands.scale import calibrate_links, scale
 from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
@@ -66,8 +65,8 @@ def _interruptible() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """click would say "Aborted!" where one is interrupted, and keep to itself what stands. A command of two
-    words is found before one that takes the second word as its argument."""
+    """click would say "Aborted!" where one is interrupted, and keep to itself what stands. Commands of two
+    words come first."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if " ".join(args[:2]) in self.commands:

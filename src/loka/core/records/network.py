@@ -56,8 +56,7 @@ def _positive(own: Own) -> None:
 @record(check=_positive)
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """What was measured of one collective, over what the link's numbers say of it: `latency` of launch and
-    hops together, `bandwidth`."""
+    """Of one collective, over what the link says: `latency` of launch and hops, `bandwidth`."""
 
     latency: float
     bandwidth: float
@@ -79,12 +78,8 @@ class Link:
 @record(row=True)
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A collective on `ranks` GPUs, as measured.
-
-    Attributes:
-        fixed_us: what it takes whatever its bytes; `gbps`: the bytes of a GPU over its link, by their time.
-        error: the largest relative error of told time at a size held out, which is `at` bytes.
-    """
+    """A collective on `ranks` GPUs: what it takes besides bytes, GB/s of a GPU's link, and the largest
+    relative `error` of what is told of a size held out, which is `at` bytes."""
 
     op: str
     ranks: int
@@ -92,6 +87,10 @@ class Fitted:
     gbps: float
     error: float
     at: int
+
+    @property
+    def worst(self) -> str:
+        return f"{100 * self.error:.1f} % at {self.at >> 10} KB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,18 +111,16 @@ class Calibration:
         return max(self.collectives, key=lambda one: one.error)
 
     def __str__(self) -> str:
-        header = ("collective", "ranks", "fixed us", "GB/s", "worst of held out")
-        worst = self.worst
-        lines = [f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}"]
-        rows = []
-        for one in self.collectives:
-            worst_of = f"{100 * one.error:.1f} % at {one.at >> 10} KB"
-            rows.append((one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", worst_of))
-        lines.append(format_table(header, rows))
-        lines.append(
-            f"Largest relative error at sizes that were not fitted: {100 * worst.error:.1f} % "
-            f"({worst.op}, {worst.ranks} ranks, {worst.at >> 10} KB)."
-        )
+        header = ("collective", "ranks", "fixed us", "GB/s", "worst of sizes held out")
+        rows = [
+            (one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", one.worst)
+            for one in self.collectives
+        ]
+        lines = [
+            f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}",
+            format_table(header, rows),
+            f"Largest relative error at sizes that were not fitted: {self.worst.worst}, {self.worst.op}.",
+        ]
         return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
 
 

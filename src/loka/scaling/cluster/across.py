@@ -32,6 +32,7 @@ from loka.scaling.cluster.compute import (
     planned_times,
 )
 from loka.scaling.cluster.engines import ENGINES, EngineStep, traced_step
+from loka.scaling.cluster.memory import CAPACITY, ORIGIN, held
 from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.wires import check_traced
@@ -91,6 +92,7 @@ def scale_across(
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, units)
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
+    device = found.machine.device if plan is None else plan.machine.device
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     inputs = _inputs(network)
     rate, rows = mean_rate(times), []
@@ -107,6 +109,8 @@ def scale_across(
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
         units=steps[-1].units,
+        memory={f"{n} {step.engine}": held(step, n, fp8) for n in dict.fromkeys(gpus) for step in steps},
+        capacity=CAPACITY.get(device, 0.0),
         notes=_notes(found, steps, told, plan, len(fp8), network),
     )
 
@@ -285,10 +289,9 @@ def _measured_notes(network: Network, device: str) -> list[str]:
     how = network.measured
     if how is None:
         return []
-    worst = how.worst
     notes = [
-        f"links were measured by {how.ranks} ranks over {how.backend} on {how.machine}; of sizes held out, "
-        f"{worst.op} of {worst.at} bytes was told worst, by {100 * worst.error:.1f} %"
+        f"links: {how.ranks} ranks over {how.backend} on {how.machine}; told worst of sizes held out: "
+        f"{how.worst.worst}, {how.worst.op}"
     ]
     if how.machine.device != device:
         notes.append(f"links were measured on {how.machine.device}, and GEMMs on {device}")
@@ -318,6 +321,7 @@ def _notes(
             else ", by the plan's recipes"
         ),
         "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
+        ORIGIN,
         "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
     ]
     if step.tables:

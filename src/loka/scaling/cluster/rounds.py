@@ -1,10 +1,9 @@
 """Times of collectives on the ranks that are there.
 
-A round times every collective at every size, in an order of its own that all ranks share, so that drift falls
-on all alike. One timing is a few calls back to back behind a call in which the ranks meet. On a GPU they are
-queued behind a kernel that waits, so that events see the GPU and not Python; where the GPU waited for the
-host nevertheless, that timing is dropped. How many calls and rounds there are follows from the slowest rank's
-first timings, which all ranks know: what one does, the others do in the same order.
+A round times every collective at every size, in an order that all ranks share, so that drift falls on all
+alike. One timing is a few calls back to back behind a call in which ranks meet. On a GPU they are queued
+behind a kernel that waits, so that events see the GPU and not Python; a timing in which the GPU waited for
+the host is dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ Point = tuple[Op, int]
 _LEAST, _MOST = 7, 15  # rounds; an interval of 95 % takes six
 _CALLS = 20  # back to back, at most
 _BACK_TO_BACK = 5e3  # us that they should take together
-_QUIET = "calibrate while nothing else runs on this machine's processors"
 _ITEM = 2  # bytes: bf16, as forecasts have it on the wire
 
 
@@ -48,7 +46,7 @@ class Buffers:
         self.clock = Clock(device)
 
     def call(self, op: Op, size: int, group: Any) -> Call:
-        """The collective of `size` bytes: of what an all-gather makes, a reduce-scatter takes."""
+        """`size`: bytes of what an all-gather makes, a reduce-scatter takes."""
         count = size // _ITEM
         part = count // dist.get_world_size(group)
         source, target = self.source[:count], self.target[:count]
@@ -69,8 +67,8 @@ def whole(size: int, ranks: int) -> int:
 def timed(
     buffers: Buffers, sizes: Sequence[int], group: Any, *, seconds: float
 ) -> tuple[dict[Point, Estimate], list[float]]:
-    """Microseconds of each collective at each size, and of each rank of `group` how many times as long as the
-    fastest it took, in the mean. `seconds`: that the rounds should take, were they not too few."""
+    """Microseconds of each collective at each size, and of each rank how many times as long as the fastest it
+    took, in the mean. `seconds`: that the rounds should take."""
     points = [(op, whole(size, dist.get_world_size(group))) for size in sizes for op in OPS]
     clock, calls = buffers.clock, {point: buffers.call(*point, group) for point in points}
     first = []
@@ -95,20 +93,26 @@ def timed(
 def over_ranks(
     points: Sequence[Point], every: Sequence[Sequence[Sequence[float]]]
 ) -> tuple[dict[Point, Estimate], list[float]]:
-    """What `timed` returns, of [ranks, points, rounds] in us, nan where a host was late."""
+    """What `timed` returns, of [ranks, points, rounds]; nan where a host was late."""
     found: dict[Point, Estimate] = {}
     logs: list[list[float]] = [[] for _ in every]
     for place, point in enumerate(points):
         rounds = list(zip(*(rank[place] for rank in every), strict=True))
-        kept = [times for times in rounds if not any(map(math.isnan, times))]
-        if len(kept) < _LEAST - 1:
-            late = f"{len(rounds) - len(kept)} of {len(rounds)} timings of {point[0]}, {point[1]} bytes"
-            raise LokaError(f"the GPU waited for its host in {late}", way_out=_QUIET)
+        kept = _on_time(rounds, f"{point[0]}, {point[1]} bytes", _LEAST - 1)
         found[point] = median_interval([max(times) for times in kept])
         middles = [statistics.median(times) for times in zip(*kept, strict=True)]
         for log, middle in zip(logs, middles, strict=True):
             log.append(math.log(middle / min(middles)))
     return found, [math.exp(statistics.fmean(log)) for log in logs]
+
+
+def _on_time(rounds: list[tuple[float, ...]], what: str, least: int) -> list[tuple[float, ...]]:
+    kept = [times for times in rounds if not any(map(math.isnan, times))]
+    if len(kept) < least:
+        late = f"{len(rounds) - len(kept)} of {len(rounds)} timings of {what}"
+        way_out = "calibrate while nothing else runs on this machine's processors"
+        raise LokaError(f"the GPU waited for its host in {late}", way_out=way_out)
+    return kept
 
 
 def _lead(count: int) -> float:
@@ -147,7 +151,7 @@ class Clock:
 
 
 def memory_gbps(buffers: Buffers) -> Estimate:
-    """GB/s of a copy, a product and a sum of whole buffers: the middle one, the slowest and the fastest."""
+    """GB/s of a copy, a product and a sum of whole buffers."""
     source, target = buffers.source, buffers.target
     kernels: tuple[tuple[int, Call], ...] = (
         (2, lambda: target.copy_(source)),
@@ -156,9 +160,6 @@ def memory_gbps(buffers: Buffers) -> Estimate:
     )
     found = []
     for streams, kernel in kernels:
-        timings = [buffers.clock.us(kernel, 4) for _ in range(_LEAST)]
-        times = [one for one in timings if not math.isnan(one)]
-        if not times:
-            raise LokaError("the GPU waited for its host in all timings of its memory", way_out=_QUIET)
-        found.append(streams * source.numel() * _ITEM / statistics.median(times) / 1e3)
+        times = _on_time([(buffers.clock.us(kernel, 4),) for _ in range(_LEAST)], "its memory", 1)
+        found.append(streams * source.numel() * _ITEM / statistics.median(us for (us,) in times) / 1e3)
     return Estimate(statistics.median(found), min(found), max(found))

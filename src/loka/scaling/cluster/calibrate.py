@@ -1,8 +1,8 @@
 """`loka scale calibrate`: the ranks that torchrun started measure the links between them.
 
-agree     every rank says what it is and what it can hold; where they differ, nothing runs
+agree     every rank says what it is; where they differ, nothing runs
 measure   groups of 2, 4, ... ranks of the first node, all of it, then all nodes (rounds.py)
-fit       on every rank from rank 0's numbers: all make the same network, or none does (fit.py)
+fit       on every rank from rank 0's numbers, so that all make the same network or raise (alpha_beta.py)
 check     what a forecast tells of sizes that were held out
 """
 
@@ -24,14 +24,14 @@ from loka.core.exceptions import LokaError
 from loka.core.exchange import broadcast, gather, ranks_of
 from loka.core.records.network import Calibration, Link, Network
 from loka.core.storage.codec import decode, encode
-from loka.scaling.cluster.calibration.fit import Sample, checked, fitted_network, told
-from loka.scaling.cluster.calibration.rounds import Buffers, memory_gbps, timed, whole
+from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, told
+from loka.scaling.cluster.rounds import Buffers, memory_gbps, timed, whole
 
 SIZES = tuple((64 << 10) << step for step in range(13))
 """Bytes, 64 KB to 256 MB. Every second one is held out of the fit."""
 
-_FEWEST = 5  # sizes: three for a line of two numbers, two to check it
-_PART = 4  # of the free memory; two buffers and what a backend holds have to fit
+_FEWEST = 5  # sizes: three for a line, two to check it
+_PART = 4  # of the free memory
 _APART = 1.25  # times as long as the fastest rank; beyond, a rank is named
 _TORCHRUN = "torchrun --nproc-per-node 2 -m loka scale calibrate --out network.json"
 
@@ -43,18 +43,16 @@ def calibrate(
     most_bytes: int = SIZES[-1],
     seconds: float = 8.0,
 ) -> Network:
-    """The network of this process group, on all of its ranks. A collective of all of them.
+    """The network of this process group; a collective of all of its ranks.
 
     Args:
         device: this rank's; "cpu" over gloo.
-        base: has what is not measured: links between nodes, GPUs of a node of which some were, and the
-            share of elementwise bytes.
+        base: has what is not measured: links between nodes, GPUs of a node, share of elementwise bytes.
         most_bytes: of the largest message; less where memory is short.
-        seconds: that the rounds of a group should take; the fewest rounds may take longer.
+        seconds: that the rounds of a group should take, were they not too few.
 
     Raises:
-        LokaError: one rank alone; ranks that disagree, by name; too little memory for sizes to fit; times
-            that do not grow with bytes.
+        LokaError: one rank; ranks that disagree, by name; too little memory; times that do not grow.
     """
     ranks, device = ranks_of(), torch.device(device)
     if ranks < 2:
@@ -62,10 +60,8 @@ def calibrate(
     inner, most = _agreed(device, base, most_bytes)
     sizes = [size for size in SIZES if size <= most]
     if len(sizes) < _FEWEST:
-        raise LokaError(
-            f"messages of up to {most} bytes are {len(sizes)} sizes, and a fit and its check take {_FEWEST}",
-            way_out=f"--max-mb {SIZES[_FEWEST - 1] >> 20} or more; free memory for {_PART} times as much",
-        )
+        way_out = f"--max-mb {SIZES[_FEWEST - 1] >> 20} or more; free memory for {_PART} times as much"
+        raise LokaError(f"up to {most} bytes there are {len(sizes)} sizes of {_FEWEST}", way_out=way_out)
     buffers = Buffers(sizes[-1], device)
     found = [decode(Estimate, one) for one in _every(encode(memory_gbps(buffers)))]
     memory = min(found, key=lambda one: one.value)  # of the slowest rank, for which the others wait
@@ -95,7 +91,7 @@ def _every(value: Any) -> list[Any]:
 
 
 def _backend() -> str:
-    """With NCCL's version, and what it was told by variables."""
+    """With NCCL's version and variables."""
     name = str(dist.get_backend())
     if name != "nccl":
         return name
@@ -104,7 +100,7 @@ def _backend() -> str:
 
 
 def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tuple[int, int]:
-    """Ranks of a node and bytes of the largest message, after all ranks said the same of themselves."""
+    """Ranks of a node and bytes of the largest message."""
     ranks = ranks_of()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     said: dict[str, Any] = {**encode(fingerprint(device)), "ranks of its node": local}
@@ -121,30 +117,26 @@ def _agreed(device: torch.device, base: Network | None, most_bytes: int) -> tupl
         if there[key] != first[key]
     ]
     if lines:
-        raise LokaError(
-            "ranks disagree, and one network file cannot tell of all of them",
-            why=lines,
-            way_out="start all ranks on machines alike, with the same software and options",
-        )
+        way_out = "start all ranks on machines alike, with the same software and options"
+        raise LokaError("ranks disagree, and a network file is of ranks alike", why=lines, way_out=way_out)
     if local < 1 or ranks % local:
         raise LokaError(f"{ranks} ranks in nodes of {local}", way_out="as many ranks on every node")
-    if base is not None and (base.gpus_per_node < local or (ranks > local and base.gpus_per_node != local)):
-        raise LokaError(
-            f"--base has nodes of {base.gpus_per_node} GPUs, and {ranks // local} of {local} ranks are here",
-            way_out="a file of this cluster; or leave --base out",
-        )
+    nodes, each = ranks // local, base.gpus_per_node if base else local
+    if each < local or (nodes > 1 and each != local):
+        what = f"--base has nodes of {each} GPUs, and {nodes} of {local} ranks are here"
+        raise LokaError(what, way_out="a file of this cluster; or leave --base out")
     return local, min(most_bytes, *(least // _PART for _, least in every))
 
 
 def _measured(
     buffers: Buffers, sizes: Sequence[int], *, inner: int, ranks: int, seconds: float
 ) -> tuple[list[Sample], list[str]]:
-    """Rank 0's, which is in every group, on all ranks."""
+    """Rank 0's, on all ranks."""
     samples: list[Sample] = []
     slow: dict[int, float] = {}
     counts = [1 << step for step in range(1, 16) if 1 << step < inner]
     for count in dict.fromkeys((*counts, *([inner] if inner > 1 else []), ranks)):
-        group = dist.new_group(list(range(count)))  # on every rank, whether it is in it or not
+        group = dist.new_group(list(range(count)))  # on every rank
         if dist.get_rank() < count:
             times, behind = timed(buffers, sizes, group, seconds=seconds)
             nodes = max(count // inner, 1)
@@ -157,7 +149,7 @@ def _measured(
         _every("")  # the others wait for those who measured
     hosts = _every(socket.gethostname())
     notes = [
-        f"rank {rank} on {hosts[rank]} took {ratio:.2f} times as long as the fastest rank of its group"
+        f"rank {rank} on {hosts[rank]} took {ratio:.2f} times as long as the fastest rank"
         for rank, ratio in slow.items()
         if ratio > _APART
     ]

@@ -2,13 +2,10 @@
 
     time = fixed + bytes of a GPU over its link / bandwidth           a line for each collective and group
 
-A line has the least sum of squared relative errors. Sizes span four orders of magnitude: absolute errors
-would leave `fixed` to the noise of the largest. Relative ones are linear least squares, weighted 1 / time^2.
-`fixed` is a launch and hops, whose number is known (collectives.py). Groups of several sizes tell the two
-apart; groups of one size do not, and then the split is that of NCCL's own tuner.
-
-At the ends of the intervals lines lie below, or above, every time that was fitted: they hold what alpha and
-beta leave out, such as protocols that change with the size.
+A line has the least sum of squared relative errors: sizes span four orders of magnitude, and absolute errors
+would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, whose number is known
+(collectives.py). Groups of several sizes tell the two apart; of one size, the split is NCCL's own tuner's.
+At the ends of intervals lines lie below, or above, every time that was fitted: alpha and beta leave out much.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from loka.scaling.cluster.collectives import Op, Wire, latency, volumes, wire_us
 
 _SPLITS = (Estimate(1.9 / 8.4, 0.6 / 14.0, 3.4 / 6.6), Estimate(4.0 / 8.4, 2.7 / 14.0, 14.0 / 6.6))
 """A hop over a launch, inside a node and between nodes, in src/graph/tuning.cc of NCCL (hwLat, baseLat): of
-Simple, and the least and the most of LL, LL128 and Simple."""
+Simple, then the ends of LL, LL128 and Simple."""
 _LEAST = 0.01  # us; less cannot be seen, and numbers of a network are above 0
 
 
@@ -71,8 +68,7 @@ def relative_line(x: Sequence[float], times: Sequence[float]) -> tuple[float, fl
 
 
 def fitted_network(template: Network, samples: Sequence[Sample]) -> Network:
-    """`template` with what `samples` of a node's groups of ranks, or of all nodes, say of launch and links.
-    Raises LokaError for times that do not grow with bytes."""
+    """`template` with what `samples` say of launch and links. Raises LokaError for times that do not grow."""
     alone = [one for one in samples if one.nodes == 1]
     across = [one for one in samples if one.nodes > 1]
     found = _fitted(template, alone, known=False) if alone else template
@@ -127,11 +123,9 @@ def _lines(samples: Sequence[Sample]) -> list[_Line]:
         moved = [volumes(op, one.size, nodes, inner)[int(nodes > 1)] for one in mine]
         fixed, each = relative_line(moved, [one.us.value for one in mine])
         if each <= 0:
-            raise LokaError(
-                f"{op} on {nodes * inner} ranks takes no longer for more bytes, so its bandwidth is not told",
-                why=[f"{one.size} bytes: {one.us.value:.1f} us" for one in mine],
-                way_out="a larger --max-mb, on a machine that does nothing else",
-            )
+            told_by = [f"{one.size} bytes: {one.us.value:.1f} us" for one in mine]
+            way_out = "a larger --max-mb, on a machine that does nothing else"
+            raise LokaError(f"{op} takes no longer for more bytes", why=told_by, way_out=way_out)
         found.append(_Line(op, nodes, inner, fixed, 1e-3 / each))
     return found
 
@@ -140,18 +134,19 @@ def _widened(network: Network, samples: Sequence[Sample], link: Link, split: Est
     """With the ends that `samples` ask for, at the ends of their own intervals, of all that they go over."""
     low = min(one.us.low / one.told(network) for one in samples)
     high = max(one.us.high / one.told(network) for one in samples)
-    alpha = _scaled(link.alpha_us, low, high)
+    wide = _wide(link, low, high)
     if split is not None:
-        alpha = _scaled(alpha, low * split.low / split.value, high * split.high / split.value)
-        alpha = replace(alpha, origin="assumed")
-    wide = replace(link, alpha_us=alpha, bandwidth_gbps=_scaled(link.bandwidth_gbps, 1 / high, 1 / low))
+        alpha = _scaled(wide.alpha_us, low * split.low / split.value, high * split.high / split.value)
+        wide = replace(wide, alpha_us=replace(alpha, origin="assumed"))
     found = replace(network, launch_us=_scaled(network.launch_us, low, high))
     if samples[0].nodes == 1:
         return replace(found, inside=wide)
-    slower = _scaled(network.inside.alpha_us, low, high)
-    narrower = _scaled(network.inside.bandwidth_gbps, 1 / high, 1 / low)
-    inside = replace(network.inside, alpha_us=slower, bandwidth_gbps=narrower)
-    return replace(found, between=wide, inside=inside)
+    return replace(found, between=wide, inside=_wide(network.inside, low, high))
+
+
+def _wide(link: Link, low: float, high: float) -> Link:
+    gbps = _scaled(link.bandwidth_gbps, 1 / high, 1 / low)
+    return replace(link, alpha_us=_scaled(link.alpha_us, low, high), bandwidth_gbps=gbps)
 
 
 def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[Fitted, ...]:
