@@ -221,10 +221,10 @@ def _where_it_pays(rows: list[AcrossRow]) -> str:
 
 
 def _where_it_stops(rows: list[AcrossRow]) -> str:
-    """The number of GPUs from which the interval of the gain includes 1.00, of those that were asked for."""
+    """The number of GPUs from which no interval of the gain is above 1.00, of those asked for."""
     for row in sorted(rows, key=lambda row: row.gpus):
         if not any(_word(other.speedup) == "yes" for other in rows if other.gpus >= row.gpus):
-            return f"from {row.gpus} GPUs on, where the interval of their gain includes 1.00"
+            return f"from {row.gpus} GPUs on: the interval of their gain is not above 1.00"
     return f"nowhere up to {max(row.gpus for row in rows)} GPUs: the interval of their gain stays above 1.00"
 
 
