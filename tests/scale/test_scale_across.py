@@ -146,7 +146,7 @@ def test_every_number_has_its_ends_and_its_label() -> None:
             assert one.speedup.low - 1e-9 <= min(swing.low, swing.high), name
             assert one.speedup.high + 1e-9 >= max(swing.low, swing.high), name
     for name, quantity in found.assumptions.items():
-        assert f"{name}: {quantity.value:g} [{quantity.low:g}, {quantity.high:g}] assumed: " in text
+        assert f"{name}: {quantity.value:.4g} [{quantity.low:.4g}, {quantity.high:.4g}] assumed: " in text
     for told in ("interpolated", "Falsified by", "not in it", "stragglers", "taken to have"):
         assert told in text, told
 
@@ -163,6 +163,12 @@ def test_where_the_wire_is_all_there_is_eight_bit_gemms_do_not_pay_and_half_the_
     answer = next(line for line in found.answers() if line.startswith("fsdp2"))
     assert "they do not pay" in answer
     assert "64 (1.00x" in answer
+    stops = [line for line in found.answers() if "stop paying" in line]
+    assert ["from 8 GPUs on" in line for line in stops] == [True, True]
+    for low, told in ((1.0, "from 64 GPUs on"), (1.1, "nowhere up to 64 GPUs")):
+        gains = {8: Estimate(1.2, 1.1, 1.3), 64: Estimate(1.2, low, 1.3)}
+        paid = replace(found, rows=tuple(replace(one, speedup=gains[one.gpus]) for one in found.rows))
+        assert sum(told in line for line in paid.answers()) == 2
 
 
 def test_int8_gradients_send_each_byte_by_its_own_card() -> None:
@@ -269,6 +275,25 @@ def test_products_that_are_no_site_take_time_too() -> None:
     # Two sites' GEMMs (the input wants no gradient); 2 products forward, twice as many backward, as large.
     assert found.bf16_parts.other == pytest.approx(found.bf16_parts.gemms * 6 / 2, rel=0.01)
     assert found.bf16.high > found.bf16.value + 1.9 * found.bf16_parts.other  # up to three times as long
+
+
+def test_memory_by_hand() -> None:
+    """Three layers of n weights and 2048 biases in float32; autograd saves their inputs in bf16, and bf16
+    weights of two that autocast made."""
+    found = across(gpus=(8, 64))
+    n, rows = 2048 * 2048, ROWS * 2048
+    whole = 4 * 3 * (n + 2048)
+    assert found.memory["64 ddp"] == {
+        "parameters": whole, "gradients": 2 * whole, "optimizer": 2 * whole, "units": 0,
+        "FP8 copies": 2 * 3 * n, "activations": 2 * 3 * rows + 2 * 2 * n,
+    }  # fmt: skip
+    assert found.memory["64 fsdp2"] == {
+        "parameters": whole / 64, "gradients": whole / 64, "optimizer": 2 * whole / 64,
+        "units": 2 * 2 * 2 * (n + 2048), "FP8 copies": 2 * 2 * n, "activations": 2 * 3 * rows,
+    }  # fmt: skip
+    assert "The GPU has 151 GB." in str(found)
+    small = replace(found, capacity=sum(found.memory["64 fsdp2"].values()) + 1)
+    assert "WARNING: too little for 8 ddp, 8 fsdp2, 64 ddp." in str(small)
 
 
 def test_saving_and_loading(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ _BROKEN: dict[str, Any] = {
     "inside.bandwidth_gbps.value has to be a number": lambda net: net["inside"]["bandwidth_gbps"].update(
         value="fast"
     ),
+    "inside.own.all_reduce: shares are above 0": lambda net: net["inside"].update(
+        own={"all_reduce": {"latency": 0, "bandwidth": 1}}
+    ),
     "launch_us.origin has to be one of": lambda net: net["launch_us"].update(origin="known"),
     "launch_us: comment is empty": lambda net: net["launch_us"].update(comment=" "),
     "switches, of which nothing is known": lambda net: net.update(switches=3),

@@ -18,7 +18,7 @@ from loka.cli.commands.doctor import diagnose
 from loka.cli.commands.ne import limited_by_name, named_budget, show_drift, show_frontier
 from loka.cli.commands.probe import probe
 from loka.cli.commands.report import report as write_report
-from loka.cli.commands.scale import scale
+from loka.cli.commands.scale import calibrate_links, scale
 from loka.cli.commands.serve import serve_app
 from loka.cli.commands.train import train
 from loka.cli.commands.validate import validate
@@ -65,7 +65,13 @@ def _interruptible() -> Iterator[None]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """click would say "Aborted!" where one is interrupted, and keep to itself what stands."""
+    """click would say "Aborted!" where one is interrupted, and keep to itself what stands. Commands of two
+    words come first."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if " ".join(args[:2]) in self.commands:
+            args = [" ".join(args[:2]), *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *given: Any, **named: Any) -> Any:
         with _interruptible():
@@ -281,6 +287,7 @@ app.command()(probe)
 app.command()(train)
 app.command()(validate)
 app.command()(scale)
+app.command("scale calibrate")(calibrate_links)
 app.command("report")(write_report)
 
 

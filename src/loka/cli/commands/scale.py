@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from loka.cli.inputs import find_function, is_of_zoo, model_builder, open_data
-from loka.cli.options import DataFile, SchemaFile
+from loka.cli.inputs import choose_device, find_function, is_of_zoo, model_builder, open_data
+from loka.cli.options import DataFile, Device, SchemaFile
 from loka.cli.terminal import say
+from loka.cli.torchrun import process_group, rank_and_ranks
 from loka.core.exceptions import LokaError
 from loka.core.records.across import Across
 from loka.core.records.network import Network
@@ -21,6 +22,8 @@ from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
 from loka.data.batch import Batch, Source
 from loka.scaling import scale as scale_model
+from loka.scaling.cluster.across import default_gpus
+from loka.scaling.cluster.calibrate import SIZES, calibrate
 from loka.scaling.inputs import fake_mode
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
@@ -57,7 +60,10 @@ def scale(
             help="JSON file of a cluster's links: tells steps on many GPUs instead (docs/scale.md)."
         ),
     ] = None,
-    gpus: Annotated[str, typer.Option(help="With --network: numbers of GPUs.")] = "8,64,256,1024",
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="With --network: numbers of GPUs; by default 8,64,256,1024, or those of a node."),
+    ] = None,
     plan: Annotated[
         Path | None,
         typer.Option(help="With --network: a plan measured at this batch size, for its times."),
@@ -80,9 +86,10 @@ def scale(
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
     if network is not None:
+        links = Network.load(network)
         ask = _on_many(
-            Network.load(network),
-            _numbers(gpus),
+            links,
+            default_gpus(links) if gpus is None else _numbers(gpus),
             None if plan is None else Plan.load(plan),
             tuple(unit or ()),
             gpu=gpu,
@@ -97,6 +104,23 @@ def scale(
     if out is not None:
         found.save(out)
         say(f"written: {out}")
+
+
+def calibrate_links(
+    out: Annotated[Path, typer.Option(help="Network file to write, for `loka scale --network`.")],
+    base: Annotated[Path | None, typer.Option(help="Network file, for what is not measured here.")] = None,
+    max_mb: Annotated[int, typer.Option(min=1, help="Largest message, in MB.")] = SIZES[-1] >> 20,
+    device: Device = None,
+) -> None:
+    """Under torchrun: measures the links between ranks, for `loka scale --network`."""
+    known = None if base is None else Network.load(base)
+    with process_group(choose_device(device)) as place:
+        found = calibrate(place, base=known, most_bytes=max_mb << 20)
+        if rank_and_ranks()[0] == 0:
+            found.save(out)
+            say(found.measured)
+            say("\n".join(f"  {name}: {quantity}" for name, quantity in found.quantities.items()))
+            say(f"written: {out}")
 
 
 @dataclass(frozen=True, kw_only=True)

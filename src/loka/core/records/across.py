@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loka.core.error import Estimate
@@ -85,6 +85,7 @@ class Across:
         assumptions: every input that is not a GEMM time, by name.
         units: what FSDP2 shards each for itself, besides the root.
         notes: what is not in it, and what was taken so.
+        memory: estimated bytes of a GPU, for "8 ddp" and so on by what they are; `capacity`: 0 if unknown.
     """
 
     model: str
@@ -96,13 +97,17 @@ class Across:
     assumptions: Mapping[str, Quantity]
     units: tuple[str, ...]
     notes: tuple[str, ...]
+    memory: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    capacity: float = 0.0
 
     def answers(self) -> list[str]:
         """The questions of a team, each answered with the numbers that it rests on."""
         lines = []
         for engine in dict.fromkeys(row.engine for row in self.rows):
             mine = [row for row in self.rows if row.engine == engine]
-            lines.append(f"{engine}: {_where_it_pays([row for row in mine if row.plain])}")
+            plain = [row for row in mine if row.plain]
+            lines.append(f"{engine}: {_where_it_pays(plain)}")
+            lines.append(f"  where eight bits stop paying: {_where_it_stops(plain)}")
             formats = dict.fromkeys((row.gather, row.gradients) for row in mine if not row.plain)
             for gather, gradients in formats:
                 told = ", ".join(
@@ -136,18 +141,32 @@ class Across:
             "GEMMs, other, exposed (nothing computes, the wire is not done) and wire in ms, MB of the",
             "buffers of all collectives: in bf16 > by plan, at the values of all inputs.",
             *self.answers(),
+            *self._memory(),
             "What moves the speed-up most, each input alone from its low to its high end:",
             *_swings(self.rows),
             "Assumptions:",
-            *(
-                f"  {name}: {q.value:g} [{q.low:g}, {q.high:g}] {q.origin}: {q.comment}"
-                for name, q in self.assumptions.items()
-            ),
+            *(f"  {name}: {quantity}" for name, quantity in self.assumptions.items()),
             *(f"note: {note}" for note in self.notes),
             "Falsified by:",
             *(f"  {line}" for line in self.falsified_by()),
         ]
         return "\n".join(lines)
+
+    def _memory(self) -> list[str]:
+        totals = {name: sum(parts.values()) for name, parts in self.memory.items()}
+        if not totals:
+            return []
+        header = ("GB, estimated", "all", *next(iter(self.memory.values())))
+        rows = [
+            (name, *(f"{size / 1e9:.2f}" for size in (totals[name], *parts.values())))
+            for name, parts in self.memory.items()
+        ]
+        most = f"{self.capacity / 1e9:.0f} GB" if self.capacity else "an unknown size"
+        over = ", ".join(name for name, total in totals.items() if total > self.capacity > 0)
+        return [
+            format_table(header, rows),
+            f"The GPU has {most}{over and '. WARNING: too little for '}{over}.",
+        ]
 
     def save(self, path: Path | str) -> None:
         write_record(Path(path), kind=_KIND, version=_VERSION, content=encode(self))
@@ -199,6 +218,14 @@ def _where_it_pays(rows: list[AcrossRow]) -> str:
         if kinds[word]
     ]
     return f"with bf16 on the wire {'; '.join(told)}"
+
+
+def _where_it_stops(rows: list[AcrossRow]) -> str:
+    """The number of GPUs from which no interval of the gain is above 1.00, of those asked for."""
+    for row in sorted(rows, key=lambda row: row.gpus):
+        if not any(_word(other.speedup) == "yes" for other in rows if other.gpus >= row.gpus):
+            return f"from {row.gpus} GPUs on: the interval of their gain is not above 1.00"
+    return f"nowhere up to {max(row.gpus for row in rows)} GPUs: the interval of their gain stays above 1.00"
 
 
 def _swings(rows: tuple[AcrossRow, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The links of a cluster, as a team writes them down: a JSON file, read and never written by LoKA.
+"""The links of a cluster: a JSON file that a team writes, or `loka scale calibrate` after measuring.
 
     time of a hop = alpha + bytes / bandwidth
 
@@ -7,14 +7,19 @@ Each number has its two ends, says whether it was measured or is assumed, and wh
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from loka.core.device import Fingerprint
 from loka.core.exceptions import FileRefused
-from loka.core.storage.codec import decode, record
+from loka.core.storage.codec import decode, encode, record, sparse
+from loka.core.storage.files import write_atomic
 from loka.core.storage.untrusted import Limits, parse_json, read_bounded
+from loka.core.table import format_table
 
 _WAY_OUT = "write it as docs/scale.md shows; examples/h200-ib.json is one that is read"
 
@@ -39,13 +44,84 @@ class Quantity:
     origin: Literal["measured", "assumed"]
     comment: str
 
+    def __str__(self) -> str:
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}] {self.origin}: {self.comment}"
+
+
+def _positive(own: Own) -> None:
+    if not (0 < own.latency < math.inf and 0 < own.bandwidth < math.inf):
+        raise ValueError(f"shares are above 0, not {own.latency}, {own.bandwidth}")
+
+
+@record(check=_positive)
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """Of one collective, over what the link says: `latency` of launch and hops, `bandwidth`."""
+
+    latency: float
+    bandwidth: float
+
+
+SAME = Own(latency=1.0, bandwidth=1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Of one GPU, in one direction. `alpha_us`: of one hop of a collective."""
+    """Of one GPU, in one direction. `alpha_us`: of one hop of a collective; `own`: by collective, where they
+    differ."""
 
     alpha_us: Quantity
     bandwidth_gbps: Quantity
+    own: Mapping[str, Own] = sparse(default_factory=dict)
+
+
+@record(row=True)
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A collective on `ranks` GPUs: what it takes besides bytes, GB/s of a GPU's link, and the largest
+    relative `error` of what is told of a size held out, which is `at` bytes."""
+
+    op: str
+    ranks: int
+    fixed_us: float
+    gbps: float
+    error: float
+    at: int
+
+    @property
+    def worst(self) -> str:
+        return f"{100 * self.error:.1f} % at {self.at >> 10} KB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How the links were measured. `sizes` in bytes were fitted, `held_out` ones were not."""
+
+    machine: Fingerprint
+    backend: str
+    ranks: int
+    nodes: int
+    sizes: tuple[int, ...]
+    held_out: tuple[int, ...]
+    collectives: tuple[Fitted, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> Fitted:
+        return max(self.collectives, key=lambda one: one.error)
+
+    def __str__(self) -> str:
+        header = ("collective", "ranks", "fixed us", "GB/s", "worst of sizes held out")
+        rows = [
+            (one.op, str(one.ranks), f"{one.fixed_us:.1f}", f"{one.gbps:.4g}", one.worst)
+            for one in self.collectives
+        ]
+        lines = [
+            f"{self.ranks} ranks on {self.nodes} node(s) over {self.backend}, {self.machine}",
+            format_table(header, rows),
+            f"Largest relative error at sizes that were not fitted: {self.worst.worst}, {self.worst.op}.",
+        ]
+        return "\n".join((*lines, *(f"note: {note}" for note in self.notes)))
 
 
 def _whole_nodes(network: Network) -> None:
@@ -62,33 +138,47 @@ class Network:
 
     Attributes:
         inside: the link of a GPU to the others of its node, GB/s (1e9 bytes).
-        between: the link of a GPU to other nodes: its share of the node's network cards.
+        between: the link of a GPU to other nodes: its share of the node's network cards; None where nothing
+            is known of it.
         launch_us: what a collective takes besides its hops and bytes.
         memory_gbps: what code between GEMMs reads and writes in a GPU's memory, GB/s.
         elementwise_share: of the bytes that it would move op by op, those that it moves; 1 is eager code.
+        measured: how, of a network that `loka scale calibrate` wrote.
     """
 
     name: str
     gpus_per_node: int
     inside: Link
-    between: Link
+    between: Link | None
     launch_us: Quantity
     memory_gbps: Quantity
     elementwise_share: Quantity
     comment: str = ""
+    measured: Calibration | None = sparse(None)
+
+    def link(self, nodes: int) -> Link:
+        """Over which a collective of so many nodes goes last."""
+        return self.between if nodes > 1 and self.between is not None else self.inside
 
     @property
     def quantities(self) -> dict[str, Quantity]:
         """Every assumption of it, by name."""
+        between = {}
+        if self.between is not None:
+            between["alpha between nodes"] = self.between.alpha_us
+            between["bandwidth between nodes"] = self.between.bandwidth_gbps
         return {
             "alpha inside a node": self.inside.alpha_us,
             "bandwidth inside a node": self.inside.bandwidth_gbps,
-            "alpha between nodes": self.between.alpha_us,
-            "bandwidth between nodes": self.between.bandwidth_gbps,
+            **between,
             "launch of a collective": self.launch_us,
             "memory bandwidth": self.memory_gbps,
             "elementwise share": self.elementwise_share,
         }
+
+    def save(self, path: Path | str) -> None:
+        """For `load`. Raises NotWritten."""
+        write_atomic(Path(path), json.dumps(encode(self), indent=1, allow_nan=False).encode() + b"\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Network:

@@ -32,6 +32,7 @@ from loka.scaling.cluster.compute import (
     planned_times,
 )
 from loka.scaling.cluster.engines import ENGINES, EngineStep, traced_step
+from loka.scaling.cluster.memory import CAPACITY, ORIGIN, held
 from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.wires import check_traced
@@ -52,7 +53,7 @@ def scale_across(
     batch: Any,
     *,
     network: Network,
-    gpus: Sequence[int] = GPUS,
+    gpus: Sequence[int] | None = None,
     plan: Plan | None = None,
     gpu: str = "h200",
     batch_size: int | None = None,
@@ -68,7 +69,7 @@ def scale_across(
 
     Args:
         batch: what the model is called with on one GPU; `batch_size`, `gpu`, `kernels`: as `loka.scale`.
-        gpus: numbers of GPUs, each of which fills a node in part or several nodes.
+        gpus: numbers of GPUs, each of which fills a node in part or several nodes; None: `default_gpus`.
         plan: measured at this batch size; without it, times are those of `loka.scale`.
         units: patterns of paths that FSDP2 shards each for itself.
 
@@ -78,6 +79,7 @@ def scale_across(
         PlanMismatch: the plan is of another model, or of other shapes.
         UnknownName, NotConverted: as `loka.scale`.
     """
+    gpus = default_gpus(network) if gpus is None else gpus
     for ranks in gpus:
         check_ranks(ranks, network)
     if not gpus:
@@ -90,6 +92,7 @@ def scale_across(
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, units)
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
+    device = found.machine.device if plan is None else plan.machine.device
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     inputs = _inputs(network)
     rate, rows = mean_rate(times), []
@@ -106,8 +109,17 @@ def scale_across(
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
         units=steps[-1].units,
+        memory={f"{n} {step.engine}": held(step, n, fp8) for n in dict.fromkeys(gpus) for step in steps},
+        capacity=CAPACITY.get(device, 0.0),
         notes=_notes(found, steps, told, plan, len(fp8), network),
     )
+
+
+def default_gpus(network: Network) -> tuple[int, ...]:
+    """`GPUS`, or powers of two up to a node where nothing is known of links between nodes."""
+    if network.between is not None:
+        return GPUS
+    return tuple(1 << step for step in range(1, network.gpus_per_node.bit_length()))
 
 
 def _steps(model: nn.Module, batch: Any, rows: int, units: Sequence[str]) -> list[EngineStep]:
@@ -273,6 +285,19 @@ def _origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
     return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
 
 
+def _measured_notes(network: Network, device: str) -> list[str]:
+    how = network.measured
+    if how is None:
+        return []
+    notes = [
+        f"links: {how.ranks} ranks over {how.backend} on {how.machine}; told worst of sizes held out: "
+        f"{how.worst.worst}, {how.worst.op}"
+    ]
+    if how.machine.device != device:
+        notes.append(f"links were measured on {how.machine.device}, and GEMMs on {device}")
+    return notes
+
+
 def _notes(
     found: Scale,
     steps: Sequence[EngineStep],
@@ -286,6 +311,7 @@ def _notes(
     notes = [
         *found.notes,
         *([f"network: {network.comment}"] if network.comment else []),
+        *_measured_notes(network, found.machine.device if plan is None else plan.machine.device),
         f"FSDP2 shards {len(units)} units and the root: {', '.join(units[:6])}"
         f"{', ...' if len(units) > 6 else ''}",
         f"FP8 gather: {fp8} weights"
@@ -295,6 +321,7 @@ def _notes(
             else ", by the plan's recipes"
         ),
         "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
+        ORIGIN,
         "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
     ]
     if step.tables:

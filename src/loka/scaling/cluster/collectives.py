@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from loka.core.exceptions import LokaError
-from loka.core.records.network import Network
+from loka.core.records.network import SAME, Network
 
 Op = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+OPS: tuple[Op, ...] = get_args(Op)
 End = Literal["low", "value", "high"]
 
 HOPS = "hops of a collective"
@@ -39,8 +40,15 @@ class Wire:
 
 
 def check_ranks(ranks: int, network: Network) -> None:
-    """Raises LokaError for a number of GPUs that fills no whole nodes, or below 2."""
+    """Raises LokaError for a number of GPUs that fills no whole nodes, or below 2; and for several nodes
+    where nothing is known of what is between them."""
     each = network.gpus_per_node
+    if ranks > each and network.between is None:
+        raise LokaError(
+            f"{network.name} tells nothing of links between nodes, and {ranks} GPUs are in several of {each}",
+            way_out=f"--gpus up to {each}; or write the field between, or measure it: `loka scale calibrate` "
+            "on two nodes, or with --base and a file that has it",
+        )
     if ranks < 2 or (ranks > each and ranks % each):
         raise LokaError(
             f"{ranks} GPUs in nodes of {each}",
@@ -59,33 +67,36 @@ def wire_us(wire: Wire, ranks: int, network: Network, ends: Mapping[str, End] = 
 
     Never falls with size, alpha or hops, and never grows with bandwidth.
     """
-    return picked_wire_us(
-        wire, ranks, network.gpus_per_node, picked_of(network, ends), ends.get(HOPS, "value")
-    )
+    return picked_wire_us(wire, ranks, network, picked_of(network, ends), ends.get(HOPS, "value"))
 
 
-def picked_wire_us(wire: Wire, ranks: int, per_node: int, picked: Mapping[str, float], hops: End) -> float:
+def picked_wire_us(wire: Wire, ranks: int, network: Network, picked: Mapping[str, float], hops: End) -> float:
     """The same of numbers that were picked."""
-    nodes = max(ranks // per_node, 1)
+    nodes = max(ranks // network.gpus_per_node, 1)
     inner = ranks // nodes
-    inside, between = _volumes(wire, ranks, nodes, inner)
-    carried = max(inside / picked["bandwidth inside a node"], between / picked["bandwidth between nodes"])
-    latency = _latency(
-        wire.op, nodes, inner, (picked["alpha inside a node"], picked["alpha between nodes"]), hops
-    )
+    inside, between = volumes(wire.op, wire.size, nodes, inner)
+    carried = inside / picked["bandwidth inside a node"] / network.inside.own.get(wire.op, SAME).bandwidth
+    own = network.link(nodes).own.get(wire.op, SAME)
+    if nodes > 1:
+        carried = max(carried, between / picked["bandwidth between nodes"] / own.bandwidth)
+    alphas = (picked["alpha inside a node"], picked.get("alpha between nodes", 0.0))
+    fixed = picked["launch of a collective"] + latency(wire.op, nodes, inner, alphas, hops)
     codecs = wire.moved / picked["memory bandwidth"]
-    return picked["launch of a collective"] + latency + (carried + codecs) / 1e3
+    return fixed * own.latency + (carried + codecs) / 1e3
 
 
-def _volumes(wire: Wire, ranks: int, nodes: int, inner: int) -> tuple[float, float]:
-    """Bytes of a GPU over its link inside the node, and over its network card."""
-    if wire.op == "all_to_all":
-        return wire.size * (inner - 1) / ranks, wire.size * (ranks - inner) / ranks
-    times = 2 if wire.op == "all_reduce" else 1
-    return times * wire.size * (ranks - 1) / ranks, times * wire.size * (nodes - 1) / nodes / inner
+def volumes(op: Op, size: float, nodes: int, inner: int) -> tuple[float, float]:
+    """Bytes of a GPU over its link inside the node of `inner` ranks, and over its network card."""
+    ranks = nodes * inner
+    if op == "all_to_all":
+        return size * (inner - 1) / ranks, size * (ranks - inner) / ranks
+    times = 2 if op == "all_reduce" else 1
+    inside = times * size * (ranks - 1) / ranks if inner > 1 else 0.0
+    return inside, times * size * (nodes - 1) / nodes / inner
 
 
-def _latency(op: Op, nodes: int, inner: int, alphas: tuple[float, float], end: End) -> float:
+def latency(op: Op, nodes: int, inner: int, alphas: tuple[float, float], end: End = "value") -> float:
+    """Microseconds of the hops; `alphas` inside a node and between nodes."""
     inside, between = alphas
     ring = (nodes * inner - nodes) * inside + (nodes - 1) * between
     tree = math.ceil(math.log2(inner)) * inside + math.ceil(math.log2(nodes)) * between

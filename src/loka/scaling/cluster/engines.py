@@ -99,7 +99,8 @@ Event = Matmul | Moved | Gathered | CopiedOut | Reduced
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
     """`units`: paths that were sharded each for itself, besides the root. `tables`: elements left out;
-    `buffers`: bytes of them."""
+    `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`: bytes that
+    forward keeps for backward, parameters apart."""
 
     engine: Engine
     events: tuple[Event, ...]
@@ -107,6 +108,8 @@ class EngineStep:
     params: tuple[Param, ...]
     tables: int
     buffers: int
+    itemsize: float = 4.0
+    saved: int = 0
 
 
 def traced_step(
@@ -139,6 +142,7 @@ def traced_step(
                 "called, by --unit",
             ) from error
     ignored = _ignored(inner)
+    dense = [p for name, p in model.named_parameters() if name not in ignored]
     return EngineStep(
         engine=engine,
         events=tuple(log.events),
@@ -146,6 +150,8 @@ def traced_step(
         params=tuple(Param(n, tuple(p.shape)) for n, p in model.named_parameters() if n not in ignored),
         tables=sum(p.numel() for name, p in model.named_parameters() if name in ignored),
         buffers=_bytes(list(model.buffers())),
+        itemsize=_bytes(dense) / max(sum(p.numel() for p in dense), 1),
+        saved=sum(storage.nbytes() for storage in log.saved.values()),
     )
 
 
@@ -168,7 +174,14 @@ def _fake_group() -> Iterator[None]:
 @dataclass
 class _Log:
     events: list[Event] = field(default_factory=list)
+    saved: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     backward: bool = False
+
+    def save(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x if x._base is None else x._base, nn.Parameter):
+            storage = x.untyped_storage()
+            self.saved[storage._cdata] = storage  # which keeps its number from being another's
+        return x
 
 
 class _Watch(TorchDispatchMode):
@@ -226,7 +239,9 @@ def _step(batch: Any, mode: FakeTensorMode) -> Callable[[nn.Module, _Log], None]
         mixed = any(p.dtype == torch.float32 for p in wrapped.parameters())
         with mode, _Watch(log), torch.autocast("cpu", torch.bfloat16, enabled=mixed), torch.enable_grad():
             log.backward = False
-            out = wrapped(*positional, **named)
+            log.saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(log.save, lambda x: x):
+                out = wrapped(*positional, **named)
             found = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
             if not found:
                 raise LokaError(

@@ -95,8 +95,7 @@ class Priced:
         flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
         time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
         sent = [
-            _item(one.kind, picked_wire_us(one.wire, ranks, network.gpus_per_node, picked, hops))
-            for one in self._kinds
+            _item(one.kind, picked_wire_us(one.wire, ranks, network, picked, hops)) for one in self._kinds
         ]
         following = iter(self._sent)
         for entry in self._entries:

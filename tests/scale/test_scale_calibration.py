@@ -1,0 +1,168 @@
+"""Links measured by ranks: numbers that are got back, what is refused, and the file that is read."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from command_line import loka as run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from networks import network
+from ranks import on_ranks
+
+from loka.core.error import Estimate
+from loka.core.exceptions import LokaError
+from loka.core.records.network import Network, Own
+from loka.scaling.cluster import calibrate as measure
+from loka.scaling.cluster import rounds
+from loka.scaling.cluster.alpha_beta import Sample, checked, fitted_network, relative_line
+from loka.scaling.cluster.calibrate import SIZES, calibrate
+from loka.scaling.cluster.collectives import OPS, Wire, wire_us
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
+GROUPS = {"pair": [(1, 2)], "node": [(1, 2), (1, 4), (1, 8)], "nodes": [(1, 2), (1, 4), (4, 4)]}
+GROUPS["cards"] = [(4, 1)]
+
+
+def true(name: str) -> Network:
+    """Collectives that differ, as they do."""
+    found = network(inside=(2, 300), between=(5, 40), per_node=GROUPS[name][-1][1], launch=9)
+    own = {op: Own(latency=1 + 0.1 * place, bandwidth=1 / (1 + 0.2 * place)) for place, op in enumerate(OPS)}
+    return replace(found, inside=replace(found.inside, own=own), between=replace(found.between, own=own))
+
+
+def samples(name: str, sizes: Any = SIZES[::2], noise: Any = lambda: 1.0) -> list[Sample]:
+    found = []
+    for nodes, inner in GROUPS[name]:
+        for op in OPS:
+            for size in sizes:
+                us = wire_us(Wire(op, size), nodes * inner, true(name)) * noise()
+                ends = Estimate(us, us * 0.99, us * 1.01)
+                found.append(Sample(op=op, size=size, nodes=nodes, inner=inner, us=ends))
+    return found
+
+
+def fitted(name: str, given_: list[Sample]) -> Network:
+    return fitted_network(network(per_node=GROUPS[name][-1][1]), given_)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_times_of_a_known_network_are_told_again(name: str) -> None:
+    """At sizes held out; and, where groups tell hops from launches, at other numbers of GPUs."""
+    found = fitted(name, samples(name))
+    for row in checked(found, samples(name), samples(name, SIZES[1::2])):
+        assert row.error < (0.02 if name == "nodes" else 1e-6), row
+    link = found.inside if name == "pair" else found.between
+    if name in ("node", "nodes"):
+        for op in OPS:
+            told, is_so = (
+                wire_us(Wire(op, 1 << 24), 6 if name == "node" else 64, n) for n in (found, true(name))
+            )
+            assert told == pytest.approx(is_so, rel=0.1)
+    else:
+        assert link is not None
+        assert (link.alpha_us.origin, link.bandwidth_gbps.origin) == ("assumed", "measured")
+        assert link.alpha_us.high > 2 * link.alpha_us.value
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1 << 20), name=st.sampled_from(sorted(GROUPS)))
+def test_every_fitted_time_lies_between_the_ends(seed: int, name: str) -> None:
+    drawn = random.Random(seed)
+    given_ = samples(name, noise=lambda: drawn.lognormvariate(0, 0.3))
+    found = fitted(name, given_)
+    fast: Any = {n: "high" if "bandwidth" in n else "low" for n in found.quantities}
+    slow: Any = {n: "low" if "bandwidth" in n else "high" for n in found.quantities}
+    for one in given_:
+        least, most = (wire_us(Wire(one.op, one.size), one.nodes * one.inner, found, e) for e in (fast, slow))
+        assert least <= one.us.low * (1 + 1e-9)
+        assert most >= one.us.high * (1 - 1e-9)
+
+
+def test_the_line_has_the_least_relative_error() -> None:
+    pairs = ((1.0, 9.0), (10.0, 20.0), (100.0, 330.0), (1000.0, 1500.0))
+    a, b = relative_line(*zip(*pairs, strict=True))
+    near = ((1, 1), (1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99))
+    errors = [sum(((a * f + b * g * x) / t - 1) ** 2 for x, t in pairs) for f, g in near]
+    assert min(errors) == errors[0] < min(errors[1:])
+    assert relative_line([1, 10, 100], [0.9, 10, 101])[0] == 0  # a line through them would begin below
+    falling = [replace(one, us=Estimate(9 - one.size / SIZES[-1], 1, 9)) for one in samples("pair")]
+    with pytest.raises(LokaError, match="takes no longer for more bytes"):
+        fitted("pair", falling)
+
+
+def test_a_late_host_costs_that_timing_on_every_rank() -> None:
+    nan, points = float("nan"), [("all_reduce", 1 << 20)]
+    one, other = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, nan], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1.0]
+    found, behind = rounds.over_ranks(points, [[one], [other]])
+    assert found[points[0]].value == 7  # of the slower rank, of the six rounds that both have
+    assert behind == pytest.approx([1, 2])
+    with pytest.raises(LokaError, match="waited for its host in 2 of 7"):
+        rounds.over_ranks(points, [[one], [[nan, *other[1:]]]])
+
+
+SMALL = tuple(1 << step for step in range(12, 21, 2))
+
+
+def job(rank: int, folder: Path) -> dict[str, Any]:
+    quick: Any = functools.partial(calibrate, "cpu", seconds=0.1)
+    with (
+        mock.patch.object(measure, "SIZES", SMALL),
+        mock.patch.object(rounds, "_BACK_TO_BACK", 1.0),  # one call at a time
+        mock.patch("loka.cli.commands.scale.calibrate", lambda device, **named: quick(**named)),
+    ):
+        text = run("scale", "calibrate", "--out", "net.json", "--max-mb", 1, "--device", "cpu", cwd=folder)
+        based = quick(base=Network.load(EXAMPLE)).gpus_per_node
+        with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "1"}):
+            cards = quick().gpus_per_node
+    found = {"text": text, "nodes": (based, cards)}
+    asked: dict[str, dict[str, Any]] = {
+        "apart": {"most_bytes": 1 << (20 + rank)},
+        "small": {"most_bytes": 1 << 19},
+        "base": {"most_bytes": 1 << 20, "base": network(per_node=1)},
+    }
+    for name, options in asked.items():
+        with pytest.raises(LokaError) as raised:
+            quick(**options)
+        found[name] = str(raised.value)
+    return found
+
+
+REFUSED = {
+    "apart": "rank 1: --max-mb: 2, and 1 on rank 0",
+    "small": "--max-mb 1 or more",
+    "base": "nodes of 1 GPUs, and 1 of 2 ranks are here",
+}
+
+
+def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path: Path) -> None:
+    told = on_ranks(job, 2, tmp_path)
+    for name, text in REFUSED.items():
+        assert all(text in rank[name] for rank in told), name
+    assert [rank["nodes"] for rank in told] == [(8, 1), (8, 1)]
+    found = Network.load(tmp_path / "net.json")
+    how = found.measured
+    assert how is not None
+    assert {(one.op, one.ranks) for one in how.collectives} == {(op, 2) for op in OPS}
+    assert (how.backend, how.ranks, how.nodes, how.machine.device) == ("gloo", 2, 1, "cpu")
+    assert (how.sizes, how.held_out) == (SMALL[::2], SMALL[1::2])
+    assert found.inside.bandwidth_gbps.origin == found.memory_gbps.origin == "measured"
+    assert f"{100 * how.worst.error:.1f} %" in told[0]["text"]
+    assert told[1]["text"] == ""
+    ask = ("scale", "dcnv2", "--network", "net.json")
+    text = run(*ask, cwd=tmp_path)
+    assert "links were measured on cpu, and GEMMs on NVIDIA H200" in text
+    assert "measured: middle of what collectives reached; 1 node(s), 2 ranks each" in text
+    assert "nothing of links between nodes" in run(*ask, "--gpus", 8, cwd=tmp_path, fails=2)
+
+
+def test_one_rank_is_refused_with_the_command(tmp_path: Path) -> None:
+    text = run("scale", "calibrate", "--out", "net.json", "--device", "cpu", cwd=tmp_path, fails=2)
+    assert "torchrun --nproc-per-node 2 -m loka scale calibrate" in text
+    assert not (tmp_path / "net.json").exists()
