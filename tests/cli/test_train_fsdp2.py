@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from torch import nn
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
+from loka.distributed import choose_gather
 from loka.measurement.settings import Settings
-from loka.train import TrainConfig, TrainLog, train
+from loka.train import TrainConfig, TrainLog, run, train
+from loka.train.run import Run
 from loka.train.steps import step as steps
 
 POW2 = "emulated:rowwise_e4m3_pow2"
@@ -86,10 +89,37 @@ class Job:
         ]
         found["trained"] = logged(self.folder, *SHARDED, *kept)
         found["goes on"] = logged(self.folder, *SHARDED, *kept)
+        found |= {f"auto {name}": said for name, said in self.automatic(rank).items()}
         found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
             "said"
         ]
         return found
+
+    def automatic(self, rank: int) -> dict[str, Any]:
+        """A run whose units are chosen by time, on from its checkpoint, and as if it had begun on four ranks;
+        later on the clock tells other times, so that a choice that is not held differs."""
+        asked: list[object] = []
+        turned = False
+
+        def timer(ways: Any, device: torch.device) -> dict[str, list[float]]:
+            asked.append(ways)
+            fast = {"fp8": 10.0 + rank, "hp": 20.0 if len(asked) % 2 == turned else 5.0, "scales": 1.0}
+            return {name: [fast[name]] * 11 for name in ways}
+
+        def restore(self: Run, found: Any, plan: Any) -> None:
+            found.state["gather"] = found.state["gather"].replace('"ranks": 2', '"ranks": 4')
+            restored(self, found, plan)
+
+        restored, options = Run.restore, (*SHARDED[:-1], "auto", "--checkpoints", "auto")
+        timed = mock.patch.object(run, "choose_gather", functools.partial(choose_gather, timer=timer))
+        with timed:
+            said = {"began": logged(self.folder, *options), "asked": len(asked)}
+            turned = len(asked) % 2 == 0
+            said["goes on"] = logged(self.folder, *options)
+            said["asked then"] = len(asked)
+            with mock.patch.object(Run, "restore", restore):
+                said["on others"] = logged(self.folder, *options)
+        return said
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +207,22 @@ def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], fo
     common = ("--model", "dlrm", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "kept", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
+
+
+def test_units_chosen_by_time_are_held(two: list[dict[str, Any]]) -> None:
+    """With the slower rank's times, on both ranks, and from the checkpoint on as many ranks."""
+    table = re.compile(r"^unit .*?^timed on .*?$", re.MULTILINE | re.DOTALL)
+    first = two[0]
+    (began,), (goes_on,) = (table.findall(first[f"auto {name}"]["said"]) for name in ("began", "goes on"))
+    assert "11.0" in began
+    assert {"FP8", "dtype"} == {line.split()[-1] for line in began.splitlines()[1:-1]}
+    assert goes_on == began
+    assert "continued from step 5" in first["auto goes on"]["said"]
+    for rank in two:
+        assert rank["auto asked then"] == rank["auto asked"] > 2, "nothing is timed anew"
+    (other,) = table.findall(first["auto on others"]["said"])
+    assert other != began
+    assert "the run began on 4 ranks, which take other times" in first["auto on others"]["said"]
 
 
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:

@@ -100,11 +100,12 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
         return
     if dense != "fsdp2":
         raise LokaError(
-            "--gather fp8 is of FSDP2; other engines gather no weights", way_out="--dense fsdp2 beside it"
+            f"--gather {config.gather} is of FSDP2; other engines gather no weights",
+            way_out="--dense fsdp2 beside it",
         )
     if not planned:
         raise LokaError(
-            "--gather fp8 is of weights that run in FP8, and no plan says which",
+            f"--gather {config.gather} is of weights that run in FP8, and no plan says which",
             way_out="--plan or --auto beside it",
         )
 

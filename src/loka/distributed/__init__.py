@@ -4,6 +4,8 @@ TorchRec shards, or that replicas keep together by the rows they changed."""
 from loka.distributed.dense_sharding import average_gradients, replicated_tables, shard_dense
 from loka.distributed.embedding_bags import EmbeddingBags, with_embedding_bags
 from loka.distributed.fp8_all_gather import Fp8AllGather, Gathered, fp8_all_gather
+from loka.distributed.gather_choice import GatherChoice, UnitGather
+from loka.distributed.gather_times import choose_gather
 from loka.distributed.gradient_wire import GradientWire, send_gradients
 from loka.distributed.momentum_scale import momentum_scaled
 from loka.distributed.row_sync import RowSync, Traffic, row_sync
@@ -12,11 +14,14 @@ from loka.distributed.sharded_tables import shard_tables
 __all__ = [
     "EmbeddingBags",
     "Fp8AllGather",
+    "GatherChoice",
     "Gathered",
     "GradientWire",
     "RowSync",
     "Traffic",
+    "UnitGather",
     "average_gradients",
+    "choose_gather",
     "fp8_all_gather",
     "momentum_scaled",
     "replicated_tables",

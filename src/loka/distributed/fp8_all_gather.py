@@ -17,20 +17,21 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
-from loka.core.exchange import gather, global_rank
+from loka.core.exchange import gather, global_rank, ranks_of
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
+from loka.distributed.gather_choice import GatherChoice
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.weight_copies import FP8, bits_of_scale
 from loka.nn.fp8_weight import CAST, Fp8Weight, scale_length
@@ -61,9 +62,15 @@ class Gathered:
 class Fp8AllGather:
     """What `fp8_all_gather` set up: `parameters` in order; `str()` is a table of them."""
 
-    def __init__(self, parameters: tuple[Gathered, ...], exchange: _Exchange | None) -> None:
+    def __init__(
+        self,
+        parameters: tuple[Gathered, ...],
+        exchange: Exchange | None,
+        choice: GatherChoice | None = None,
+    ) -> None:
         self.parameters = parameters
-        self._exchange = exchange
+        self.choice = choice
+        self.exchange = exchange
 
     @property
     def in_fp8(self) -> tuple[str, ...]:
@@ -81,9 +88,9 @@ class Fp8AllGather:
 
     def remove(self) -> None:
         """Gives FSDP2 its own all-gather back. Call it before `loka.revert`."""
-        if self._exchange is not None:
-            self._exchange.stop()
-            self._exchange = None
+        if self.exchange is not None:
+            self.exchange.stop()
+            self.exchange = None
 
     def __str__(self) -> str:
         header = ("parameter", "unit", "bytes", "gathered in", "why not in FP8")
@@ -93,11 +100,16 @@ class Fp8AllGather:
         ]
         share = self.wire_bytes / max(self.wire_bytes_in_bf16, 1)
         total = f"{self.wire_bytes} bytes of a rank in a gather of all units, {share:.3f} of bf16's"
-        return f"{format_table(header, rows)}\n{total}"
+        found = f"{format_table(header, rows)}\n{total}"
+        return found if self.choice is None else f"{self.choice}\n{found}"
 
 
 def fp8_all_gather(
-    model: nn.Module, plan: Plan, *, filter: Callable[[str], bool] | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    filter: Callable[[str], bool] | None = None,
+    choice: GatherChoice | None = None,
 ) -> Fp8AllGather:
     """Has FSDP2 gather the weights of FP8 sites in eight bits, as the sites read them. A collective.
 
@@ -110,9 +122,11 @@ def fp8_all_gather(
     Args:
         model: converted by `plan`, with units of `fully_shard` in it.
         filter: names of parameters to gather in FP8; all that qualify without it.
+        choice: from `choose_gather`: only units whose gather is faster in FP8.
 
     Raises:
-        LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected.
+        LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected; `choice` is of
+            another number of ranks.
         NotConverted: no site of the model runs by a plan, or it gathers in FP8 already.
         PlanMismatch: ranks would gather other parameters in FP8; on all ranks.
     """
@@ -120,6 +134,11 @@ def fp8_all_gather(
         raise LokaError(
             "the model has no unit of FSDP2",
             way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun",
+        )
+    if choice is not None and choice.ranks != ranks_of():
+        raise LokaError(
+            f"the gather was chosen on {choice.ranks} ranks, and {ranks_of()} are here",
+            way_out="choose_gather(model, plan) again: other ranks take other times",
         )
     forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
     if not forwards:
@@ -133,6 +152,8 @@ def fp8_all_gather(
         why = one.unfit() or _unplanned(one, forwards, plan)
         if why is None and filter is not None and not filter(one.name):
             why = "left out by the filter"
+        if why is None and choice is not None:
+            why = choice.why_not(one.unit)
         if why is None and chosen and one.group is not chosen[0].group:
             why = "its unit is sharded over another group of ranks than the first"
         if why is None:
@@ -141,8 +162,8 @@ def fp8_all_gather(
             Gathered(name=one.name, unit=one.unit, numel=one.padded.numel(), dtype=one.gathers_in, why=why)
         )
     _check_alike(parameters)
-    exchange = _Exchange(model, chosen, forwards) if chosen else None
-    return Fp8AllGather(tuple(parameters), exchange)
+    exchange = Exchange(model, chosen, forwards) if chosen else None
+    return Fp8AllGather(tuple(parameters), exchange, choice)
 
 
 def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> str | None:
@@ -202,7 +223,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Exchange:
+class Exchange:
     """The bytes that this rank sends, and the scales that all ranks have.
 
     Bytes and scales keep their addresses. `_depth` counts units whose forward is under way: the outermost
@@ -210,8 +231,8 @@ class _Exchange:
     """
 
     def __init__(self, model: nn.Module, chosen: list[Sharded], forwards: dict[int, SiteForward]) -> None:
-        self._chosen = chosen
-        self._standing = [(one, forwards[id(one.owners[0][0])]) for one in chosen]
+        self.chosen = chosen
+        self.sites = [cast(LinearForward, forwards[id(one.owners[0][0])]) for one in chosen]
         self._group = chosen[0].group
         device = chosen[0].padded.device
         lengths = [scale_length(*one.size) for one in chosen]
@@ -235,7 +256,7 @@ class _Exchange:
     @torch.no_grad()
     def renew(self) -> None:
         """Agrees on the scales of all weights as they are now, and quantizes this rank's rows of them."""
-        for hooks, (one, forward) in zip(self._hooks, self._standing, strict=True):
+        for hooks, one, forward in zip(self._hooks, self.chosen, self.sites, strict=True):
             if forward.module.__dict__.get("forward") is not forward:
                 raise NotConverted(
                     f"{one.name} is gathered in FP8, and its site does not run any more",
@@ -243,20 +264,38 @@ class _Exchange:
                 )
             if not one.is_hooked:
                 one.hook(hooks.before, hooks.after)
-        shards = [one.padded for one in self._chosen]
+        self.agree()
+        self.quantize(range(len(self.chosen)))
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """The scales of all weights, by one all-reduce. A collective."""
+        shards = [one.padded for one in self.chosen]
         largest = torch.stack(torch._foreach_norm(shards, torch.inf)).float()
         # A maximum over ranks may drop a NaN; infinity stays, and both make a scale of NaN.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         scales = bits_of_scale(largest).view(torch.float32)
         self._scales.copy_(scales[self._places])
-        for own, shard, scale in zip(self._bytes, shards, scales.unbind(), strict=True):
-            own.copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+
+    @torch.no_grad()
+    def quantize(self, which: Iterable[int]) -> None:
+        """This rank's rows of some of `chosen`, by the scales agreed on."""
+        for index in which:
+            shard, scale = self.chosen[index].padded, self._hooks[index].scale[0]
+            self._bytes[index].copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+
+    def hook(self, which: Iterable[int], *, on: bool) -> None:
+        """Has FSDP2 gather some of `chosen` in FP8, or in its own way; `renew` puts all hooks back."""
+        for index in which:
+            self.chosen[index].unhook()
+            if on:
+                self.chosen[index].hook(self._hooks[index].before, self._hooks[index].after)
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for one in self._chosen:
+        for one in self.chosen:
             one.unhook()
 
     def _enter(self, module: Any, args: Any) -> None:

@@ -12,7 +12,7 @@ Precision = Literal["bf16", "tf32", "fp32"]
 StepMode = Literal["eager", "compile", "graph"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 AverageKind = Literal["none", "ema", "tail"]
-Gather = Literal["hp", "fp8"]
+Gather = Literal["hp", "fp8", "auto"]
 
 NAMED = {
     "precision": Precision,
@@ -64,8 +64,9 @@ class TrainConfig:
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         window: steps that the window metrics cover.
-        gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, or "fp8" where they can
-            be (loka.distributed.fp8_all_gather).
+        gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
+            (loka.distributed.fp8_all_gather), or "auto", where that is faster by measured times
+            (choose_gather): two runs may then round weights in other units.
         pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
             they can; no weight differs by it.
     """

@@ -142,6 +142,7 @@ def train(
     on_log: Callable[[TrainLog], None] | None = None,
     on_step: Callable[[int], None] | None = None,
     check: Callable[[nn.Module], None] | None = None,
+    say: Callable[[object], object] = lambda what: None,
 ) -> TrainResult:
     """Trains `model` in place and moves it to `config.device`.
 
@@ -163,6 +164,7 @@ def train(
         on_log: receives a `TrainLog` every `log_every` steps.
         on_step: receives the count of completed steps after each.
         check: called with the model at each log line and save; it raises if a site holds a NaN.
+        say: receives what is decided before steps: how ranks gather weights; `str()` of it is to be read.
 
     Raises:
         NonFinite: the loss is nan or infinite, noticed at the next log line or save.
@@ -201,12 +203,12 @@ def train(
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
-    run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source))
+    run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source), say=say)
     run.unused = lambda: unused_batches(source, config, length, step=run.step)
-    if plan:
+    if plan and not found:
         run.adopt(plan)
     if found:
-        run.restore(found)
+        run.restore(found, plan)
         callback.restore(found.state["beside"])
     saved = first_step = run.step
     unsaved: list[str] = []

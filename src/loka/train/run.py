@@ -8,7 +8,9 @@ between steps only, and what it has to remember goes into the run's checkpoints.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from torch import nn
 
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
+from loka.core.storage.codec import decode, encode
 from loka.data.batch import ONE_TASK, Batch
-from loka.distributed import Fp8AllGather, fp8_all_gather
+from loka.distributed import Fp8AllGather, GatherChoice, choose_gather, fp8_all_gather
 from loka.distributed.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
@@ -79,6 +82,7 @@ class Run:
         steps: int,
         segments: Segments | None = None,
         tasks: Sequence[str] = ONE_TASK,
+        say: Callable[[object], object] = lambda what: None,
     ) -> None:
         self.device = torch.device(config.device)
         self.model = model.to(self.device)
@@ -86,6 +90,7 @@ class Run:
         self.steps = steps
         self.step = 0
         self.plan: Plan | None = None
+        self.say = say
         self.gathering: Fp8AllGather | None = None  # how FSDP2 gathers where the config asks for FP8
         self.segments = segments
         self.optimizers = build_optimizers(model, config)
@@ -139,11 +144,14 @@ class Run:
         scheduler = next(iter(self._schedulers.values()))
         return float(scheduler.base_lrs[0]) * rate_factor(max(self.step - 1, 0), self.steps, self.config)
 
-    def adopt(self, plan: Plan | None) -> None:
+    def adopt(self, plan: Plan | None, *, chosen: GatherChoice | None = None) -> None:
         """From the next step on the model runs by `plan`, or in high precision where it is None.
 
         Parameters and optimizers stay the same objects. Sites that run in FP8 before and after keep their
         counts. Raises as `loka.convert`, after which the model runs in high precision.
+
+        Args:
+            chosen: how a run that goes on gathered under this plan; on as many ranks that is not timed anew.
         """
         before = fp8_state_dict(self.model) if self.plan else None
         self.close()
@@ -161,8 +169,19 @@ class Run:
         self.plan = plan
         if before:
             carry_over(before, self.model)
-        if self.config.gather == "fp8":
-            self.gathering = fp8_all_gather(self.model, plan)
+        if self.config.gather != "hp":
+            choice = self._gather_choice(plan, chosen) if self.config.gather == "auto" else None
+            self.gathering = fp8_all_gather(self.model, plan, choice=choice)
+            self.say(self.gathering)
+
+    def _gather_choice(self, plan: Plan, chosen: GatherChoice | None) -> GatherChoice:
+        if chosen is not None and chosen.ranks == ranks_of():
+            return chosen
+        found = choose_gather(self.model, plan)
+        if chosen is None:
+            return found
+        note = f"the run began on {chosen.ranks} ranks, which take other times: timed and chosen anew"
+        return replace(found, notes=(*found.notes, note))
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """All that it takes to go on from here, and `beside`. Among several ranks, or with TorchRec's tables,
@@ -178,16 +197,23 @@ class Run:
             step=self.step,
             steps=self.steps,
             tensors=tensors_of(self.model, self.optimizers, self.average),
-            own={**own_state(*what), **beside},
+            own={**own_state(*what), **beside, "gather": self._gather_text()},
             identity=identity,
             keep=keep,
         )
 
-    def restore(self, found: Checkpoint) -> None:
-        """Goes on where it was saved, by the plan that ran then."""
+    def _gather_text(self) -> str | None:
+        choice = self.gathering.choice if self.gathering else None
+        return json.dumps(encode(choice)) if choice else None
+
+    def restore(self, found: Checkpoint, given: Plan | None = None) -> None:
+        """Goes on where it was saved, by the plan that ran then: by `given`, where that is the same."""
         saved = run_state.plan_in(found.state)
-        if run_state.identity_of(saved) != run_state.identity_of(self.plan):
-            self.adopt(saved)
+        same = run_state.identity_of(saved) == run_state.identity_of(given)
+        if saved is not None:
+            text = found.state.get("gather")
+            chosen = decode(GatherChoice, json.loads(text)) if text else None
+            self.adopt(given if same else saved, chosen=chosen)
         put_back = restore_sharded if found.sharded else run_state.restore
         put_back(found.state, self.model, self.optimizers, self.running, self.average, path=found.path)
         self.step = found.step

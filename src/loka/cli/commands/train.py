@@ -154,7 +154,8 @@ def train(
         str,
         typer.Option(
             help="Of --dense fsdp2, how weights travel: hp, as --precision says; fp8, those of "
-            "rowwise_e4m3_pow2 sites in a byte an element. No plan decides it."
+            "rowwise_e4m3_pow2 sites in a byte an element; auto, of those units where that is faster, by "
+            "times taken before training."
         ),
     ] = "hp",
     seed: Seed = 0,
@@ -268,14 +269,13 @@ def train(
                 track=bars,
                 on_log=on_log,
                 check=check_finite,
+                say=say,
             )
         show_result(result, config)
         if isinstance(callback, Auto):
             say(callback.timeline)
         if result.exchange is not None:
             say(result.exchange)
-        if result.gathering is not None:
-            say(result.gathering)
         if first or dense == "fsdp2" or engine == "torchrec":  # whose forward is of all ranks
             show_quality(built, opened, config, bars, result.average)
 
