@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,10 +22,10 @@ from torch import nn
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
-from loka.distributed import choose_gather
+from loka.distributed import GradientWire, choose_gather, choose_gradients, send_gradients
 from loka.measurement.settings import Settings
-from loka.train import TrainConfig, TrainLog, run, train
-from loka.train.run import Run
+from loka.train import TrainConfig, TrainLog, loop, run, train
+from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
 
 POW2 = "emulated:rowwise_e4m3_pow2"
@@ -79,6 +80,7 @@ class Job:
             "engine": ("--dense", "fsdp1"),
             "ddp": ("--gather", "fp8", "--plan", "plan.json"),
             "unplanned": ("--dense", "fsdp2", "--gather", "fp8"),
+            "of tables": ("--gradients", "int8"),
         }
         found = {
             name: logged(self.folder, "--batch-size", BATCH, *options, fails=True)["said"]
@@ -89,36 +91,51 @@ class Job:
         ]
         found["trained"] = logged(self.folder, *SHARDED, *kept)
         found["goes on"] = logged(self.folder, *SHARDED, *kept)
-        found |= {f"auto {name}": said for name, said in self.automatic(rank).items()}
+        found |= {f"chosen {name}": said for name, said in self.chosen(rank).items()}
         found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
             "said"
         ]
         return found
 
-    def automatic(self, rank: int) -> dict[str, Any]:
-        """A run whose units are chosen by time, on from its checkpoint, and as if it had begun on four ranks;
-        later on the clock tells other times, so that a choice that is not held differs."""
-        asked: list[object] = []
-        turned = False
+    def chosen(self, rank: int) -> dict[str, Any]:
+        """Gathers in FP8 and gradients in torch's own way, as the first clock says; on from a checkpoint; and
+        as if units had been chosen on four ranks, and a codec on two, where the clock says the reverse."""
+        fp8, asked = 10.0 + rank, 0
+        sent: list[str] = []
 
         def timer(ways: Any, device: torch.device) -> dict[str, list[float]]:
-            asked.append(ways)
-            fast = {"fp8": 10.0 + rank, "hp": 20.0 if len(asked) % 2 == turned else 5.0, "scales": 1.0}
-            return {name: [fast[name]] * 11 for name in ways}
+            nonlocal asked
+            asked += 1
+            times = {"fp8": fp8, "hp": 15.0, "int8": 1.0, "e4m3": 20.0}
+            return {name: [1.0 if len(ways) == 1 else times[name]] * 11 for name in ways}
 
-        def restore(self: Run, found: Any, plan: Any) -> None:
-            found.state["gather"] = found.state["gather"].replace('"ranks": 2', '"ranks": 4')
-            restored(self, found, plan)
+        def elsewhere(*arguments: Any, **options: Any) -> Any:
+            found = load_newest(*arguments, **options)
+            gather = (4, *found.state["choices"]["gather"][1:])
+            choices = {"gather": gather, "gradients": (2, ("e4m3",), "held")}
+            return replace(found, state={**found.state, "choices": choices})
 
-        restored, options = Run.restore, (*SHARDED[:-1], "auto", "--checkpoints", "auto")
-        timed = mock.patch.object(run, "choose_gather", functools.partial(choose_gather, timer=timer))
-        with timed:
-            said = {"began": logged(self.folder, *options), "asked": len(asked)}
-            turned = len(asked) % 2 == 0
-            said["goes on"] = logged(self.folder, *options)
-            said["asked then"] = len(asked)
-            with mock.patch.object(Run, "restore", restore):
-                said["on others"] = logged(self.folder, *options)
+        def send(model: nn.Module, wire: GradientWire) -> None:
+            sent.append(f"{wire.scatter} {wire.gather}")
+            send_gradients(model, wire)
+
+        options = (*SHARDED[:-1], "auto", "--gradients", "auto", "--checkpoints", "chosen")
+        with ExitStack() as held:
+            for name, choose in (("choose_gather", choose_gather), ("choose_gradients", choose_gradients)):
+                timed = functools.partial(choose, timer=timer)
+                held.enter_context(mock.patch.object(run, name, timed))
+            held.enter_context(mock.patch.object(run, "send_gradients", send))
+            said: dict[str, Any] = {"sent": sent}
+            for name in ("began", "goes on", "elsewhere"):
+                if name != "began":
+                    dist.barrier()
+                    if rank == 0:
+                        shutil.rmtree(self.folder / "chosen" / f"step-{STEPS:08d}")
+                    fp8 = 20.0 - rank
+                if name == "elsewhere":
+                    held.enter_context(mock.patch.object(loop, "load_newest", elsewhere))
+                said[name] = logged(self.folder, *options, "--checkpoint-every", "2")
+                said[f"asked {name}"] = asked
         return said
 
 
@@ -209,20 +226,24 @@ def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], fo
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
 
 
-def test_units_chosen_by_time_are_held(two: list[dict[str, Any]]) -> None:
-    """With the slower rank's times, on both ranks, and from the checkpoint on as many ranks."""
-    table = re.compile(r"^unit .*?^timed on .*?$", re.MULTILINE | re.DOTALL)
-    first = two[0]
-    (began,), (goes_on,) = (table.findall(first[f"auto {name}"]["said"]) for name in ("began", "goes on"))
-    assert "11.0" in began
-    assert {"FP8", "dtype"} == {line.split()[-1] for line in began.splitlines()[1:-1]}
-    assert goes_on == began
-    assert "continued from step 5" in first["auto goes on"]["said"]
+def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
+    """Looking at gradients and timing steps trains nothing: losses are those of --gather fp8, bit for bit."""
     for rank in two:
-        assert rank["auto asked then"] == rank["auto asked"] > 2, "nothing is timed anew"
-    (other,) = table.findall(first["auto on others"]["said"])
-    assert other != began
-    assert "the run began on 4 ranks, which take other times" in first["auto on others"]["said"]
+        began, asked = rank["chosen began"], rank["chosen asked began"]
+        assert began["losses"] == rank["trained"]["losses"]
+        assert rank["chosen goes on"]["losses"] == began["losses"][-1:]
+        assert rank["chosen asked goes on"] == asked
+        assert rank["chosen asked elsewhere"] == 2 * asked - 1, "the codec is held"
+        assert rank["chosen sent"] == ["e4m3 e4m3"]
+    said = {name: two[0][f"chosen {name}"]["said"] for name in ("began", "goes on", "elsewhere")}
+    assert "top.0.weight        -  - " in said["began"], "INT8, the fastest by this clock, is not admitted"
+    for name in ("began", "goes on"):
+        assert said[name].count("1.364 [1.364, 1.364]  FP8") == 2  # 15 over the 11 of the slower rank
+        assert "gradients travel as torch sends them" in said[name]
+        assert "chosen anew" not in said[name]
+    assert said["elsewhere"].count("chosen anew: the run began on 4 ranks") == 1
+    assert said["elsewhere"].count("its unit is not faster so") > 2
+    assert "gradients of tables of the model are sparse" in two[0]["of tables"]
 
 
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
@@ -231,8 +252,8 @@ def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> N
         assert "one of ddp, fsdp2" in rank["engine"]
         assert "--dense fsdp2 beside it" in rank["ddp"]
         assert "--plan or --auto beside it" in rank["unplanned"]
-    alone = logged(folder, "--dense", "fsdp2", fails=True)["said"]
-    assert "torchrun --nproc-per-node" in alone
+    for option in (("--dense", "fsdp2"), ("--gradients", "int8")):
+        assert "torchrun --nproc-per-node" in logged(folder, *option, fails=True)["said"]
 
 
 @pytest.mark.slow

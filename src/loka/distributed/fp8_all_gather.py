@@ -17,7 +17,7 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,12 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 from loka.core.exceptions import LokaError, NotConverted, PlanMismatch
-from loka.core.exchange import gather, global_rank, ranks_of
+from loka.core.exchange import gather, global_rank
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Plan
 from loka.core.records.report import HP, site_name
 from loka.core.table import format_table
-from loka.distributed.gather_choice import GatherChoice
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.weight_copies import FP8, bits_of_scale
 from loka.nn.fp8_weight import CAST, Fp8Weight, scale_length
@@ -62,14 +61,8 @@ class Gathered:
 class Fp8AllGather:
     """What `fp8_all_gather` set up: `parameters` in order; `str()` is a table of them."""
 
-    def __init__(
-        self,
-        parameters: tuple[Gathered, ...],
-        exchange: Exchange | None,
-        choice: GatherChoice | None = None,
-    ) -> None:
+    def __init__(self, parameters: tuple[Gathered, ...], exchange: Exchange | None) -> None:
         self.parameters = parameters
-        self.choice = choice
         self.exchange = exchange
 
     @property
@@ -100,8 +93,7 @@ class Fp8AllGather:
         ]
         share = self.wire_bytes / max(self.wire_bytes_in_bf16, 1)
         total = f"{self.wire_bytes} bytes of a rank in a gather of all units, {share:.3f} of bf16's"
-        found = f"{format_table(header, rows)}\n{total}"
-        return found if self.choice is None else f"{self.choice}\n{found}"
+        return f"{format_table(header, rows)}\n{total}"
 
 
 def fp8_all_gather(
@@ -109,7 +101,7 @@ def fp8_all_gather(
     plan: Plan,
     *,
     filter: Callable[[str], bool] | None = None,
-    choice: GatherChoice | None = None,
+    units: Collection[str] | None = None,
 ) -> Fp8AllGather:
     """Has FSDP2 gather the weights of FP8 sites in eight bits, as the sites read them. A collective.
 
@@ -122,11 +114,10 @@ def fp8_all_gather(
     Args:
         model: converted by `plan`, with units of `fully_shard` in it.
         filter: names of parameters to gather in FP8; all that qualify without it.
-        choice: from `choose_gather`: only units whose gather is faster in FP8.
+        units: paths of units whose weights alone may be, as `choose_gather` takes them.
 
     Raises:
-        LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected; `choice` is of
-            another number of ranks.
+        LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected.
         NotConverted: no site of the model runs by a plan, or it gathers in FP8 already.
         PlanMismatch: ranks would gather other parameters in FP8; on all ranks.
     """
@@ -134,11 +125,6 @@ def fp8_all_gather(
         raise LokaError(
             "the model has no unit of FSDP2",
             way_out="torch.distributed.fsdp.fully_shard(...) first, by torchrun",
-        )
-    if choice is not None and choice.ranks != ranks_of():
-        raise LokaError(
-            f"the gather was chosen on {choice.ranks} ranks, and {ranks_of()} are here",
-            way_out="choose_gather(model, plan) again: other ranks take other times",
         )
     forwards = {id(forward.module): forward for forward in site_forwards(model).values()}
     if not forwards:
@@ -152,8 +138,8 @@ def fp8_all_gather(
         why = one.unfit() or _unplanned(one, forwards, plan)
         if why is None and filter is not None and not filter(one.name):
             why = "left out by the filter"
-        if why is None and choice is not None:
-            why = choice.why_not(one.unit)
+        if why is None and units is not None and one.unit not in units:
+            why = "its unit is not faster so"
         if why is None and chosen and one.group is not chosen[0].group:
             why = "its unit is sharded over another group of ranks than the first"
         if why is None:
@@ -163,7 +149,7 @@ def fp8_all_gather(
         )
     _check_alike(parameters)
     exchange = Exchange(model, chosen, forwards) if chosen else None
-    return Fp8AllGather(tuple(parameters), exchange, choice)
+    return Fp8AllGather(tuple(parameters), exchange)
 
 
 def _unplanned(one: Sharded, forwards: dict[int, SiteForward], plan: Plan) -> str | None:

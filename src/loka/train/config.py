@@ -13,6 +13,7 @@ StepMode = Literal["eager", "compile", "graph"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 AverageKind = Literal["none", "ema", "tail"]
 Gather = Literal["hp", "fp8", "auto"]
+Gradients = Literal["hp", "bf16", "int8", "e4m3", "auto"]
 
 NAMED = {
     "precision": Precision,
@@ -20,6 +21,7 @@ NAMED = {
     "schedule": Schedule,
     "average": AverageKind,
     "gather": Gather,
+    "gradients": Gradients,
 }
 """The fields that take one of a few names."""
 
@@ -31,6 +33,7 @@ _BEFORE = {
     "average": "none",
     "average_share": 0.1,
     "gather": "hp",
+    "gradients": "hp",
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
@@ -67,6 +70,9 @@ class TrainConfig:
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
             (loka.distributed.fp8_all_gather), or "auto", where that is faster by measured times
             (choose_gather): two runs may then round weights in other units.
+        gradients: how ranks send dense gradients: "hp" as torch does, in their own dtype; by a codec in both
+            shots (loka.distributed.send_gradients); or "auto", in eight bits where a gate finds them harmless
+            and faster (choose_gradients).
         pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
             they can; no weight differs by it.
     """
@@ -93,6 +99,7 @@ class TrainConfig:
     step: StepMode = "eager"
     window: int = 1000
     gather: Gather = "hp"
+    gradients: Gradients = "hp"
     pipeline: bool = True
 
     def __post_init__(self) -> None:
