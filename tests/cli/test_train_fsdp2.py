@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +22,10 @@ from torch import nn
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
+from loka.distributed import GradientWire, choose_gather, choose_gradients, send_gradients
 from loka.measurement.settings import Settings
-from loka.train import TrainConfig, TrainLog, train
+from loka.train import TrainConfig, TrainLog, loop, run, train
+from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
 
 POW2 = "emulated:rowwise_e4m3_pow2"
@@ -76,6 +80,7 @@ class Job:
             "engine": ("--dense", "fsdp1"),
             "ddp": ("--gather", "fp8", "--plan", "plan.json"),
             "unplanned": ("--dense", "fsdp2", "--gather", "fp8"),
+            "of tables": ("--gradients", "int8"),
         }
         found = {
             name: logged(self.folder, "--batch-size", BATCH, *options, fails=True)["said"]
@@ -86,10 +91,52 @@ class Job:
         ]
         found["trained"] = logged(self.folder, *SHARDED, *kept)
         found["goes on"] = logged(self.folder, *SHARDED, *kept)
+        found |= {f"chosen {name}": said for name, said in self.chosen(rank).items()}
         found["half a step"] = logged(self.folder, "--batch-size", 32, *SHARDED[2:], *kept, fails=True)[
             "said"
         ]
         return found
+
+    def chosen(self, rank: int) -> dict[str, Any]:
+        """Gathers in FP8 and gradients in torch's own way, as the first clock says; on from a checkpoint; and
+        as if units had been chosen on four ranks, and a codec on two, where the clock says the reverse."""
+        fp8, asked = 10.0 + rank, 0
+        sent: list[str] = []
+
+        def timer(ways: Any, device: torch.device) -> dict[str, list[float]]:
+            nonlocal asked
+            asked += 1
+            times = {"fp8": fp8, "hp": 15.0, "int8": 1.0, "e4m3": 20.0}
+            return {name: [1.0 if len(ways) == 1 else times[name]] * 11 for name in ways}
+
+        def elsewhere(*arguments: Any, **options: Any) -> Any:
+            found = load_newest(*arguments, **options)
+            gather = (4, *found.state["choices"]["gather"][1:])
+            choices = {"gather": gather, "gradients": (2, ("e4m3",), "held")}
+            return replace(found, state={**found.state, "choices": choices})
+
+        def send(model: nn.Module, wire: GradientWire) -> None:
+            sent.append(f"{wire.scatter} {wire.gather}")
+            send_gradients(model, wire)
+
+        options = (*SHARDED[:-1], "auto", "--gradients", "auto", "--checkpoints", "chosen")
+        with ExitStack() as held:
+            for name, choose in (("choose_gather", choose_gather), ("choose_gradients", choose_gradients)):
+                timed = functools.partial(choose, timer=timer)
+                held.enter_context(mock.patch.object(run, name, timed))
+            held.enter_context(mock.patch.object(run, "send_gradients", send))
+            said: dict[str, Any] = {"sent": sent}
+            for name in ("began", "goes on", "elsewhere"):
+                if name != "began":
+                    dist.barrier()
+                    if rank == 0:
+                        shutil.rmtree(self.folder / "chosen" / f"step-{STEPS:08d}")
+                    fp8 = 20.0 - rank
+                if name == "elsewhere":
+                    held.enter_context(mock.patch.object(loop, "load_newest", elsewhere))
+                said[name] = logged(self.folder, *options, "--checkpoint-every", "2")
+                said[f"asked {name}"] = asked
+        return said
 
 
 @pytest.fixture(scope="module")
@@ -179,14 +226,34 @@ def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], fo
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
 
 
+def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
+    """Looking at gradients and timing steps trains nothing: losses are those of --gather fp8, bit for bit."""
+    for rank in two:
+        began, asked = rank["chosen began"], rank["chosen asked began"]
+        assert began["losses"] == rank["trained"]["losses"]
+        assert rank["chosen goes on"]["losses"] == began["losses"][-1:]
+        assert rank["chosen asked goes on"] == asked
+        assert rank["chosen asked elsewhere"] == 2 * asked - 1, "the codec is held"
+        assert rank["chosen sent"] == ["e4m3 e4m3"]
+    said = {name: two[0][f"chosen {name}"]["said"] for name in ("began", "goes on", "elsewhere")}
+    assert "top.0.weight        -  - " in said["began"], "INT8, the fastest by this clock, is not admitted"
+    for name in ("began", "goes on"):
+        assert said[name].count("1.364 [1.364, 1.364]  FP8") == 2  # 15 over the 11 of the slower rank
+        assert "gradients travel as torch sends them" in said[name]
+        assert "chosen anew" not in said[name]
+    assert said["elsewhere"].count("chosen anew: the run began on 4 ranks") == 1
+    assert said["elsewhere"].count("its unit is not faster so") > 2
+    assert "gradients of tables of the model are sparse" in two[0]["of tables"]
+
+
 def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
     for rank in two:
         assert "is of one process, and 2 ranks are here" in rank["of one"]
         assert "one of ddp, fsdp2" in rank["engine"]
         assert "--dense fsdp2 beside it" in rank["ddp"]
         assert "--plan or --auto beside it" in rank["unplanned"]
-    alone = logged(folder, "--dense", "fsdp2", fails=True)["said"]
-    assert "torchrun --nproc-per-node" in alone
+    for option in (("--dense", "fsdp2"), ("--gradients", "int8")):
+        assert "torchrun --nproc-per-node" in logged(folder, *option, fails=True)["said"]
 
 
 @pytest.mark.slow

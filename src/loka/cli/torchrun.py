@@ -71,8 +71,8 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *, planned: bool) -> None:
-    """Raises LokaError where `--engine`, `--dense`, `--qcomm` and `--gather` are no names, or ask for what is
-    not there."""
+    """Raises LokaError where `--engine`, `--dense`, `--qcomm`, `--gather` and `--gradients` are no names, or
+    ask for what is not there."""
     for option, value, names in (
         ("engine", engine, ENGINES),
         ("dense", dense, DENSE),
@@ -96,15 +96,22 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
             "--dense fsdp2 shards over several ranks, and this is one",
             way_out="torchrun --nproc-per-node 4 -m loka train ...; leave --dense out to train alone",
         )
+    if config.gradients != "hp" and (ranks_of() == 1 or engine == "torchrec"):
+        raise LokaError(
+            f"--gradients {config.gradients} is of several ranks of --engine torch",
+            why=["one rank sends none, and TorchRec's wrapper sends its own"],
+            way_out="torchrun --nproc-per-node 4 -m loka train ..., without --engine, or no --gradients",
+        )
     if config.gather == "hp":
         return
     if dense != "fsdp2":
         raise LokaError(
-            "--gather fp8 is of FSDP2; other engines gather no weights", way_out="--dense fsdp2 beside it"
+            f"--gather {config.gather} is of FSDP2; other engines gather no weights",
+            way_out="--dense fsdp2 beside it",
         )
     if not planned:
         raise LokaError(
-            "--gather fp8 is of weights that run in FP8, and no plan says which",
+            f"--gather {config.gather} is of weights that run in FP8, and no plan says which",
             way_out="--plan or --auto beside it",
         )
 

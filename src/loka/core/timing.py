@@ -152,7 +152,7 @@ def race(
         elif deadline is not None and time.monotonic() >= deadline:
             ended = "deadline"
     return Race(
-        timings={name: _timing(samples[baseline], times) for name, times in samples.items()},
+        timings={name: timing_of(samples[baseline], times) for name, times in samples.items()},
         samples={name: tuple(times) for name, times in samples.items()},
         winner=_fastest(_standings(samples, running)),
         rounds=rounds,
@@ -211,7 +211,8 @@ def _log_ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return [math.log(a / b) for a, b in zip(above, below, strict=False)]
 
 
-def _timing(baseline: Sequence[float], times: Sequence[float]) -> Timing:
+def timing_of(baseline: Sequence[float], times: Sequence[float]) -> Timing:
+    """Of a function's microseconds by round, beside those of the baseline in the same rounds."""
     ratio = median_interval(_log_ratios(baseline, times))
     microseconds = median_interval(times)
     return Timing(

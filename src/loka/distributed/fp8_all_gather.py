@@ -17,9 +17,9 @@ front of the first gather. Of bf16 gathers it saves half the bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,9 +61,9 @@ class Gathered:
 class Fp8AllGather:
     """What `fp8_all_gather` set up: `parameters` in order; `str()` is a table of them."""
 
-    def __init__(self, parameters: tuple[Gathered, ...], exchange: _Exchange | None) -> None:
+    def __init__(self, parameters: tuple[Gathered, ...], exchange: Exchange | None) -> None:
         self.parameters = parameters
-        self._exchange = exchange
+        self.exchange = exchange
 
     @property
     def in_fp8(self) -> tuple[str, ...]:
@@ -81,9 +81,9 @@ class Fp8AllGather:
 
     def remove(self) -> None:
         """Gives FSDP2 its own all-gather back. Call it before `loka.revert`."""
-        if self._exchange is not None:
-            self._exchange.stop()
-            self._exchange = None
+        if self.exchange is not None:
+            self.exchange.stop()
+            self.exchange = None
 
     def __str__(self) -> str:
         header = ("parameter", "unit", "bytes", "gathered in", "why not in FP8")
@@ -97,7 +97,11 @@ class Fp8AllGather:
 
 
 def fp8_all_gather(
-    model: nn.Module, plan: Plan, *, filter: Callable[[str], bool] | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    filter: Callable[[str], bool] | None = None,
+    units: Collection[str] | None = None,
 ) -> Fp8AllGather:
     """Has FSDP2 gather the weights of FP8 sites in eight bits, as the sites read them. A collective.
 
@@ -110,6 +114,7 @@ def fp8_all_gather(
     Args:
         model: converted by `plan`, with units of `fully_shard` in it.
         filter: names of parameters to gather in FP8; all that qualify without it.
+        units: paths of units whose weights alone may be, as `choose_gather` takes them.
 
     Raises:
         LokaError: no process group or no FSDP2 unit; torch is built otherwise than expected.
@@ -133,6 +138,8 @@ def fp8_all_gather(
         why = one.unfit() or _unplanned(one, forwards, plan)
         if why is None and filter is not None and not filter(one.name):
             why = "left out by the filter"
+        if why is None and units is not None and one.unit not in units:
+            why = "its unit is not faster so"
         if why is None and chosen and one.group is not chosen[0].group:
             why = "its unit is sharded over another group of ranks than the first"
         if why is None:
@@ -141,7 +148,7 @@ def fp8_all_gather(
             Gathered(name=one.name, unit=one.unit, numel=one.padded.numel(), dtype=one.gathers_in, why=why)
         )
     _check_alike(parameters)
-    exchange = _Exchange(model, chosen, forwards) if chosen else None
+    exchange = Exchange(model, chosen, forwards) if chosen else None
     return Fp8AllGather(tuple(parameters), exchange)
 
 
@@ -202,7 +209,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Exchange:
+class Exchange:
     """The bytes that this rank sends, and the scales that all ranks have.
 
     Bytes and scales keep their addresses. `_depth` counts units whose forward is under way: the outermost
@@ -210,8 +217,8 @@ class _Exchange:
     """
 
     def __init__(self, model: nn.Module, chosen: list[Sharded], forwards: dict[int, SiteForward]) -> None:
-        self._chosen = chosen
-        self._standing = [(one, forwards[id(one.owners[0][0])]) for one in chosen]
+        self.chosen = chosen
+        self.sites = [cast(LinearForward, forwards[id(one.owners[0][0])]) for one in chosen]
         self._group = chosen[0].group
         device = chosen[0].padded.device
         lengths = [scale_length(*one.size) for one in chosen]
@@ -235,7 +242,7 @@ class _Exchange:
     @torch.no_grad()
     def renew(self) -> None:
         """Agrees on the scales of all weights as they are now, and quantizes this rank's rows of them."""
-        for hooks, (one, forward) in zip(self._hooks, self._standing, strict=True):
+        for hooks, one, forward in zip(self._hooks, self.chosen, self.sites, strict=True):
             if forward.module.__dict__.get("forward") is not forward:
                 raise NotConverted(
                     f"{one.name} is gathered in FP8, and its site does not run any more",
@@ -243,20 +250,38 @@ class _Exchange:
                 )
             if not one.is_hooked:
                 one.hook(hooks.before, hooks.after)
-        shards = [one.padded for one in self._chosen]
+        self.agree()
+        self.quantize(range(len(self.chosen)))
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """The scales of all weights, by one all-reduce. A collective."""
+        shards = [one.padded for one in self.chosen]
         largest = torch.stack(torch._foreach_norm(shards, torch.inf)).float()
         # A maximum over ranks may drop a NaN; infinity stays, and both make a scale of NaN.
         largest = torch.where(largest.isfinite(), largest, torch.inf)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         scales = bits_of_scale(largest).view(torch.float32)
         self._scales.copy_(scales[self._places])
-        for own, shard, scale in zip(self._bytes, shards, scales.unbind(), strict=True):
-            own.copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+
+    @torch.no_grad()
+    def quantize(self, which: Iterable[int]) -> None:
+        """This rank's rows of some of `chosen`, by the scales agreed on."""
+        for index in which:
+            shard, scale = self.chosen[index].padded, self._hooks[index].scale[0]
+            self._bytes[index].copy_((shard.float() / scale).to(FP8).view(torch.uint8))
+
+    def hook(self, which: Iterable[int], *, on: bool) -> None:
+        """Has FSDP2 gather some of `chosen` in FP8, or in its own way; `renew` puts all hooks back."""
+        for index in which:
+            self.chosen[index].unhook()
+            if on:
+                self.chosen[index].hook(self._hooks[index].before, self._hooks[index].after)
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for one in self._chosen:
+        for one in self.chosen:
             one.unhook()
 
     def _enter(self, module: Any, args: Any) -> None:

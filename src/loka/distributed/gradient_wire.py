@@ -9,18 +9,24 @@ them is what biases training (docs/distributed.md). The means are torch's: over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import LokaError
+from loka.distributed.dense_sharding import sparse_tables
 from loka.distributed.gradient_codec import Codec, codec_named, gathered, padded_columns, scattered_sum
 from loka.nn.fsdp_units import Sharded, sharded_parameters, units_of
+from loka.nn.unwrap import named_parameters
+
+# Its name from torch 2.13 on.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +44,20 @@ class GradientWire:
         self.codecs: tuple[Codec, Codec] = (codec_named(self.scatter), codec_named(self.gather))
 
 
+Segments = tuple[tuple[str, int, int], ...]
+"""Names of matrices and where they begin and end in a row of what is sent."""
+
+
+@dataclass
+class Sending:
+    """What hooks go by, to be changed between two backwards. `wire` None is torch's own way; `observe` gets
+    a name, float32 [ranks, C] that this rank would send of matrices, those in the row that it adds up, the
+    group, and whether sums are sent too."""
+
+    wire: GradientWire | None
+    observe: Callable[[str, torch.Tensor, Segments, dist.ProcessGroup, bool], None] | None = None
+
+
 def send_gradients(model: nn.Module, wire: GradientWire) -> None:
     """Has the ranks of `model` send their gradients by `wire`, and add them in float32.
 
@@ -48,11 +68,19 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
         model: in DistributedDataParallel, or with units of `fully_shard` in it.
 
     Raises:
-        LokaError: the model is neither, or DDP has a hook already.
+        LokaError: the model is neither, DDP has a hook already, or tables in it have sparse gradients.
     """
+    hook_gradients(model, Sending(wire))
+
+
+def hook_gradients(model: nn.Module, sending: Sending) -> None:
+    """As `send_gradients`, by what `sending` says in each backward."""
     if isinstance(model, DistributedDataParallel):
+        if sparse_tables(model):
+            raise _sparse("tables of the model")
+        names = {id(weight): name for name, weight in named_parameters(model)}
         try:
-            model.register_comm_hook((wire, model.process_group), _reduce_bucket)
+            model.register_comm_hook((sending, model.process_group, names), _reduce_bucket)
         except RuntimeError as error:
             raise LokaError(
                 "this model has a communication hook", why=[str(error).splitlines()[0]]
@@ -68,24 +96,37 @@ def send_gradients(model: nn.Module, wire: GradientWire) -> None:
     for one in sharded_parameters(model):
         by_unit.setdefault(one.unit, []).append(one)
     for unit, held in by_unit.items():
-        units[unit].set_custom_reduce_scatter(_ReduceScatter(unit, held, wire))  # type: ignore[operator]
+        units[unit].set_custom_reduce_scatter(_ReduceScatter(unit, held, sending))  # type: ignore[operator]
+
+
+def _sparse(what: str) -> LokaError:
+    return LokaError(
+        f"gradients of {what} are sparse, and codecs take dense ones",
+        way_out="tables without sparse=True, fully_shard (--dense fsdp2), or gradients in torch's own way",
+    )
 
 
 def _reduce_bucket(
-    state: tuple[GradientWire, dist.ProcessGroup], bucket: dist.GradBucket
+    state: tuple[Sending, dist.ProcessGroup, dict[int, str]], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """The mean of a bucket over ranks, in its buffer. Its collectives are in the order of buckets."""
-    wire, group = state
+    sending, group, names = state
+    wire = sending.wire
+    if wire is None and sending.observe is None:
+        return allreduce_hook(group, bucket)
     parts = bucket.gradients()
     if any(part.is_sparse for part in parts):
-        raise LokaError(
-            "gradients of a bucket are sparse, and codecs take dense ones",
-            way_out="tables without sparse=True, or send_gradients left out",
-        )
+        raise _sparse("a bucket")
     ranks = group.size()
     matrices, vectors = ([p for p in parts if (p.dim() > 1) is wide] for wide in (True, False))
     buffer = bucket.buffer()
     wide = _rows(matrices, ranks, padded_columns(sum(p.numel() for p in matrices), ranks), buffer)
+    if sending.observe is not None:
+        weights = [names[id(w)] for w in bucket.parameters() if w.dim() > 1]
+        row = _row_of(group.rank(), wide.shape[1], weights, [part.numel() for part in matrices])
+        sending.observe(f"bucket {bucket.index()}", wide, row, group, True)
+    if wire is None:
+        return allreduce_hook(group, bucket)
     thin = _rows(vectors, ranks, -(-sum(p.numel() for p in vectors) // ranks), buffer)
     scatter, gather = wire.codecs
     sums = scattered_sum(wide, thin, scatter, group)
@@ -116,6 +157,17 @@ def _rows(parts: Sequence[torch.Tensor], ranks: int, columns: int, like: torch.T
     return found.view(ranks, columns)
 
 
+def _row_of(row: int, columns: int, names: Sequence[str], sizes: Sequence[int]) -> Segments:
+    """Which elements of matrices that lie one behind the other are in one row of `_rows`."""
+    found, start = [], -row * columns
+    for name, size in zip(names, sizes, strict=True):
+        begin, end = max(start, 0), min(start + size, columns)
+        if begin < end:
+            found.append((name, begin, end))
+        start += size
+    return tuple(found)
+
+
 def _note(wire: GradientWire, wide: torch.Tensor, thin: torch.Tensor, codec: Codec, others: int) -> None:
     """To each other rank go the bytes of one row, in either shot."""
     wire.sent_bytes += others * (codec.width(wide.shape[1]) + 4 * thin.shape[1])
@@ -127,8 +179,8 @@ class _ReduceScatter:
     A row of its input holds a chunk of each parameter's gradient, in the order of the unit's parameters.
     """
 
-    def __init__(self, unit: str, held: list[Sharded], wire: GradientWire) -> None:
-        self.unit, self.held, self.wire = unit, held, wire
+    def __init__(self, unit: str, held: list[Sharded], sending: Sending) -> None:
+        self.unit, self.held, self.sending = unit, held, sending
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -141,6 +193,10 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
+        wire, observe = self.sending.wire, self.sending.observe
+        if wire is None and observe is None:
+            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
         ranks = group.size()
         trained = [one for one in self.held if one.held.sharded_param.requires_grad]
         sizes = [one.padded.numel() for one in trained]
@@ -163,9 +219,16 @@ class _ReduceScatter:
         rest = input_tensor.new_zeros(ranks, padded_columns(count, 1) - count, dtype=torch.float32)
         none = input_tensor.new_zeros(ranks, 0, dtype=torch.float32)
         matrices, vectors = torch.cat([*wide, rest], dim=1), torch.cat([*thin, none], dim=1)
-        codec = self.wire.codecs[0]
+        if observe is not None:
+            names = [one.name for one, matrix in zip(trained, is_wide, strict=True) if matrix]
+            row = _row_of(0, matrices.shape[1], names, [chunk.shape[1] for chunk in wide])
+            observe(f"unit {self.unit}", matrices, row, group, False)
+        if wire is None:
+            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            return
+        codec = wire.codecs[0]
         sums = scattered_sum(matrices, vectors, codec, group)
-        _note(self.wire, matrices, vectors, codec, ranks - 1)
+        _note(wire, matrices, vectors, codec, ranks - 1)
         starts, start = [0, 0], 0
         for size, matrix in zip(sizes, is_wide, strict=True):
             kind = 0 if matrix else 1

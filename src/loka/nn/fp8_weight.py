@@ -97,7 +97,7 @@ class Fp8Weight(torch.Tensor):
     def transposed(self, side: Side, health: torch.Tensor | None) -> Quantized:
         """[K, N] in the padded sides of a kernel, as `grad_input` reads it; a copy."""
         padded = fit(self.row, (side.padded[1], side.padded[0]))
-        return _flagged(self._operand(_bytes_transposed(padded), side.cast), side, health)
+        return _flagged(self._operand(bytes_transposed(padded), side.cast), side, health)
 
     def _operand(self, data: torch.Tensor, cast: Cast) -> Quantized:
         assert cast == CAST, "fp8_all_gather takes no site of another cast"
@@ -133,7 +133,7 @@ def _flagged(operand: Quantized, side: Side, health: torch.Tensor | None) -> Qua
     return operand
 
 
-def _bytes_transposed(row: torch.Tensor) -> torch.Tensor:
+def bytes_transposed(row: torch.Tensor) -> torch.Tensor:
     return row.view(torch.uint8).t().contiguous().view(row.dtype)
 
 
@@ -152,7 +152,7 @@ def _values_fake(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 def _transposed(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """row^T [K, N], contiguous. `after` is not read: a gradient there keeps the copy out of forward."""
-    return _bytes_transposed(row)
+    return bytes_transposed(row)
 
 
 def _transposed_fake(row: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ Precision = Literal["bf16", "tf32", "fp32"]
 StepMode = Literal["eager", "compile", "graph"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 AverageKind = Literal["none", "ema", "tail"]
-Gather = Literal["hp", "fp8"]
+Gather = Literal["hp", "fp8", "auto"]
+Gradients = Literal["hp", "bf16", "int8", "e4m3", "auto"]
 
 NAMED = {
     "precision": Precision,
@@ -20,6 +21,7 @@ NAMED = {
     "schedule": Schedule,
     "average": AverageKind,
     "gather": Gather,
+    "gradients": Gradients,
 }
 """The fields that take one of a few names."""
 
@@ -31,6 +33,7 @@ _BEFORE = {
     "average": "none",
     "average_share": 0.1,
     "gather": "hp",
+    "gradients": "hp",
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
@@ -64,8 +67,12 @@ class TrainConfig:
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         window: steps that the window metrics cover.
-        gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, or "fp8" where they can
-            be (loka.distributed.fp8_all_gather).
+        gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
+            (loka.distributed.fp8_all_gather), or "auto", where that is faster by measured times
+            (choose_gather): two runs may then round weights in other units.
+        gradients: how ranks send dense gradients: "hp" as torch does, in their own dtype; by a codec in both
+            shots (loka.distributed.send_gradients); or "auto", in eight bits where a gate finds them harmless
+            and faster (choose_gradients).
         pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
             they can; no weight differs by it.
     """
@@ -92,6 +99,7 @@ class TrainConfig:
     step: StepMode = "eager"
     window: int = 1000
     gather: Gather = "hp"
+    gradients: Gradients = "hp"
     pipeline: bool = True
 
     def __post_init__(self) -> None:

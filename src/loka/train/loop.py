@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from torch.optim.swa_utils import AveragedModel
 from loka.core.exceptions import CheckpointRefused, DataRefused, NonFinite
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
-from loka.core.storage.alone import alone_in
 from loka.core.storage.files import canonical
 from loka.data.batch import Batch, Source, tasks_of
 from loka.distributed import Fp8AllGather
@@ -42,7 +40,7 @@ from loka.train.config import Precision, TrainConfig
 from loka.train.interrupt import deferred_interrupt
 from loka.train.length import Length, batches_from, unused_batches
 from loka.train.metrics import Quality, normalized_entropy, only
-from loka.train.ranks import first_rank, require_as_one, together
+from loka.train.ranks import alone_together, require_as_one, together
 from loka.train.run import Callback, Run
 from loka.train.running import Reading
 from loka.train.schedule import rate_factor
@@ -142,6 +140,7 @@ def train(
     on_log: Callable[[TrainLog], None] | None = None,
     on_step: Callable[[int], None] | None = None,
     check: Callable[[nn.Module], None] | None = None,
+    say: Callable[[object], object] = lambda what: None,
 ) -> TrainResult:
     """Trains `model` in place and moves it to `config.device`.
 
@@ -163,6 +162,7 @@ def train(
         on_log: receives a `TrainLog` every `log_every` steps.
         on_step: receives the count of completed steps after each.
         check: called with the model at each log line and save; it raises if a site holds a NaN.
+        say: receives what is decided before steps: how ranks gather and send; `str()` of it is to be read.
 
     Raises:
         NonFinite: the loss is nan or infinite, noticed at the next log line or save.
@@ -201,12 +201,20 @@ def train(
     canonical(identity)  # fails now, not at the first save, when a value is not JSON
     torch.manual_seed(config.seed)
     found = _open(checkpoints, identity, length.steps, resume=resume) if checkpoints else None
-    run = Run(model, config, steps=length.steps, segments=segments, tasks=tasks_of(source))
+    run = Run(
+        model,
+        config,
+        steps=length.steps,
+        segments=segments,
+        tasks=tasks_of(source),
+        say=say,
+        before=found,
+    )
     run.unused = lambda: unused_batches(source, config, length, step=run.step)
-    if plan:
+    if plan and not found:
         run.adopt(plan)
     if found:
-        run.restore(found)
+        run.restore(found, plan)
         callback.restore(found.state["beside"])
     saved = first_step = run.step
     unsaved: list[str] = []
@@ -237,8 +245,10 @@ def train(
 
     failed: BaseException | None = None
     exact = matrix_precision(config.precision, run.device)
-    with _alone(checkpoints), deferred_interrupt() as run.interrupt, exact:
+    # A second run in the folder would remove what this one is about to save.
+    with alone_together(checkpoints), deferred_interrupt() as run.interrupt, exact:
         try:
+            run.open_wire(batches_from(source, config, length, step=run.step))
             callback.start(run)
             run.coming = Ahead(batches_from(source, config, length, step=run.step))
             for batch in track(run.coming, "train", length.steps - run.step):
@@ -291,16 +301,6 @@ def train(
         gathering=run.gathering,
         exchange=exchange,
     )
-
-
-@contextmanager
-def _alone(checkpoints: Path | None) -> Iterator[None]:
-    """A second run in the folder would remove what this one is about to save."""
-    with ExitStack() as held:
-        if checkpoints:
-            # One lock for all: they write to one folder.
-            together(lambda: held.enter_context(alone_in(checkpoints, "training")) if first_rank() else None)
-        yield
 
 
 def _standing(checkpoints: Path | None, step: int | None) -> str:

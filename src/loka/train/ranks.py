@@ -12,7 +12,9 @@ import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from loka.core.exceptions import LokaError
 from loka.core.exchange import gather, ranks_of
+from loka.core.storage.alone import alone_in
 from loka.core.timing import first_line
 
 T = TypeVar("T")
@@ -56,6 +59,18 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
     if failed:
         raise _left_alone(failed)
     return result, [a["said"] for a in answers]
+
+
+@contextmanager
+def alone_together(folder: Path | None) -> Iterator[None]:
+    """Inside, these ranks are the only ones that train in `folder`, if there is one: rank 0 holds it for all.
+
+    Raises InUse where another run does, and RankFailed on the other ranks.
+    """
+    with ExitStack() as held:
+        if folder is not None:
+            together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)
+        yield
 
 
 def by_the_first(work: Callable[[Callable[[], object]], str], *, idle: Callable[[], None]) -> str:

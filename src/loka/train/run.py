@@ -8,7 +8,9 @@ between steps only, and what it has to remember goes into the run's checkpoints.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,16 @@ from torch import nn
 from loka.core.exchange import ranks_of
 from loka.core.records.plan import Plan
 from loka.data.batch import ONE_TASK, Batch
-from loka.distributed import Fp8AllGather, fp8_all_gather
+from loka.distributed import (
+    Choice,
+    Fp8AllGather,
+    GradientWire,
+    choose_gather,
+    choose_gradients,
+    fp8_all_gather,
+    send_gradients,
+)
+from loka.distributed.gradient_gate import STEPS
 from loka.distributed.sharded_tables import sharded_modules
 from loka.nn.fp8_state_dict import carry_over, fp8_state_dict
 from loka.planner import convert, revert
@@ -79,6 +90,8 @@ class Run:
         steps: int,
         segments: Segments | None = None,
         tasks: Sequence[str] = ONE_TASK,
+        say: Callable[[object], object] = lambda what: None,
+        before: Checkpoint | None = None,
     ) -> None:
         self.device = torch.device(config.device)
         self.model = model.to(self.device)
@@ -86,6 +99,10 @@ class Run:
         self.steps = steps
         self.step = 0
         self.plan: Plan | None = None
+        self.say = say
+        self.choices: dict[str, Choice] = {}  # of the ranks together, where the config leaves it to them
+        saved = before.state.get("choices", {}) if before else {}
+        self._held = {what: Choice(*values) for what, values in saved.items()}
         self.gathering: Fp8AllGather | None = None  # how FSDP2 gathers where the config asks for FP8
         self.segments = segments
         self.optimizers = build_optimizers(model, config)
@@ -116,11 +133,51 @@ class Run:
         optimizer = next(iter(self.optimizers.values()))
         return [weight for group in optimizer.param_groups for weight in group["params"]]
 
-    def learn(self, batch: Batch, *, sight: Sight = "none") -> None:
-        """One step on `batch`, which lies on the device."""
+    def _stepping(self) -> Step:
         if self._step is None:
             self._step = Step(self.model, self.optimizers, self.config, coming=self.coming)
-        predicted = self._step(batch, sight=sight)
+        return self._step
+
+    def _chosen(self, what: str, choose: Callable[[], Choice]) -> Choice:
+        """As before in a run that goes on with as many ranks."""
+        choice = before = self._held.pop(what, None)
+        if choice is None or choice.ranks != ranks_of():
+            choice = choose()
+        if before is not None and choice is not before:
+            anew = f"chosen anew: the run began on {before.ranks} ranks, which take other times"
+            choice = replace(choice, told=f"{choice}\n{anew}")
+        self.choices[what] = choice
+        self.say(choice)
+        return choice
+
+    def open_wire(self, batches: Iterator[Batch]) -> None:
+        """Has gradients travel as the config says. Once, before the first step, which takes `batches`; a
+        choice looks at them and updates nothing. A collective.
+
+        Raises LokaError as `send_gradients` and `choose_gradients` do.
+        """
+        codec = self.config.gradients
+        if codec == "hp" or self.step == self.steps:
+            return
+        taken: tuple[str, ...] = (codec,)
+        if codec == "auto":
+            held = self._held.get("gradients")
+            choice = self._chosen("gradients", lambda: self._gate(batches))
+            if choice is not held:
+                return  # the gate has hooked the model
+            taken = choice.taken
+        for name in taken:
+            send_gradients(self.model, GradientWire(scatter=name, gather=name))
+
+    def _gate(self, batches: Iterator[Batch]) -> Choice:
+        some = [batch.to(self.device) for batch in itertools.islice(batches, STEPS)]
+        step = self._stepping()
+        with step.rehearsing():
+            return choose_gradients(self.model, lambda number: step(some[number % len(some)]))
+
+    def learn(self, batch: Batch, *, sight: Sight = "none") -> None:
+        """One step on `batch`, which lies on the device."""
+        predicted = self._stepping()(batch, sight=sight)
         for scheduler in self._schedulers.values():
             scheduler.step()
         self.running.add(
@@ -161,8 +218,12 @@ class Run:
         self.plan = plan
         if before:
             carry_over(before, self.model)
-        if self.config.gather == "fp8":
-            self.gathering = fp8_all_gather(self.model, plan)
+        if self.config.gather != "hp":
+            units = None
+            if self.config.gather == "auto":
+                units = self._chosen("gather", lambda: choose_gather(self.model, plan)).taken
+            self.gathering = fp8_all_gather(self.model, plan, units=units)
+            self.say(self.gathering)
 
     def save(self, folder: Path, *, beside: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
         """All that it takes to go on from here, and `beside`. Among several ranks, or with TorchRec's tables,
@@ -178,16 +239,17 @@ class Run:
             step=self.step,
             steps=self.steps,
             tensors=tensors_of(self.model, self.optimizers, self.average),
-            own={**own_state(*what), **beside},
+            own={**own_state(*what), **beside, "choices": {n: astuple(c) for n, c in self.choices.items()}},
             identity=identity,
             keep=keep,
         )
 
-    def restore(self, found: Checkpoint) -> None:
-        """Goes on where it was saved, by the plan that ran then."""
+    def restore(self, found: Checkpoint, given: Plan | None = None) -> None:
+        """Goes on where it was saved, by the plan that ran then: by `given`, where that is the same."""
         saved = run_state.plan_in(found.state)
-        if run_state.identity_of(saved) != run_state.identity_of(self.plan):
-            self.adopt(saved)
+        same = run_state.identity_of(saved) == run_state.identity_of(given)
+        if saved is not None:
+            self.adopt(given if same else saved)
         put_back = restore_sharded if found.sharded else run_state.restore
         put_back(found.state, self.model, self.optimizers, self.running, self.average, path=found.path)
         self.step = found.step

@@ -89,8 +89,8 @@ def run(folder: Path, plan: Plan | None, engine: str, **others: Any) -> Seen:
     seen = Seen({}, None, model)
     real = Run.restore
 
-    def restore(self: Run, found: Any) -> None:
-        real(self, found)
+    def restore(self: Run, *found: Any) -> None:
+        real(self, *found)
         seen.state = {
             name: digest(whole(tensor))
             for name, tensor in tensors_of(self.model, self.optimizers, self.average).items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +49,6 @@ from loka.cli.train_lines import show_log, show_quality, show_result
 from loka.core.exceptions import LokaError
 from loka.core.numerics.label_rate import Shares
 from loka.core.records.plan import Plan
-from loka.core.storage.alone import alone_in
 from loka.data.batch import Source
 from loka.measurement.cache import default_folder
 from loka.nn import check_finite
@@ -63,7 +61,7 @@ from loka.train.checkpointing.checkpoint import given_plan_in, identity_in
 from loka.train.checkpointing.state import plan_in
 from loka.train.labels import by_name, count_labels, shares
 from loka.train.length import Length
-from loka.train.ranks import first_rank, together
+from loka.train.ranks import alone_together
 from loka.train.schedule import describe
 from loka.train.tensorboard import TensorBoard
 
@@ -154,7 +152,15 @@ def train(
         str,
         typer.Option(
             help="Of --dense fsdp2, how weights travel: hp, as --precision says; fp8, those of "
-            "rowwise_e4m3_pow2 sites in a byte an element. No plan decides it."
+            "rowwise_e4m3_pow2 sites in a byte an element; auto, of those units where that is faster, by "
+            "times taken before training."
+        ),
+    ] = "hp",
+    gradients: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, how dense gradients travel: hp, in their own dtype; bf16, int8, e4m3, by "
+            "that codec; auto, in eight bits where a gate finds them harmless and faster, before training."
         ),
     ] = "hp",
     seed: Seed = 0,
@@ -190,6 +196,7 @@ def train(
             step=step,
             window=window,
             gather=gather,
+            gradients=gradients,
             pipeline=pipeline,
         )
         limits = {"ne": ne, "min_sqnr_db": min_sqnr_db, "min_speedup": min_speedup}
@@ -247,7 +254,7 @@ def train(
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
         first = part[0] == 0
         with (
-            _alone_in(out) if out and shared else contextlib.nullcontext(),
+            alone_together(out if shared else None),
             TensorBoard(tensorboard) if tensorboard and first else contextlib.nullcontext() as board,
         ):
 
@@ -268,24 +275,15 @@ def train(
                 track=bars,
                 on_log=on_log,
                 check=check_finite,
+                say=say,
             )
         show_result(result, config)
         if isinstance(callback, Auto):
             say(callback.timeline)
         if result.exchange is not None:
             say(result.exchange)
-        if result.gathering is not None:
-            say(result.gathering)
         if first or dense == "fsdp2" or engine == "torchrec":  # whose forward is of all ranks
             show_quality(built, opened, config, bars, result.average)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Rank 0 holds the folder for all ranks; where another run does, all of them stop."""
-    with contextlib.ExitStack() as held:
-        together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)
-        yield
 
 
 def _known_share(source: Source, batch_size: int) -> Shares:

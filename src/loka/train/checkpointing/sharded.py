@@ -206,7 +206,8 @@ def require_same_run(path: Path, manifest: Manifest, identity: Mapping[str, Any]
         )
 
 
-_OF_RANKS = ("accumulate", "gather")  # parts of a rank's batch, which has other rows now; how ranks exchange
+# Parts of a rank's batch, which has other rows now; how ranks exchange.
+_OF_RANKS = ("accumulate", "gather", "gradients")
 
 
 def _of_any_ranks(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Step:
         self._model, self._optimizers, self._config = model, optimizers, config
         self._compiled = config.step != "eager"
         self._tried = False  # whether a compiled step was completed
+        self._rehearsing = False
         self._why_not_compiled: str | None = None
         self._graphed: GraphedStep | None = None
         self._part, self._beside = model, False  # what a graph may hold; whether tables are beside it
@@ -124,6 +125,18 @@ class Step:
             return self._inside(batch)
         self._tried = True
         return found
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within it a step goes forward and backward and updates nothing; then all is as before."""
+        before = _Before(self._model)
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            self._zero_grad()
+            before.put_back()
 
     def close(self) -> None:
         """The model runs as it did before."""
@@ -200,6 +213,8 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def _update(self) -> None:
+        if self._rehearsing:
+            return
         self._clip()
         for optimizer in self._optimizers.values():
             optimizer.step()

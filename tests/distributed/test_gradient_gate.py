@@ -1,0 +1,156 @@
+"""The gate of eight-bit gradients on two ranks: what it finds against numbers worked out here, one decision
+for both, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_gradient_wire import error, exact_mean, gradients, wrapped
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from towers import loss_of, rows, tower
+
+from loka.core.exceptions import LokaError
+from loka.distributed import choose_gradients
+from loka.distributed.choice import HP, Ways, time_in_turns
+from loka.distributed.gradient_gate import STEPS
+
+WIDE = 128
+# Microseconds of a step on the first rank and on the second.
+CLOCKS = {HP: (100.0, 110.0), "int8": (50.0, 120.0), "e4m3": (90.0, 80.0)}
+
+
+def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
+    """A timer that runs each way once, and tells what `CLOCKS` says."""
+
+    def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
+        for run in ways.values():
+            run()
+        return {name: [CLOCKS[name][rank] + 0.01 * i for i in range(11)] for name in ways}
+
+    return timer
+
+
+def stepping(model: nn.Module, rank: int, features: int) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        model.zero_grad()
+        loss_of(model, *rows(number, rank, features)).backward()
+
+    return step
+
+
+def single() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(WIDE, 64, bias=False)
+
+
+class Faint(nn.Module):
+    """Every other column of the first weight has gradients 2000 times smaller than the ones beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower(WIDE, 64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tower(x * torch.tensor([1.0, 5e-4]).repeat(WIDE // 2))
+
+
+def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for engine in ("ddp", "fsdp2"):
+        model = wrapped(engine, None)
+        choice = choose_gradients(model, stepping(model, rank, WIDE), timer=clock(rank))
+        stepping(model, rank, WIDE)(0)
+        exact = exact_mean(2)
+        away = {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
+        found[engine] = {"taken": choice.taken, "told": str(choice), "away": away}
+    made = {"single": single(), "faint": Faint(), "by time": single(), "own": single()}
+    models = {name: DistributedDataParallel(model) for name, model in made.items()}
+    for name, timer in (("single", clock(rank)), ("faint", clock(rank)), ("by time", time_in_turns)):
+        step = stepping(models[name], rank, WIDE)
+        codecs = ["int8", "e4m3"] if name == "faint" else ["int8"]
+        found[name] = str(choose_gradients(models[name], step, codecs=codecs, timer=timer))
+    for name in ("single", "own"):
+        stepping(models[name], rank, WIDE)(0)
+    found["as torch sends"] = torch.equal(made["single"].weight.grad, made["own"].weight.grad)
+    return {**found, "refused": refused(rank)}
+
+
+def refused(rank: int) -> dict[str, str]:
+    told = {}
+    for name in ("zero", "nan", "nothing", "sparse"):
+        model: nn.Module = single()
+        if name == "sparse":
+            model = nn.Sequential(nn.Embedding(8, 8, sparse=True))
+        model = DistributedDataParallel(model)
+
+        def step(number: int, name: str = name, model: nn.Module = model) -> None:
+            if name != "nothing":
+                x = rows(number, rank, WIDE)[0] * {"zero": 0.0, "nan": torch.nan}[name]
+                model(x if rank else x.nan_to_num()).square().mean().backward()
+
+        with pytest.raises(LokaError) as raised:
+            choose_gradients(model, step)
+        told[name] = str(raised.value)
+    return told
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(on_rank, 2, tmp_path_factory.mktemp("gate"))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_one_decision_by_the_slower_ranks_times(two: list[dict[str, Any]], engine: str) -> None:
+    """INT8 is the faster on the first rank and the slower on the second; matrices then travel by e4m3."""
+    first, second = (found[engine] for found in two)
+    assert first["taken"] == second["taken"] == ("e4m3",)
+    assert first["told"] == second["told"]
+    assert "not faster by time" in first["told"]
+    for name, away in first["away"].items():
+        assert (away < 1e-6) if name.endswith("bias") else (0.002 < away < 0.04)
+
+
+def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
+    """One weight [64, 128], whose rows are the codec's blocks: INT8 rounds each rank's, and their mean."""
+    model, parts = single(), []
+    for number in range(STEPS):
+        for rank in range(2):
+            stepping(model, rank, WIDE)(number)
+            parts.append(model.weight.grad.double().clone())
+    sent = torch.stack(parts).view(STEPS, 2, 64, WIDE)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round() * scale
+
+    mean = sent.mean(1)
+    errors, sizes = (rounded(rounded(sent).mean(1)) - mean).square().sum(0), mean.square().sum(0)
+    share, l2 = (errors / (errors + sizes)).mean(), (errors.sum() / sizes.sum()).sqrt()
+    for found in two:
+        for name in ("single", "by time"):
+            assert found[name].splitlines()[1].split()[:4] == ["int8", f"{l2:.4f}", f"{share:.2%}", "weight"]
+        assert "as torch sends them" in found["single"]
+        assert found["as torch sends"]
+
+
+def test_numbers_that_vanish_beside_others_are_not_admitted(two: list[dict[str, Any]]) -> None:
+    _, int8, e4m3, _ = two[0]["faint"].splitlines()
+    assert re.search(r" [12]\d\.\d\d%  tower.0.weight .*- +its error is more than 1% of", int8)
+    assert " 0." in e4m3
+    assert " 90 " in e4m3
+
+
+def test_what_cannot_be_decided_is_refused_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        for name in ("zero", "nan", "nothing"):
+            assert "not finite, or zeros, or none came" in found["refused"][name]
+        assert "gradients of tables of the model are sparse" in found["refused"]["sparse"]
+    with pytest.raises(LokaError, match="one rank sends no gradients"):
+        choose_gradients(single(), lambda number: None)
