@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     autoint,
+    blocks,
     checkpointed,
     deepctr,
     dlrm,
@@ -21,6 +22,7 @@ FOREIGN: dict[str, Foreign] = {
     foreign.name: foreign
     for family in (
         towers, slices, experts, encoders, lora, autoint, deepctr, fuxictr, checkpointed, dlrm, hugging_face,
+        blocks,
     )
     for foreign in family.MODELS
 }  # fmt: skip
