@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from . import (
     autoint,
-    blocks,
     checkpointed,
     deepctr,
+    dit,
     dlrm,
     encoders,
     experts,
@@ -22,7 +22,7 @@ FOREIGN: dict[str, Foreign] = {
     foreign.name: foreign
     for family in (
         towers, slices, experts, encoders, lora, autoint, deepctr, fuxictr, checkpointed, dlrm, hugging_face,
-        blocks,
+        dit,
     )
     for foreign in family.MODELS
 }  # fmt: skip

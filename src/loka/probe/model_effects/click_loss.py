@@ -2,10 +2,9 @@
 
     L = c sum_i BCE(z_i, y_i),   y in {0, 1}:     g_i = c p_i where y_i = 0,     -c (1 - p_i) where it is 1
 
-so one c fits all rows, whatever the loss is scaled by. KL/H is reckoned from an output as if it were a logit
-of a click. A value that is regressed on or a log-probability of an action has the shape of one; what tells is
-the gradient. It is no proof: rows that weigh unequally and soft labels are of clicks and look otherwise, so a
-plan says what was seen and goes on (planner/plan.py).
+One c fits all rows, whatever scales the loss. KL/H takes an output for the logit of a click, and what is
+regressed on has its shape. It is no proof: rows that weigh unequally and soft labels are of clicks and look
+otherwise, so a plan says what was seen and goes on (planner/plan.py).
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ import torch
 from loka.probe.trace import unseen
 
 NOT_CLICKS = (
-    "KL/H is of clicks with the probability sigmoid(output), and training sends this output another gradient "
-    "than labels of 0 and 1 that weigh alike would: the loss is of something else, rows weigh unequally or "
-    "labels are soft. If it is no logit of a click, KL/H means nothing: plan with ne=None. If it is, "
-    "Probe(model, logits=lambda output: output) says so"
+    "KL/H is of clicks, and this output's gradient in training is none of equally weighted labels 0 and 1: "
+    "if the output predicts no click, KL/H means nothing, plan with ne=None; if it does (weights, soft labels), "
+    "pass logits= to Probe, a function from the output to logits"
 )
 _LEAST_ROWS = 8
 _NEAR = 0.05
-"""bf16 rounds a gradient by 0.4 % and p of a logit that it rounded by less than that times the logit."""
+"""Of c. bf16 rounds a gradient by 0.4 %."""
 _ALIKE = 0.9
 """Share of the rows whose c is the median's."""
 
@@ -37,8 +35,7 @@ class ClickLoss:
         self._other: torch.Tensor | None = None  # on the device: nothing waits for it in a step
 
     def watch(self, output: object, z: torch.Tensor, *, unless: Callable[[], bool]) -> None:
-        """`output` is what the model returned, of which logits `z` [B, 1] were read. `unless` it says so, a
-        gradient that comes is one of training."""
+        """`output` gave the logits `z` [B, 1]; its gradients are of training `unless` that says no."""
         if not isinstance(output, torch.Tensor) or not output.requires_grad or output.numel() != z.numel():
             return
         z = z.detach().flatten().double()
@@ -59,8 +56,7 @@ class ClickLoss:
         self._other = torch.tensor(bool(reason))
 
     def told(self) -> Callable[[], str]:
-        """Why KL/H may mean nothing, by the steps up to now, for whoever can wait for the device; "" where
-        nothing speaks for that."""
+        """Why KL/H may mean nothing, by the steps up to now, or ""; for whoever can wait for the device."""
         other = self._other
         return lambda: NOT_CLICKS if other is not None and bool(other) else ""
 

@@ -2,12 +2,9 @@
 
     latent [N, d] ~ low [N, d] e4m3 * scale [N, 1]      |error| <= max(2^-4 |latent|, 2^-10 scale)
 
-A large model answers requests before they come, and small ones read what it made of them: SOLARIS (arXiv
-2604.12110) precomputes embeddings of user-item pairs so, with ids that it predicts. Who predicts the ids, and
-when they are written, is the caller's; so is the clock, an int64 that rises: seconds, steps or rows.
-
-Latents of two models, or of one trained twice, lie in different spaces, and a mean of them means nothing: all
-of a store are of one `teacher`, and a store of another is refused.
+A large model answers before requests come, and small ones read what it left: SOLARIS (arXiv 2604.12110)
+precomputes embeddings of user-item pairs so. Which ids, and when, is the caller's; so is the clock, an int64
+that rises. Latents of two models, or of one trained twice, lie in different spaces: a store is of one.
 """
 
 from __future__ import annotations
@@ -36,22 +33,11 @@ class LatentsCard:
     teacher: str
     sha256: str
 
-    @classmethod
-    def load(cls, path: Path) -> LatentsCard:
-        """Raises FileRefused for a missing, truncated, edited or foreign file."""
-        return read_record(
-            path,
-            kind=_KIND,
-            version=_VERSION,
-            way_out=f"name a folder that `Latents.save` wrote, or {_AGAIN}",
-            parse=lambda content: decode(cls, content),
-        )
-
 
 @dataclass(frozen=True)
 class Found:
-    """What a store holds of ids [B]: `values` [B, d] float32, zeros but for hits; `hit`, `stale` bool [B];
-    `age`, `version` int64 [B], -1 of what is not stored. `stale` is stored, and older than was asked for."""
+    """What a store holds of ids [B]: `values` [B, d] float32, zeros but for hits; bool `hit`, and `stale`,
+    which is stored and too old; int64 `age` and `version`, -1 of what is not stored."""
 
     values: torch.Tensor
     hit: torch.Tensor
@@ -67,8 +53,8 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Latents:
-    """A row each of `ids` [N] int64, which rise: `low` e4m3 [N, d] with `scale` [N, 1], the `version` [N] of
-    the teacher that wrote it, and when, `written` [N], int64. Made by `of` and `load`."""
+    """Of each of `ids` [N], which rise: `low` e4m3 [N, d] with `scale` [N, 1], the `version` of the teacher
+    that wrote it, and when it was `written`, int64 [N]. Made by `of` and `load`."""
 
     teacher: str
     ids: torch.Tensor
@@ -83,17 +69,15 @@ class Latents:
     ) -> Latents:
         """Of `latents` [N, d], any float dtype, of `ids` [N] int64; of an id that stands twice, the last row.
 
-        Args:
-            teacher: names the weights that the space of the latents comes from, such as a hash of the first.
-            version: of the teacher, such as `Server.version`.
-            written: now, by the caller's clock.
+        `teacher` names the weights that made the space, such as a hash of the first ones, `version` is
+        `Server.version`, `written` now by the caller's clock.
 
         Raises ServeRefused where ids and latents do not belong together, or a latent is not finite.
         """
         if ids.dtype != torch.int64 or latents.dim() != 2 or ids.shape != latents.shape[:1]:
             raise ServeRefused(
                 f"ids {ids.dtype} {list(ids.shape)} and latents {list(latents.shape)} do not belong together",
-                way_out="give ids [N] int64 and latents [N, d]",
+                way_out="give int64 [N] and [N, d]",
             )
         bad = int((~latents.isfinite()).any(dim=1).sum())
         if bad:
@@ -102,45 +86,31 @@ class Latents:
                 way_out="look at the teacher's rows (`Answer.nonfinite_rows`), and store the others",
             )
         quantized = quantize(latents.detach(), CAST)
-        made = cls(
-            teacher=teacher,
-            ids=ids,
-            low=quantized.data,
-            scale=quantized.scale[: len(ids)],  # of no rows there is one
-            version=torch.full_like(ids, version),
-            written=torch.full_like(ids, written),
-        )
-        return made._newest()
+        scale = quantized.scale[: len(ids)]  # of no rows there is one
+        when = {"version": torch.full_like(ids, version), "written": torch.full_like(ids, written)}
+        return cls(teacher=teacher, ids=ids, low=quantized.data, scale=scale, **when)._newest()
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def bytes(self) -> int:
-        """Of all that is kept, ids and times included."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def merged(self, other: Latents) -> Latents:
-        """Both; of an id in both, the one written later, and `other`'s of two written at once.
-
-        Raises ServeRefused where they are of another teacher or width.
-        """
+        """Both; of an id in both what was written later, or `other`'s. Refuses another teacher's."""
         if (self.teacher, self.low.shape[1]) != (other.teacher, other.low.shape[1]):
             raise ServeRefused(
                 "latents of two teachers lie in different spaces",
                 why=[f"{one.teacher!r}, {one.low.shape[1]} wide" for one in (self, other)],
                 way_out="keep a store for each",
             )
-        both, theirs = self._tensors(), other._tensors()
-        return Latents(
-            teacher=self.teacher, **{name: torch.cat([both[name], theirs[name]]) for name in both}
-        )._newest()
+        theirs = other._tensors()
+        both = {name: torch.cat([mine, theirs[name]]) for name, mine in self._tensors().items()}
+        return Latents(teacher=self.teacher, **both)._newest()
 
     def look_up(self, ids: torch.Tensor, *, now: int, max_age: int | None = None) -> Found:
-        """What is stored of `ids` [B] int64, by the clock `now`; older than `max_age` is no hit.
-
-        Raises ServeRefused where the clock shows less than when something was written.
-        """
+        """Of `ids` [B] int64; older than `max_age` is no hit. Refuses a clock that went back."""
         if len(self) and (ahead := int(self.written.max()) - now) > 0:
             raise ServeRefused(
                 f"the clock shows {now}, and latents were written {ahead} later",
@@ -158,10 +128,7 @@ class Latents:
         return Found(values=values, hit=fresh, stale=stored & ~fresh, age=age, version=version)
 
     def save(self, folder: Path | str) -> None:
-        """Writes `latents.safetensors`, and last `latents.json` with its checksum.
-
-        Raises NotWritten where the disk refuses; the folder then has no card, and is no store.
-        """
+        """Raises NotWritten where the disk refuses; the folder then has no card, and is no store."""
         folder = Path(folder)
         (folder / _CARD).unlink(missing_ok=True)
         write_tensors(folder / _TENSORS, self._tensors())
@@ -172,33 +139,29 @@ class Latents:
     def load(cls, folder: Path | str, *, teacher: str) -> Latents:
         """Raises FileRefused for a store that is damaged, or of another teacher."""
         folder = Path(folder)
-        card = LatentsCard.load(folder / _CARD)
+        card = read_record(
+            folder / _CARD,
+            kind=_KIND,
+            version=_VERSION,
+            way_out=f"name a folder that `save` wrote, or {_AGAIN}",
+            parse=lambda content: decode(LatentsCard, content),
+        )
         if card.teacher != teacher:
             raise FileRefused(
                 f"{folder} holds latents of another teacher",
                 why=[f"stored  {card.teacher}", f"wanted  {teacher}"],
                 way_out=_AGAIN,
             )
-        tensors = read_tensors(folder / _TENSORS, sha256=card.sha256, way_out=_AGAIN)
-        wanted = {"ids", "low", "scale", "version", "written"}
-        if set(tensors) != wanted or tensors["low"].dtype != CAST.format.dtype:
-            raise FileRefused(
-                f"{folder / _TENSORS} holds {sorted(tensors)}, not {sorted(wanted)}", way_out=_AGAIN
-            )
-        return cls(teacher=teacher, **tensors)
+        return cls(teacher=teacher, **read_tensors(folder / _TENSORS, sha256=card.sha256, way_out=_AGAIN))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        names = ("ids", "low", "scale", "version", "written")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("ids", "low", "scale", "version", "written")}
 
     def _newest(self) -> Latents:
         """Ids in order, and of each the row that was written last, or stands last."""
         order = self.written.argsort(stable=True)
         order = order[self.ids[order].argsort(stable=True)]
-        ids = self.ids[order]
-        last = torch.ones_like(ids, dtype=torch.bool)
-        last[:-1] = ids[1:] != ids[:-1]
-        kept = order[last]
-        return Latents(
-            teacher=self.teacher, **{name: tensor[kept] for name, tensor in self._tensors().items()}
-        )
+        last = torch.ones_like(order, dtype=torch.bool)
+        last[:-1] = self.ids[order[1:]] != self.ids[order[:-1]]
+        kept = {name: tensor[order[last]] for name, tensor in self._tensors().items()}
+        return Latents(teacher=self.teacher, **kept)
