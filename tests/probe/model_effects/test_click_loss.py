@@ -77,8 +77,11 @@ def test_another_loss_is_told_in_the_plan(name: str) -> None:
 
 
 def test_probabilities_are_judged_by_their_logits() -> None:
-    assert not probed(tower(nn.Sigmoid()), F.binary_cross_entropy).not_clicks
-    assert probed(tower(nn.Sigmoid()), lambda p, y: F.mse_loss(p, torch.rand(len(p)))).not_clicks
+    model = tower(nn.Sigmoid())
+    with torch.no_grad():
+        model[2].weight *= 20  # so that p (1 - p) differs from row to row
+    assert not probed(model, F.binary_cross_entropy).not_clicks
+    assert probed(model, lambda p, y: F.mse_loss(p, torch.rand(len(p)))).not_clicks
 
 
 def test_one_step_that_tells_is_kept_through_files_merging_and_resuming(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ class Latents:
                 way_out="look at the teacher's rows (`Answer.nonfinite_rows`), and store the others",
             )
         quantized = quantize(latents.detach(), CAST)
-        scale = quantized.scale[: len(ids)]  # of no rows there is one
         when = {"version": torch.full_like(ids, version), "written": torch.full_like(ids, written)}
-        return cls(teacher=teacher, ids=ids, low=quantized.data, scale=scale, **when)._newest()
+        made = cls(teacher=teacher, ids=ids, low=quantized.data, scale=quantized.scale, **when)
+        return made._newest()  # of no rows quantize makes one scale, which goes here
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -18,8 +18,8 @@ from loka.probe.trace import unseen
 
 NOT_CLICKS = (
     "KL/H is of clicks, and this output's gradient in training is none of equally weighted labels 0 and 1: "
-    "if the output predicts no click, KL/H means nothing, plan with ne=None; if it does (weights, soft labels), "
-    "pass logits= to Probe, a function from the output to logits"
+    "if the output predicts no click, KL/H means nothing, plan with ne=None; if it does (weights, soft "
+    "labels), pass logits= to Probe, a function from the output to logits"
 )
 _LEAST_ROWS = 8
 _NEAR = 0.05
