@@ -84,6 +84,13 @@ def test_probabilities_are_judged_by_their_logits() -> None:
     assert probed(model, lambda p, y: F.mse_loss(p, torch.rand(len(p)))).not_clicks
 
 
+def test_rows_whose_gradient_is_rounded_away_say_nothing() -> None:
+    model = tower()
+    with torch.no_grad():
+        model[2].bias += 15  # p - 1 is of the size of float32's rounding
+    assert not probed(model, bce).not_clicks
+
+
 def test_one_step_that_tells_is_kept_through_files_merging_and_resuming(tmp_path: Path) -> None:
     other, clicks = probed(tower(), F.mse_loss), probed(tower(), bce)
     other.save(tmp_path)

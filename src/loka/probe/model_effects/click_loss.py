@@ -24,6 +24,8 @@ NOT_CLICKS = (
 _LEAST_ROWS = 8
 _NEAR = 0.05
 """Of c. bf16 rounds a gradient by 0.4 %."""
+_ROUNDED = 1e-5
+"""Of p - y: float32 makes of p a number that is off by 6e-8, so smaller ones are not known to a percent."""
 _ALIKE = 0.9
 """Share of the rows whose c is the median's."""
 
@@ -68,8 +70,9 @@ def _other(z: torch.Tensor, grad: torch.Tensor, *, probabilities: bool) -> torch
     known = g.isfinite() & (g.abs() > least)
     if probabilities:
         g = g * p * left
-    c = torch.where(g > 0, g / p, -g / left)
-    known &= c.isfinite() & (c > 0)
+    share = torch.where(g > 0, p, left)
+    c = g.abs() / share
+    known &= share > _ROUNDED
     middle = torch.where(known, c, torch.nan).nanmedian()
     near = known & ((c / middle - 1).abs() < _NEAR)
     rows = known.sum()
