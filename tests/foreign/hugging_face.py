@@ -54,6 +54,28 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+class Actor(nn.Module):
+    """States and actions [B, T] -> log-probabilities of rows' actions [B], which are no logits of clicks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def forward(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        found = self.model(input_ids=states).logits.log_softmax(-1)
+        return found.gather(2, actions.unsqueeze(2)).squeeze(2).sum(1)
+
+
+def acted(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    states = tokens(rows)["input_ids"]
+    return states, states.flip(0)
+
+
+def _policy_gradient(output: torch.Tensor) -> torch.Tensor:
+    """REINFORCE, with advantages of both signs."""
+    return -(torch.linspace(-1, 1, len(output)) * output).mean()
+
+
 def checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         model = build()
@@ -132,6 +154,7 @@ MODELS = [
         notes="Sequence classification; dropout is 0.",
     ),
     LLAMA,
+    variant(LLAMA, name="actor", build=seeded(Actor), inputs=acted, loss=_policy_gradient, logits=None),
     *(
         variant(
             model,

@@ -6,6 +6,7 @@ from . import (
     autoint,
     checkpointed,
     deepctr,
+    dit,
     dlrm,
     encoders,
     experts,
@@ -21,6 +22,7 @@ FOREIGN: dict[str, Foreign] = {
     foreign.name: foreign
     for family in (
         towers, slices, experts, encoders, lora, autoint, deepctr, fuxictr, checkpointed, dlrm, hugging_face,
+        dit,
     )
     for foreign in family.MODELS
 }  # fmt: skip

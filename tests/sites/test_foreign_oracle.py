@@ -19,7 +19,7 @@ ALWAYS = (  # one of each way of writing a GEMM
     "lstm_tower", "lora_parameters", "lora_merged", "deepctr_autoint", "deepctr_xdeepfm",
     "deepctr_dcn_matrix", "deepctr_dcn_mix", "fuxictr_dcnv2_stacked", "checkpoint_function",
     "checkpoint_modules_reentrant", "torchrec_dlrm_dcn", "torchrec_dlrm_train", "hf_gpt2_lm", "hf_bert",
-    "hf_llama",
+    "hf_llama", "dit", "actor",
 )  # fmt: skip
 NO_SITES = {"lora_merged": ("0.weight", "0.A", "0.B", "2.weight", "2.A", "2.B")}
 

@@ -8,6 +8,7 @@ core/storage/codec.py.
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import shutil
 from collections.abc import Callable
@@ -50,6 +51,14 @@ FILES: dict[str, type[Validation] | type[Bank] | type[Comparison]] = {
 }
 
 
+def stored(name: str, folder: Path) -> Path:
+    """A copy in `folder`; the largest is kept packed."""
+    packed = STORED / f"{name}.xz"
+    data = lzma.decompress(packed.read_bytes()) if packed.exists() else (STORED / name).read_bytes()
+    (folder / name).write_bytes(data)
+    return folder / name
+
+
 def content_of(file: Path) -> Any:
     """Without the texts of outlooks, which are for readers alone."""
 
@@ -61,8 +70,9 @@ def content_of(file: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["validation.json", "bank.json"])
 def test_a_stored_file_is_read_and_written_again_as_it_was(name: str, tmp_path: Path) -> None:
-    FILES[name].load(STORED / name).save(tmp_path / name)
-    assert canonical(content_of(tmp_path / name)) == canonical(content_of(STORED / name))
+    before = content_of(stored(name, tmp_path))
+    FILES[name].load(tmp_path / name).save(tmp_path / name)
+    assert canonical(content_of(tmp_path / name)) == canonical(before)
     written = (tmp_path / name).read_bytes()
     FILES[name].load(tmp_path / name).save(tmp_path / name)
     assert (tmp_path / name).read_bytes() == written
@@ -127,7 +137,7 @@ def test_a_damaged_run_is_refused_by_its_place(
 
 def test_the_looks_of_a_stored_validation_count(tmp_path: Path) -> None:
     """Its pairs were looked at one by one: one look at all of them would be another rule."""
-    shutil.copy(STORED / "validation.json", tmp_path)
+    stored("validation.json", tmp_path)
     with pytest.raises(LokaError, match="a look after every pair, 4 at most"):
         validate(SmallModel, RandomRows(320), RandomRows(320, seed=8), [SHIFTED], config=CONFIG, out=tmp_path)
 
@@ -142,7 +152,7 @@ def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path: Path) -
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("version", [0, 2])
 def test_other_versions_are_refused_with_a_way_out(name: str, version: int, tmp_path: Path) -> None:
-    record = json.loads((STORED / name).read_bytes())
+    record = json.loads(stored(name, tmp_path).read_bytes())
     write_record(tmp_path / name, kind=record["kind"], version=version, content=record["content"])
     with pytest.raises(
         FileRefused, match=f"it has format version {version}, and this LoKA reads 1"
@@ -192,7 +202,7 @@ def put(content: Any, *path: str | int, value: Any) -> None:
 def test_damaged_content_is_refused_by_its_place(
     name: str, path: tuple[str | int, ...], value: Any, why: str, tmp_path: Path
 ) -> None:
-    record = json.loads((STORED / name).read_bytes())
+    record = json.loads(stored(name, tmp_path).read_bytes())
     put(record["content"], *path, value=value)
     write_record(tmp_path / name, kind=record["kind"], version=record["version"], content=record["content"])
     with pytest.raises(FileRefused, match=why):

@@ -101,6 +101,7 @@ def measure(
         final_rate=stats.final_rate,
         no_effect={path: layer.no_effect for path, layer in stats.layers.items() if layer.no_effect},
         parts=dict(stats.parts),
+        not_clicks=stats.not_clicks,
         complete=False,
     )
     path = Path(out) if out is not None else None

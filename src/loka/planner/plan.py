@@ -86,6 +86,7 @@ def plan(
     notes += [*(granted.notes if granted else ()), *report.notes]
     if limits:
         notes += [str(report.parts[part]) for part in limits if part in report.parts]
+        notes += [report.not_clicks] if report.not_clicks else []
         notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")

@@ -182,6 +182,7 @@ def _merge(a: Stats, b: Stats, rank: int) -> Stats:
         coverage=a.coverage or b.coverage,
         final_rate=a.final_rate if a.final_rate == b.final_rate else None,
         parts=_parts(a, b, layers),
+        not_clicks=a.not_clicks or b.not_clicks,
     )
 
 

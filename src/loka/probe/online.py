@@ -11,7 +11,8 @@ cost the model (probe/model_effects/sensitivity.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -193,7 +194,7 @@ class Probe:
 
     def stats(self) -> Stats:
         """What was learnt so far, on the CPU, as a record."""
-        return with_sites(self._without_sites(), self._sites())
+        return _whole(self._without_sites(), self._sites(), self._sensitivity.loss.told())
 
     def memory(self) -> dict[str, int]:
         """Bytes of everything that is kept: of "input", "weight", "grad_output", and "effects".
@@ -214,7 +215,7 @@ class Probe:
 
     def _copy(self) -> tuple[Callable[[], Stats], Copied]:
         sites, copied = to_host(self._sites())
-        return functools.partial(with_sites, self._without_sites(), sites), copied
+        return functools.partial(_whole, self._without_sites(), sites, self._sensitivity.loss.told()), copied
 
     def _without_sites(self) -> Stats:
         no_step = (
@@ -379,8 +380,13 @@ class Probe:
         traced = {path: shape for path, shape in like.layers.items() if shape.use is not None}
         self._names = SiteNames(self._linears, traced)
         self._coverage = stats.coverage
+        self._sensitivity.loss.restore(stats.not_clicks)
         self._steps, self._sampled = stats.steps, stats.sampled_steps
         for path, layer in stats.layers.items():
             if path in self._linears or path in traced:
                 self._layers[path] = from_record(layer, device_of(unwrap(self._model)))
                 self._sensitivity.restore(path, layer)
+
+
+def _whole(stats: Stats, sites: Mapping[str, Site], told: Callable[[], str]) -> Stats:
+    return replace(with_sites(stats, sites), not_clicks=told())

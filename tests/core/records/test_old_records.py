@@ -4,6 +4,7 @@ runs as the plan decides for it, and a plan by which layers run together is refu
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from loka.core.storage.files import read_record, write_record
 from loka.measurement import Settings
 from loka.nn import health_of, sites_of
 
-STORED = Path(__file__).parent / "stored_stats.json"
+STORED = lzma.decompress((Path(__file__).parent / "stored_stats.json.xz").read_bytes())
 GROUP = {
     "in_features": 32,
     "branches": [
@@ -88,7 +89,7 @@ def test_stats(stats: loka.Stats, tmp_path: Path) -> None:
 
 def restored(change: Callable[[dict[str, Any]], object] = lambda layer: None) -> loka.Stats:
     """Statistics that an earlier LoKA wrote, with empty tensors, after `change` of their layer "0"."""
-    content = json.loads(STORED.read_bytes())["content"]
+    content = json.loads(STORED)["content"]
     change(content["layers"]["0"])
     tensors = {
         f"{path}/{operand}/{name}": torch.zeros(0)
@@ -100,7 +101,7 @@ def restored(change: Callable[[dict[str, Any]], object] = lambda layer: None) ->
 
 
 def test_stored_statistics_are_written_again_with_the_same_bytes() -> None:
-    before = json.loads(STORED.read_bytes())["content"]
+    before = json.loads(STORED)["content"]
     del before["tensors"]  # the file of them, and its checksum
     found, tensors = flatten(restored())
     assert json.dumps(found) == json.dumps(before)

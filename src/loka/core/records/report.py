@@ -101,6 +101,7 @@ class Report:
         no_effect: by layer, why its effect on KL/H is not known, or is old.
         centres: by layer, what centred recipes take off its input, a number a column.
         parts: tasks and segments of rows that have a KL/H of their own, as the statistics have them.
+        not_clicks: as the statistics have it: why KL/H may mean nothing here; "" where nothing speaks for it.
         notes: what was not measured in full, and why.
         complete: everything was measured in full; measuring again goes on with what is missing.
     """
@@ -120,6 +121,7 @@ class Report:
     no_effect: Mapping[str, str] = sparse(default_factory=dict)
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
     parts: Mapping[str, Part] = sparse(default_factory=dict)
+    not_clicks: str = sparse("")
     notes: tuple[str, ...] = ()
     complete: bool = True
 
@@ -154,6 +156,7 @@ class Report:
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
         lines += [str(part) for part in self.parts.values()]
         lines += [f"note: {line}" for line in self.unknown_effects()]
+        lines += [f"note: {self.not_clicks}"] if self.not_clicks else []
         lines += [f"note: {note if len(note) <= 400 else note[:400] + ' ...'}" for note in self.notes]
         return "\n".join(lines)
 

@@ -95,6 +95,7 @@ class Stats:
     `coverage` accounts for the matmul FLOPs of the first sampled step; None in statistics of before there was
     any. `final_rate` is the learning rate, as a share of its peak, of the model that effects are of; None
     where nobody said. `parts` are the tasks and segments of rows that have effects of their own, by name.
+    `not_clicks` is why the loss of training may be of no clicks; "" where nothing speaks for that.
     """
 
     model: ModelSignature
@@ -105,6 +106,7 @@ class Stats:
     coverage: Coverage | None = sparse(None)
     final_rate: float | None = sparse(None)
     parts: Mapping[str, Part] = sparse(default_factory=dict)
+    not_clicks: str = sparse("")
 
     def digest(self) -> str:
         """Identifies the statistics; reports carry it so that a resumed measure checks it."""

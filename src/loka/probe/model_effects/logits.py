@@ -32,6 +32,11 @@ _MOVES = frozenset(
         *("SplitWithSizes", "Unbind", "Expand", "AsStrided", "Clamp", "ClampMin", "ClampMax"),
     )
 )
+# Nodes through which a log-probability or a loss of a row stays one. A difference of two may be a logit.
+_SUMS = _MOVES | {"Gather", "Neg", "Sum", "Mean", "Mul", "Div", "Add"}
+_NO_LOGITS = frozenset(
+    ("LogSoftmax", "LogSigmoid", "NllLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MseLoss")
+)
 
 
 class NoEffect(Exception):
@@ -40,7 +45,7 @@ class NoEffect(Exception):
 
 def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
     """Logits [B, T] in float32 of what a model returned; raises NoEffect where there are none."""
-    output = _called_logits(output) if logits is None else logits(output)
+    output = called_logits(output) if logits is None else logits(output)
     way_out = "; pass logits= to Probe, or base_rate= for the gradient of training"
     if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.is_nested:
         raise NoEffect(f"the model returns {type(output).__name__}, not logits{way_out}")
@@ -51,16 +56,24 @@ def logits_of(output: Any, logits: Logits | None) -> torch.Tensor:
             "pass logits= to Probe (lambda o: o if all columns are logits of tasks)"
         )
     if output.ndim not in (1, 2) or (logits is None and columns != 1):
-        raise NoEffect(f"the model returns {tuple(output.shape)}, not [rows] or [rows, tasks]{way_out}")
+        raise NoEffect(
+            f"the model returns {tuple(output.shape)}, not logits of clicks [rows] or [rows, tasks]{way_out}"
+            "; a model that predicts no clicks has no KL/H: plan with ne=None"
+        )
     if not output.requires_grad:
         raise NoEffect("the model's output has no gradient")
     z = output.float()
+    if logits is None and (made_of := _origins(output, _SUMS) - {""}) and made_of <= _NO_LOGITS:
+        raise NoEffect(
+            f"the model returns {', '.join(sorted(made_of))} of something, no logits of clicks: it has no "
+            "KL/H; plan with ne=None, or pass logits= to Probe for the logits of clicks"
+        )
     if logits is None and _are_probabilities(output):
         z = z.clamp(1e-6, 1 - 1e-6).logit()
     return z.reshape(z.shape[0], -1)
 
 
-def _called_logits(output: Any) -> Any:
+def called_logits(output: Any) -> Any:
     """What the output itself names its logits, else the output."""
     if isinstance(output, torch.Tensor):
         return output
@@ -93,16 +106,7 @@ def _behind(loss: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
 
 def _are_probabilities(output: torch.Tensor) -> bool:
     """Whether all of it came out of a sigmoid; raises NoEffect where that is likely, and not seen."""
-    origins: set[str] = set()
-    nodes, seen = [output.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        name = node.name().split("Backward")[0] if node is not None else ""
-        if name not in _MOVES:
-            origins.add(name)
-        elif node is not None and node not in seen:
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
+    origins = _origins(output, _MOVES)
     if "Sigmoid" in origins and len(origins) > 1:
         raise NoEffect("some outputs come out of a sigmoid and some do not: pass logits= to Probe")
     values = output.detach()
@@ -119,6 +123,21 @@ def _are_probabilities(output: torch.Tensor) -> bool:
             "they are logits)"
         )
     return "Sigmoid" in origins
+
+
+def _origins(output: torch.Tensor, through: frozenset[str]) -> set[str]:
+    """Names of the nodes of autograd that lie behind those `through` which values go; "" of a constant."""
+    origins: set[str] = set()
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        name = node.name().split("Backward")[0] if node is not None else ""
+        if name not in through:
+            origins.add(name)
+        elif node is not None and node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+    return origins
 
 
 def finite(picks: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

@@ -137,6 +137,8 @@ def renew_effects(
             "this model runs a plan, and its effects are those of the unquantized model",
             way_out="loka.revert(model) first",
         )
+    if logits is not None or tasks:  # whoever says what they are knows the loss
+        stats = replace(stats, not_clicks="")
     strata = None if segments is None else SegmentRows(segments, wanted=segment_rows)
     if len(tasks) > 1 and logits is None:
         logits = _as_named  # whoever names its columns says what they are

@@ -40,8 +40,9 @@ from loka.probe.model_effects.calls import (
     refuse_freed,
     step_seed,
 )
+from loka.probe.model_effects.click_loss import ClickLoss
 from loka.probe.model_effects.error_projection import effects_of
-from loka.probe.model_effects.logits import Logits, NoEffect, finite, logits_of, refuse
+from loka.probe.model_effects.logits import Logits, NoEffect, called_logits, finite, logits_of, refuse
 from loka.probe.model_effects.sample_rows import RowsMix, batch_of
 from loka.probe.model_effects.untouched import batch_norms, buffers_kept
 from loka.probe.trace import unseen
@@ -100,6 +101,7 @@ class Sensitivity:
         self._known: dict[str, _Known] = {}
         self._reasons: dict[str, str] = {}
         self._missed: dict[str, str] = {}  # why the latest step says nothing, by path
+        self.loss = ClickLoss()
 
     def begin(self, arguments: Any, *, step: int) -> None:
         """Sampled step number `step` begins; `arguments` are those of the model."""
@@ -161,6 +163,8 @@ class Sensitivity:
             picks = finite(self._pick(z.shape[0]), z)
             signed, p = self._signed(z, picks)
             grads = self._backward(model, z, picks, edges, signed)
+            if self._logits is None and self._sink is None:
+                self.loss.watch(called_logits(output), z, unless=lambda: Sensitivity.working)
         except Exception as error:  # user code runs in the pass, and training goes on without it
             self._drop(calls, reason_of(error))
             return
