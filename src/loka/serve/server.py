@@ -181,7 +181,7 @@ class Server:
         count, largest = tensors[0].shape[0], self.card.buckets[-1]
         parts, sizes = [], []
         for first in range(0, max(count, 1), largest):
-            part = [tensor[first : first + largest] for tensor in tensors]
+            part = [t[first : first + largest] for t in tensors] if count > largest else tensors
             rows = part[0].shape[0]
             sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
             if isinstance(by, Replays):
