@@ -5,7 +5,7 @@
 A line has the least sum of squared relative errors: sizes span four orders of magnitude, and absolute errors
 would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, whose number is known
 (collectives.py). Groups of several sizes tell the two apart; of one size, the split is NCCL's own tuner's.
-At the ends of intervals lines lie below, or above, every time that was fitted: alpha and beta leave out much.
+At the ends of intervals lines lie below, or above, every time that was fitted.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _lines(samples: Sequence[Sample]) -> list[_Line]:
 
 
 def _widened(network: Network, samples: Sequence[Sample], link: Link, split: Estimate | None) -> Network:
-    """With the ends that `samples` ask for, at the ends of their own intervals, of all that they go over."""
+    """With the ends that those of `samples` ask for."""
     low = min(one.us.low / one.told(network) for one in samples)
     high = max(one.us.high / one.told(network) for one in samples)
     wide = _wide(link, low, high)
@@ -150,7 +150,7 @@ def _wide(link: Link, low: float, high: float) -> Link:
 
 
 def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[Fitted, ...]:
-    """Of each collective and group: what was fitted, and how far what is told lies from what was not."""
+    """Also how far what is told lies from what was held out."""
     rows = []
     for line in _lines(fitted):
         mine = [one for one in held_out if one.key == (line.op, line.nodes, line.inner)]
@@ -161,7 +161,7 @@ def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sampl
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The geometric mean: shares are over it."""
+    """Geometric."""
     return math.exp(sum(math.log(max(value, _LEAST)) for value in values) / len(values))
 
 
