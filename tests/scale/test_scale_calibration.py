@@ -106,7 +106,7 @@ def test_a_late_host_costs_that_timing_on_every_rank() -> None:
         rounds.over_ranks(points, [[one], [[nan, *other[1:]]]])
 
 
-SMALL = tuple(1 << step for step in (12, 14, 16, 18, 21))
+SMALL = tuple(1 << step for step in (10, 12, 14, 17, 20))
 
 
 def job(rank: int, folder: Path) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
         mock.patch.object(rounds, "_BACK_TO_BACK", 1.0),  # one call at a time
         mock.patch("loka.cli.commands.scale.calibrate", lambda device, **named: quick(**named)),
     ):
-        text = run("scale", "calibrate", "--out", "net.json", "--max-mb", 2, "--device", "cpu", cwd=folder)
+        text = run("scale", "calibrate", "--out", "net.json", "--max-mb", 1, "--device", "cpu", cwd=folder)
         based = quick(base=Network.load(EXAMPLE)).gpus_per_node
         with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "1"}):
             cards = quick().gpus_per_node
