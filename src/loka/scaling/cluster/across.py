@@ -116,7 +116,7 @@ def scale_across(
 
 
 def default_gpus(network: Network) -> tuple[int, ...]:
-    """`GPUS`, or powers of two up to a node where nothing is known of links between nodes."""
+    """`GPUS`, or powers of two in a node where nothing is known of others."""
     if network.between is not None:
         return GPUS
     return tuple(1 << step for step in range(1, network.gpus_per_node.bit_length()))

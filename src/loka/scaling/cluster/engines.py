@@ -203,7 +203,9 @@ class _Watch(TorchDispatchMode):
             self.log.events.append(_matmul(func, args, flops, self.log.backward))
         elif func.namespace in ("aten", "prims", "fsdp") and not func.is_view:
             size = _bytes((args, kwargs)) + _bytes(out)
-            if size and func._overloadpacket not in _MADE:
+            # A lookup takes the whole table for its argument, and its dense gradient is as large.
+            lookup = func._overloadpacket.__name__.lstrip("_").startswith("embedding")
+            if size and func._overloadpacket not in _MADE and not lookup:
                 _add_moved(self.log, size)
         return out
 
@@ -236,6 +238,8 @@ def _step(batch: Any, mode: FakeTensorMode) -> Callable[[nn.Module, _Log], None]
 
     def run(wrapped: nn.Module, log: _Log) -> None:
         log.events.clear()
+        for parameter in wrapped.parameters():  # an engine before this one may have left a table's
+            parameter.grad = None
         mixed = any(p.dtype == torch.float32 for p in wrapped.parameters())
         with mode, _Watch(log), torch.autocast("cpu", torch.bfloat16, enabled=mixed), torch.enable_grad():
             log.backward = False

@@ -5,8 +5,7 @@ from __future__ import annotations
 from loka.scaling.cluster.engines import EngineStep, Gathered
 from loka.scaling.cluster.wires import gather_wire, held_elements
 
-CAPACITY = {"NVIDIA H200": 143771 * 2.0**20}
-"""Bytes, as nvidia-smi has them."""
+CAPACITY = {"NVIDIA H200": 143771 * 2.0**20}  # bytes, as nvidia-smi has them
 
 ORIGIN = (
     "memory: gradients and Adam's moments are as the weights; DDP has buckets besides; FSDP2 holds its two "
