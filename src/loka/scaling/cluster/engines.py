@@ -98,15 +98,15 @@ Event = Matmul | Moved | Gathered | CopiedOut | Reduced
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """`units`: paths that were sharded each for itself, besides the root. `tables`: elements left out;
-    `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`: bytes that
-    forward keeps for backward, parameters apart."""
+    """`units`: paths that were sharded each for itself, besides the root. `tables`: rows and width of each,
+    left out; `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`:
+    bytes that forward keeps for backward, parameters apart."""
 
     engine: Engine
     events: tuple[Event, ...]
     units: tuple[str, ...]
     params: tuple[Param, ...]
-    tables: int
+    tables: tuple[tuple[int, int], ...]
     buffers: int
     itemsize: float = 4.0
     saved: int = 0
@@ -148,7 +148,7 @@ def traced_step(
         events=tuple(log.events),
         units=paths,
         params=tuple(Param(n, tuple(p.shape)) for n, p in model.named_parameters() if n not in ignored),
-        tables=sum(p.numel() for name, p in model.named_parameters() if name in ignored),
+        tables=tuple((p.shape[0], p.shape[1]) for n, p in model.named_parameters() if n in ignored),
         buffers=_bytes(list(model.buffers())),
         itemsize=_bytes(dense) / max(sum(p.numel() for p in dense), 1),
         saved=sum(storage.nbytes() for storage in log.saved.values()),
