@@ -38,6 +38,7 @@ from loka.cli.inputs import model_builder
 from loka.cli.torchrun import over_ranks, process_group
 from loka.core.exchange import gather, ranks_of
 from loka.data import SyntheticClicks
+from loka.data.batch import Batch
 from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.ranks import by_the_first
@@ -71,11 +72,8 @@ class Trained:
         mods.apply(built, MODS)
         return built.to(device)
 
-    def one(self, device: torch.device) -> Any:
-        return next(iter(self.rows.batches(self.size))).to(device)
-
     def batch(self, device: torch.device, *, tiny: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-        batch = self.one(device)
+        batch = next(iter(self.rows.batches(self.size))).to(device)
         return [batch.dense, batch.sparse], batch.label
 
 
@@ -107,7 +105,8 @@ def measured(name: str, cell: Trained, plan: loka.Plan | None, told: argparse.Na
     device = torch.device(told.device)
     config = TrainConfig(batch_size=cell.size, device=told.device, step=told.step, gather=how)
     model = over_ranks(cell.model(device), config, engine="torch", dense=engine, exchange="fp32")
-    run, batch = Run(model, config, steps=10_000, say=tell), cell.one(device)
+    run, ((dense, sparse), label) = Run(model, config, steps=10_000, say=tell), cell.batch(device)
+    batch = Batch(dense=dense, sparse=sparse, label=label)
     run.adopt(plan)
     for _ in range(WARM_UPS):
         run.learn(batch)
