@@ -36,6 +36,7 @@ from loka import mods
 from loka.cli.commands.demo import MODS
 from loka.cli.inputs import model_builder
 from loka.cli.torchrun import over_ranks, process_group
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.exchange import gather, ranks_of
 from loka.data import SyntheticClicks
 from loka.data.batch import Batch
@@ -78,7 +79,7 @@ class Trained:
 
 
 def planned(cell: Trained, told: argparse.Namespace, device: torch.device) -> loka.Plan:
-    """Rank 0's, on all ranks, which wait for it without a collective."""
+    """Rank 0's, for which the others wait without a collective."""
 
     def make(alive: Any) -> str:
         if not told.plan.exists():
@@ -90,7 +91,7 @@ def planned(cell: Trained, told: argparse.Namespace, device: torch.device) -> lo
                 candidates=told.candidates,
                 settings=COARSE,
                 errors_only=device.type != "cuda",
-                time_limit=told.measure_seconds,
+                time_limit=60,
                 track=lambda items, *_: (item for item in items if alive() or True),
             )
             told.plan.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ def _microseconds(run: Run, batch: Any, device: torch.device) -> float:
 
 
 def _profiled(run: Run, batch: Any, device: torch.device) -> float:
-    """Microseconds of communication a step."""
+    """Microseconds a step."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(PROFILED):
@@ -146,15 +147,14 @@ def _profiled(run: Run, batch: Any, device: torch.device) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="wukong:2gf")
     parser.add_argument("--batch-size", type=int, default=6144, help="of a rank")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step", default="compile", choices=["compile", "eager"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--candidates", nargs="+", default=["torch_fast:rowwise_e4m3_pow2"])
-    parser.add_argument("--measure-seconds", type=float, default=60)
+    parser.add_argument("--candidates", nargs="+", default=list(dict.fromkeys(IN_REGIONS)))
     parser.add_argument("--plan", type=Path, help="by default beside --out")
     parser.add_argument("--out", type=Path, required=True)
     told = parser.parse_args()
@@ -167,7 +167,8 @@ def main() -> None:
         missing = [name for name in told.arms if f"{key} {name}" not in done]
         tell(f"{key}: {', '.join(missing) or 'nothing'} to do")
         plan = planned(cell, told, device) if any(ARMS[name][1] for name in missing) else None
-        tell(plan.summary() if plan else "no arm wants a plan")
+        if plan:
+            tell(plan.summary())
         for name in missing:
             began = time.monotonic()
             torch._dynamo.reset()

@@ -20,7 +20,7 @@ from loka.distributed import choose_gather, fp8_all_gather
 from loka.distributed.choice import HP, Ways
 
 CHOSEN = {"0.weight", "6.weight"}
-# Microseconds on the first rank and on the second: of scales, and of (FP8, own dtype) by unit.
+# Microseconds in (FP8, own dtype) on the first rank and on the second, by unit.
 CLOCKS = [
     ((10.0, 20.0), (11.0, 25.0)),
     ((10.0, 20.0), (30.0, 20.0)),  # the slower rank is what all wait for
@@ -30,7 +30,6 @@ CLOCKS = [
 
 
 def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
-    """A timer that runs what it is to time, and tells what `CLOCKS` says of one unit after the other."""
     times = [(scales, scales), *(of_unit[rank] for of_unit in CLOCKS)]
 
     def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:

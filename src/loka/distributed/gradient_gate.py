@@ -50,8 +50,8 @@ def choose_gradients(
 ) -> Choice:
     """Whether gradients travel by an eight-bit codec, and by which; from then on they do. A collective.
 
-    Call it on every rank after wrapping and before the first step, in place of `send_gradients`. `taken` of
-    the result holds the codec, or nothing.
+    Call it after wrapping and before the first step, in place of `send_gradients`. `taken` of the result
+    holds the codec, or nothing.
 
     Args:
         model: in DistributedDataParallel, or with units of `fully_shard` in it.
