@@ -16,7 +16,7 @@ from torch import nn
 from towers import alone, plan_of, uneven
 
 import loka
-from loka.distributed import choose_gather, fp8_all_gather
+from loka.distributed import Choice, choose_gather, fp8_all_gather
 from loka.distributed.choice import HP, Ways
 
 CHOSEN = {"0.weight", "6.weight"}
@@ -62,6 +62,7 @@ class Job:
         told.append(str(choose_gather(timed, self.plan)))
         losses += trained(timed, rank, 2, first=1)
         found["untouched"] = losses == trained(untimed, rank, 1) + trained(untimed, rank, 2, first=1)
+        found["first"] = Choice(2, (f"rank {rank}",), "").of_the_first().taken
         return {**found, "by time": told}
 
 
@@ -75,6 +76,7 @@ def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]
     assert set(first["fp8"]) == set(second["fp8"]) == CHOSEN
     for name in ("told", "by time"):
         assert first[name] == second[name]
+    assert second["first"] == ("rank 0",)
     assert "30.1" in first["told"], "of the second unit in FP8 counts what the second rank took"
     assert "its unit is not faster so" in first["why"]
     assert len(first["by time"][1].splitlines()) == 1 + len(CLOCKS) + 1
