@@ -5,8 +5,8 @@
         --steps 3 --device cpu --step eager --candidates emulated:rowwise_e4m3_pow2 --out runs/tiny.jsonl
 
 A step is that of `loka train`, optimizers and metrics included, on one synthetic batch of each rank. Rank 0
-probes, measures and plans before, by recipes whose weights FP8 gathers take; a file at --plan is read
-instead. Arms run in turn; each writes a line of JSON, and the same command goes on with what is missing.
+probes, measures and plans before, by recipes whose weights FP8 gathers take; a file at --plan (beside
+--out) is read instead. Arms run in turn and write a line of JSON; the same command does what is missing.
 `step_us` is the median over steps of the slowest rank's time, and quartiles, behind 8 steps of warm-up;
 `comm_us` rank 0's time in kernels of NCCL (operations of gloo) a step, hidden or not, by torch.profiler.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -142,20 +143,21 @@ def _profiled(run: Run, batch: Any, device: torch.device) -> float:
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(PROFILED):
             _microseconds(run, batch, device)
-    kinds = [event for event in seen.key_averages() if event.key.startswith(("ncclDevKernel", "gloo"))]
-    return sum(e.self_device_time_total if cuda else e.self_cpu_time_total for e in kinds) / PROFILED
+    kinds = [event for event in seen.key_averages() if re.match(r"nccl\w*Kernel|gloo", event.key)]
+    assert kinds, "no kernel of communication is known by name"
+    return sum(e.self_device_time_total if cuda else e.cpu_time_total for e in kinds) / PROFILED
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="wukong:2gf")
-    parser.add_argument("--batch-size", type=int, default=6144, help="of a rank")
+    parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step", default="compile", choices=["compile", "eager"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--candidates", nargs="+", default=list(dict.fromkeys(IN_REGIONS)))
-    parser.add_argument("--plan", type=Path, help="by default beside --out")
+    parser.add_argument("--plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     told = parser.parse_args()
     told.plan = told.plan or told.out.with_suffix(f".{told.model.replace(':', '_')}.plan.json")
