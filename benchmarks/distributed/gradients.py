@@ -55,7 +55,7 @@ def measured(megabytes: float, device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 4, 16, 64, 256])
     arguments = parser.parse_args()

@@ -5,8 +5,8 @@
         --steps 3 --device cpu --step eager --candidates emulated:rowwise_e4m3_pow2 --out runs/tiny.jsonl
 
 A step is that of `loka train`, optimizers and metrics included, on one synthetic batch of each rank. Rank 0
-probes, measures and plans before, by recipes whose weights FP8 gathers take; a file at --plan is read
-instead. Arms run in turn; each writes a line of JSON, and the same command goes on with what is missing.
+probes, measures and plans before, by recipes whose weights FP8 gathers take; a file at --plan (beside
+--out) is read instead. Arms run in turn and write a line of JSON; the same command does what is missing.
 `step_us` is the median over steps of the slowest rank's time, and quartiles, behind 8 steps of warm-up;
 `comm_us` rank 0's time in kernels of NCCL (operations of gloo) a step, hidden or not, by torch.profiler.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -36,8 +37,10 @@ from loka import mods
 from loka.cli.commands.demo import MODS
 from loka.cli.inputs import model_builder
 from loka.cli.torchrun import over_ranks, process_group
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.exchange import gather, ranks_of
 from loka.data import SyntheticClicks
+from loka.data.batch import Batch
 from loka.measurement.settings import COARSE
 from loka.train import TrainConfig
 from loka.train.ranks import by_the_first
@@ -71,16 +74,13 @@ class Trained:
         mods.apply(built, MODS)
         return built.to(device)
 
-    def one(self, device: torch.device) -> Any:
-        return next(iter(self.rows.batches(self.size))).to(device)
-
     def batch(self, device: torch.device, *, tiny: bool = False) -> tuple[list[torch.Tensor], torch.Tensor]:
-        batch = self.one(device)
+        batch = next(iter(self.rows.batches(self.size))).to(device)
         return [batch.dense, batch.sparse], batch.label
 
 
 def planned(cell: Trained, told: argparse.Namespace, device: torch.device) -> loka.Plan:
-    """Rank 0's, on all ranks, which wait for it without a collective."""
+    """Rank 0's, for which the others wait without a collective."""
 
     def make(alive: Any) -> str:
         if not told.plan.exists():
@@ -92,7 +92,7 @@ def planned(cell: Trained, told: argparse.Namespace, device: torch.device) -> lo
                 candidates=told.candidates,
                 settings=COARSE,
                 errors_only=device.type != "cuda",
-                time_limit=told.measure_seconds,
+                time_limit=60,
                 track=lambda items, *_: (item for item in items if alive() or True),
             )
             told.plan.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,8 @@ def measured(name: str, cell: Trained, plan: loka.Plan | None, told: argparse.Na
     device = torch.device(told.device)
     config = TrainConfig(batch_size=cell.size, device=told.device, step=told.step, gather=how)
     model = over_ranks(cell.model(device), config, engine="torch", dense=engine, exchange="fp32")
-    run, batch = Run(model, config, steps=10_000, say=tell), cell.one(device)
+    run, ((dense, sparse), label) = Run(model, config, steps=10_000, say=tell), cell.batch(device)
+    batch = Batch(dense=dense, sparse=sparse, label=label)
     run.adopt(plan)
     for _ in range(WARM_UPS):
         run.learn(batch)
@@ -137,29 +138,26 @@ def _microseconds(run: Run, batch: Any, device: torch.device) -> float:
 
 
 def _profiled(run: Run, batch: Any, device: torch.device) -> float:
-    """Microseconds a step of communication; all ranks take the same steps."""
+    """Microseconds a step."""
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(PROFILED):
-            run.learn(batch)
-        if cuda:
-            torch.cuda.synchronize()
-    kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    mine = [e for e in seen.events() if e.device_type == kind and e.name.startswith(("nccl", "gloo"))]
-    return sum(e.device_time if cuda else e.cpu_time for e in mine) / PROFILED
+            _microseconds(run, batch, device)
+    kinds = [event for event in seen.key_averages() if re.match(r"nccl\w*Kernel|gloo", event.key)]
+    assert kinds, "no kernel of communication is known by name"
+    return sum(e.self_device_time_total if cuda else e.cpu_time_total for e in kinds) / PROFILED
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="wukong:2gf")
-    parser.add_argument("--batch-size", type=int, default=6144, help="of a rank")
+    parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--step", default="compile", choices=["compile", "eager"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--candidates", nargs="+", default=["torch_fast:rowwise_e4m3_pow2"])
-    parser.add_argument("--measure-seconds", type=float, default=60)
-    parser.add_argument("--plan", type=Path, help="by default beside --out")
+    parser.add_argument("--candidates", nargs="+", default=list(dict.fromkeys(IN_REGIONS)))
+    parser.add_argument("--plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     told = parser.parse_args()
     told.plan = told.plan or told.out.with_suffix(f".{told.model.replace(':', '_')}.plan.json")
@@ -171,7 +169,8 @@ def main() -> None:
         missing = [name for name in told.arms if f"{key} {name}" not in done]
         tell(f"{key}: {', '.join(missing) or 'nothing'} to do")
         plan = planned(cell, told, device) if any(ARMS[name][1] for name in missing) else None
-        tell(plan.summary() if plan else "no arm wants a plan")
+        if plan:
+            tell(plan.summary())
         for name in missing:
             began = time.monotonic()
             torch._dynamo.reset()

@@ -19,8 +19,8 @@ from torch import nn
 import loka
 from loka.measurement import Settings
 from loka.serve import Server, freeze, load
-from loka.serve.monitor import EVERY
 from loka.serve.rows import leaves
+from loka.serve.watch.monitor import EVERY
 from loka.zoo import build
 
 RECIPE = "emulated:rowwise_e4m3"

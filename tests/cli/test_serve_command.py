@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build("dlrm", dense_features=world.dense_features, vocab_sizes=world.vocab_sizes)
     with library.Probe(model, every=1, effect_samples=0) as probe:
         model(*arguments(next(world.batches(64)))).sum().backward()
+    probe.stats().save(folder / "stats")
     report = library.measure(
         probe.stats(),
         device="cpu",
@@ -77,6 +80,31 @@ def test_what_cannot_be_frozen(folder: Path) -> None:
     command = ("serve", "freeze", *FEW, "--no-mods", "--plan", "plan.json")
     assert "holds no checkpoint" in loka(*command, "--checkpoint", "none", cwd=folder, fails=2)
     assert Plan.load(folder / "plan.json").decisions
+
+
+def test_plans_by_numbers_of_rows(folder: Path) -> None:
+    plan = Plan.load(folder / "plan.json")
+    first = next(site for site, made in plan.decisions.items() if made.candidate != "hp")
+    few = dataclasses.replace(plan.decisions[first], candidate="hp")
+    dataclasses.replace(plan, decisions={**plan.decisions, first: few}).save(folder / "few.json")
+    command = ("serve", "freeze", *FEW, "--no-mods", "--checkpoint", "run", "--calibration-rows", "300")
+    plans = ("--plan", "16=few.json", "--plan", "4096=plan.json")
+    text = loka(*command, *plans, "--out", "by_rows", "--no-graphs", cwd=folder)
+    assert re.search(r"16 rows: 1 of \d+ sites run in high precision", text)
+    assert "64 rows:" not in text
+    text = loka(*command, "--plan", "few.json", "--plan", "9=plan.json", cwd=folder, fails=2)
+    assert "ROWS=FILE" in text
+    text = loka(*command, "--plan", "9=plan.json", cwd=folder, fails=2)
+    assert "no plan for 4096 rows" in text
+
+
+def test_a_report_for_serving(folder: Path) -> None:
+    few = ("--candidate", "emulated:rowwise_e4m3", "--errors-only", "--no-cache", "--out", "serving.json")
+    text = loka("measure", "stats", "--inference", "0.5", *few, cwd=folder)
+    assert "weights are quantized once, as loka.serve keeps them" in text
+    report = library.Report.load(folder / "serving.json")
+    assert {site.problem.m for site in report.sites.values()} == {32}
+    assert {site.problem.gemm.value for site in report.sites.values()} == {"output"}
 
 
 @pytest.mark.slow

@@ -98,8 +98,8 @@ class Job:
         return found
 
     def chosen(self, rank: int) -> dict[str, Any]:
-        """Gathers in FP8 and gradients in torch's own way, as the first clock says; on from a checkpoint; and
-        as if units had been chosen on four ranks, and a codec on two, where the clock says the reverse."""
+        """Gathers in FP8, gradients in torch's own way, as the clock says; on from a checkpoint; and as if
+        four ranks had chosen units, and two a codec."""
         fp8, asked = 10.0 + rank, 0
         sent: list[str] = []
 

@@ -16,11 +16,11 @@ from torch import nn
 from towers import alone, plan_of, uneven
 
 import loka
-from loka.distributed import choose_gather, fp8_all_gather
+from loka.distributed import Choice, choose_gather, fp8_all_gather
 from loka.distributed.choice import HP, Ways
 
 CHOSEN = {"0.weight", "6.weight"}
-# Microseconds on the first rank and on the second: of scales, and of (FP8, own dtype) by unit.
+# Microseconds in (FP8, own dtype) on the first rank and on the second, by unit.
 CLOCKS = [
     ((10.0, 20.0), (11.0, 25.0)),
     ((10.0, 20.0), (30.0, 20.0)),  # the slower rank is what all wait for
@@ -30,7 +30,6 @@ CLOCKS = [
 
 
 def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
-    """A timer that runs what it is to time, and tells what `CLOCKS` says of one unit after the other."""
     times = [(scales, scales), *(of_unit[rank] for of_unit in CLOCKS)]
 
     def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
@@ -63,6 +62,7 @@ class Job:
         told.append(str(choose_gather(timed, self.plan)))
         losses += trained(timed, rank, 2, first=1)
         found["untouched"] = losses == trained(untimed, rank, 1) + trained(untimed, rank, 2, first=1)
+        found["first"] = Choice(2, (f"rank {rank}",), "").of_the_first().taken
         return {**found, "by time": told}
 
 
@@ -76,6 +76,7 @@ def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]
     assert set(first["fp8"]) == set(second["fp8"]) == CHOSEN
     for name in ("told", "by time"):
         assert first[name] == second[name]
+    assert second["first"] == ("rank 0",)
     assert "30.1" in first["told"], "of the second unit in FP8 counts what the second rank took"
     assert "its unit is not faster so" in first["why"]
     assert len(first["by time"][1].splitlines()) == 1 + len(CLOCKS) + 1

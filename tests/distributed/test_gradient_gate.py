@@ -22,13 +22,11 @@ from loka.distributed.choice import HP, Ways, time_in_turns
 from loka.distributed.gradient_gate import STEPS
 
 WIDE = 128
-# Microseconds of a step on the first rank and on the second.
+# Microseconds on the first rank and on the second.
 CLOCKS = {HP: (100.0, 110.0), "int8": (50.0, 120.0), "e4m3": (90.0, 80.0)}
 
 
 def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
-    """A timer that runs each way once, and tells what `CLOCKS` says."""
-
     def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
         for run in ways.values():
             run()
@@ -37,10 +35,10 @@ def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
     return timer
 
 
-def stepping(model: nn.Module, rank: int, features: int) -> Callable[[int], None]:
+def stepping(model: nn.Module, rank: int) -> Callable[[int], None]:
     def step(number: int) -> None:
         model.zero_grad()
-        loss_of(model, *rows(number, rank, features)).backward()
+        loss_of(model, *rows(number, rank, WIDE)).backward()
 
     return step
 
@@ -65,19 +63,19 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for engine in ("ddp", "fsdp2"):
         model = wrapped(engine, None)
-        choice = choose_gradients(model, stepping(model, rank, WIDE), timer=clock(rank))
-        stepping(model, rank, WIDE)(0)
+        choice = choose_gradients(model, stepping(model, rank), timer=clock(rank))
+        stepping(model, rank)(0)
         exact = exact_mean(2)
         away = {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
         found[engine] = {"taken": choice.taken, "told": str(choice), "away": away}
     made = {"single": single(), "faint": Faint(), "by time": single(), "own": single()}
     models = {name: DistributedDataParallel(model) for name, model in made.items()}
     for name, timer in (("single", clock(rank)), ("faint", clock(rank)), ("by time", time_in_turns)):
-        step = stepping(models[name], rank, WIDE)
+        step = stepping(models[name], rank)
         codecs = ["int8", "e4m3"] if name == "faint" else ["int8"]
         found[name] = str(choose_gradients(models[name], step, codecs=codecs, timer=timer))
     for name in ("single", "own"):
-        stepping(models[name], rank, WIDE)(0)
+        stepping(models[name], rank)(0)
     found["as torch sends"] = torch.equal(made["single"].weight.grad, made["own"].weight.grad)
     return {**found, "refused": refused(rank)}
 
@@ -85,10 +83,8 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
 def refused(rank: int) -> dict[str, str]:
     told = {}
     for name in ("zero", "nan", "nothing", "sparse"):
-        model: nn.Module = single()
-        if name == "sparse":
-            model = nn.Sequential(nn.Embedding(8, 8, sparse=True))
-        model = DistributedDataParallel(model)
+        inner = nn.Embedding(8, 8, sparse=True) if name == "sparse" else single()
+        model = DistributedDataParallel(inner)
 
         def step(number: int, name: str = name, model: nn.Module = model) -> None:
             if name != "nothing":
@@ -122,7 +118,7 @@ def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
     model, parts = single(), []
     for number in range(STEPS):
         for rank in range(2):
-            stepping(model, rank, WIDE)(number)
+            stepping(model, rank)(number)
             parts.append(model.weight.grad.double().clone())
     sent = torch.stack(parts).view(STEPS, 2, 64, WIDE)
 

@@ -260,6 +260,15 @@ def test_numbers_of_gpus(gpus: tuple[int, ...], told: str) -> None:
         across(gpus=gpus)
 
 
+def test_a_table_left_out_takes_no_time() -> None:
+    with fake_mode():
+        models = [nn.Sequential(nn.EmbeddingBag(rows, 2048), tower()) for rows in (10, 10_000_000)]
+    ids = torch.zeros(4, 3, dtype=torch.long)
+    asked: Any = {"network": network(), "gpus": (8,), "batch_size": ROWS}
+    few, many = (scale_across(model, ids, **asked).rows for model in models)
+    assert [row.bf16_parts.other for row in few] == [row.bf16_parts.other for row in many]
+
+
 def test_products_that_are_no_site_take_time_too() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -278,18 +287,18 @@ def test_products_that_are_no_site_take_time_too() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """Three layers of n weights and 2048 biases in float32; autograd saves their inputs in bf16, and bf16
-    weights of two that autocast made."""
+    """Autograd saves inputs of three layers in bf16, and bf16 weights of two that autocast made."""
     found = across(gpus=(8, 64))
     n, rows = 2048 * 2048, ROWS * 2048
     whole = 4 * 3 * (n + 2048)
     assert found.memory["64 ddp"] == {
         "parameters": whole, "gradients": 2 * whole, "optimizer": 2 * whole, "units": 0,
-        "FP8 copies": 2 * 3 * n, "activations": 2 * 3 * rows + 2 * 2 * n,
+        "FP8 copies": 2 * 3 * n, "activations": 2 * 3 * rows + 2 * 2 * n, "tables": 0,
     }  # fmt: skip
     assert found.memory["64 fsdp2"] == {
         "parameters": whole / 64, "gradients": whole / 64, "optimizer": 2 * whole / 64,
         "units": 2 * 2 * 2 * (n + 2048), "FP8 copies": 2 * 2 * n, "activations": 2 * 3 * rows,
+        "tables": 0,
     }  # fmt: skip
     assert "The GPU has 151 GB." in str(found)
     small = replace(found, capacity=sum(found.memory["64 fsdp2"].values()) + 1)

@@ -31,7 +31,6 @@ GROUPS["cards"] = [(4, 1)]
 
 
 def true(name: str) -> Network:
-    """Collectives that differ, as they do."""
     found = network(inside=(2, 300), between=(5, 40), per_node=GROUPS[name][-1][1], launch=9)
     own = {op: Own(latency=1 + 0.1 * place, bandwidth=1 / (1 + 0.2 * place)) for place, op in enumerate(OPS)}
     return replace(found, inside=replace(found.inside, own=own), between=replace(found.between, own=own))
@@ -107,7 +106,7 @@ def test_a_late_host_costs_that_timing_on_every_rank() -> None:
         rounds.over_ranks(points, [[one], [[nan, *other[1:]]]])
 
 
-SMALL = tuple(1 << step for step in range(12, 21, 2))
+SMALL = tuple(1 << step for step in (10, 12, 14, 17, 20))
 
 
 def job(rank: int, folder: Path) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path: Path
     assert how is not None
     assert {(one.op, one.ranks) for one in how.collectives} == {(op, 2) for op in OPS}
     assert (how.backend, how.ranks, how.nodes, how.machine.device) == ("gloo", 2, 1, "cpu")
-    assert (how.sizes, how.held_out) == (SMALL[::2], SMALL[1::2])
+    assert how.sizes == SMALL
     assert found.inside.bandwidth_gbps.origin == found.memory_gbps.origin == "measured"
     assert f"{100 * how.worst.error:.1f} %" in told[0]["text"]
     assert told[1]["text"] == ""

@@ -11,7 +11,7 @@ from served import ROW, TENSOR, calibration, plan_for, rows, tower
 from torch import nn
 
 from loka.serve import freeze
-from loka.serve.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look, range_of
+from loka.serve.watch.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look, range_of
 
 BOTH = {"first": ROW, "second": ROW}
 

@@ -21,10 +21,10 @@ from torch import nn
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.serve import Server, freeze, graphs, load
-from loka.serve.monitor import EVERY
 from loka.serve.rows import leaves, mapped
 from loka.serve.saving import frozen_sites
 from loka.serve.sites import frozen_gemm
+from loka.serve.watch.monitor import EVERY
 
 BUCKETS = (2, 16)
 
@@ -261,3 +261,21 @@ def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None
     with pytest.raises(ServeRefused, match=r"(?s)would not do.*calls"):
         frozen(model, graphs=True)
     assert copy.deepcopy(model).calls == model.calls
+
+
+def test_programs_of_plans_by_rows(backend: JointBackend) -> None:
+    """A bucket whose plan has a site in high precision is compiled so, for new weights as well."""
+    model = wide()
+    plans = {2: plan_for(model, {"odd": ROW}), 16: plan_for(model, PLAN)}
+    options = {"autocast": torch.bfloat16, "buckets": BUCKETS}
+    server = freeze(model, plans, calibration=[inputs(40, seed) for seed in range(3)], **options)
+    assert [sum(node.target is region_gemm for node in graph.nodes) for graph in backend.graphs] == [0, 2]
+    assert backend.count(frozen_gemm) == 2
+    assert torch.equal(server(inputs(16)).output, compiled_answer(model, inputs(16)))
+    compiled = len(backend.graphs)
+    server.refresh(wide(seed=1).state_dict())
+    assert len(backend.graphs) == compiled
+    with torch.no_grad():
+        exact = wide(seed=1)(inputs(2))
+    # `odd` alone is in eight bits: an error of 2^-4 a term, 24 terms of either sign.
+    assert torch.allclose(server(inputs(2)).output, exact, atol=0.02)

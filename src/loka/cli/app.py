@@ -162,13 +162,21 @@ def measure(
     errors_only: Annotated[
         bool, typer.Option("--errors-only", help="No times, on a GPU either: where FP8 is safe comes first.")
     ] = False,
+    inference: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6,
+            help="For `loka serve`: forward alone, weights kept in FP8, at so many times the probed rows.",
+        ),
+    ] = None,
     time_limit: TimeLimit = None,
     cache: CacheFolder = None,
     no_cache: NoCache = False,
 ) -> None:
     """Error, and on a GPU time, of every candidate at every site."""
+    found = Stats.load(stats)
     report = measure_stats(
-        Stats.load(stats),
+        found if inference is None else found.for_inference(batch=inference),
         device=choose_device(device),
         candidates=candidate,
         errors_only=errors_only,

@@ -99,7 +99,6 @@ def check_engine(engine: str, dense: str, exchange: str, config: TrainConfig, *,
     if config.gradients != "hp" and (ranks_of() == 1 or engine == "torchrec"):
         raise LokaError(
             f"--gradients {config.gradients} is of several ranks of --engine torch",
-            why=["one rank sends none, and TorchRec's wrapper sends its own"],
             way_out="torchrun --nproc-per-node 4 -m loka train ..., without --engine, or no --gradients",
         )
     if config.gather == "hp":

@@ -1,8 +1,8 @@
 """Ways to do the same among all ranks, timed in turns; and what rank 0 then decides for all of them.
 
-A collective ends when the last rank is there: of each round and way the largest time over the ranks counts.
-Ranks that decided for themselves, by clocks that differ, would wait for each other in other collectives. So
-call none of this between two steps of training.
+A collective ends when the last rank is there, so of each round the slowest rank counts. Ranks that decided
+for themselves, by clocks that differ, would wait for each other in other collectives: call none of this
+between two steps of training.
 """
 
 from __future__ import annotations

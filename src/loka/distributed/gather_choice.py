@@ -4,9 +4,9 @@
     own dtype   cast own rows         gather for forward, for backward            quantize, both layouts
 
 What ties gathers in its own dtype, which rounds nothing. FP8 units need one all-reduce of scales a forward,
-for all of them together; where they do not save more than it takes, none gathers in FP8. Each unit is timed
-by itself with nothing beside it: where training hides gathers behind other work, both cost less. Weights are
-quantized as sites do it eagerly; a compiled region does it in other launches.
+for all of them together; where they do not save more than it takes, none gathers in FP8. Units are timed with
+nothing beside them: gathers that training hides cost less. Weights are quantized as sites do it eagerly; a
+compiled region does it in other launches.
 """
 
 from __future__ import annotations

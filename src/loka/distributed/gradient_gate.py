@@ -6,15 +6,14 @@ and steps are faster by more than clocks are unsure.
     share         mean over a matrix's elements i of E_i / (E_i + M_i), at most 1 % in every matrix
 
 M is what Adam divides by, so the share is that of the step as Adam takes it, in which elements count alike: a
-number that vanishes beside its block's largest counts half, whatever its size, where the relative L2 error
-of all hides it. Where gradients are mostly noise of the choice of rows, as late in training, M is that noise,
-and a step is as noisy as if it had that share fewer rows. Where they are mostly signal, the share is the
-relative error of the step, squared.
+number that vanishes beside its block's largest counts half, where the relative L2 error of all hides it. Of
+gradients that are mostly noise of the choice of rows, as late in training, M is that noise: a step is as
+noisy as if it had that share fewer rows. Of mostly signal, it is the relative error of the step, squared.
 
 It is no prediction of NE. It bounds what a codec adds to the steps that were looked at, at the weights as
-they were; gradients change while a model learns, and rounding that goes one way in every step does more over
-a run than noise of its size. What a codec does to NE only paired runs show. Times are of whole steps without
-an update, forward and backward, so what an engine hides behind other work is hidden here too.
+they were; rounding that goes one way in every step does more over a run than noise of its size. What a codec
+does to NE only paired runs show. Times are of whole steps without an update, forward and backward, so what an
+engine hides behind other work is hidden here too.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def choose_gradients(
 ) -> Choice:
     """Whether gradients travel by an eight-bit codec, and by which; from then on they do. A collective.
 
-    Call it on every rank after wrapping and before the first step, in place of `send_gradients`. `taken` of
-    the result holds the codec, or nothing.
+    Call it after wrapping and before the first step, in place of `send_gradients`. `taken` of the result
+    holds the codec, or nothing.
 
     Args:
         model: in DistributedDataParallel, or with units of `fully_shard` in it.

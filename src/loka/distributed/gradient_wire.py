@@ -50,9 +50,8 @@ Segments = tuple[tuple[str, int, int], ...]
 
 @dataclass
 class Sending:
-    """What hooks go by, to be changed between two backwards. `wire` None is torch's own way; `observe` gets
-    a name, float32 [ranks, C] that this rank would send of matrices, those in the row that it adds up, the
-    group, and whether sums are sent too."""
+    """What hooks go by: `wire`, or torch's own way. `observe` gets a name, float32 [ranks, C] of matrices,
+    what is in the row that this rank adds up, the group, and whether sums are sent too."""
 
     wire: GradientWire | None
     observe: Callable[[str, torch.Tensor, Segments, dist.ProcessGroup, bool], None] | None = None
@@ -102,7 +101,7 @@ def hook_gradients(model: nn.Module, sending: Sending) -> None:
 def _sparse(what: str) -> LokaError:
     return LokaError(
         f"gradients of {what} are sparse, and codecs take dense ones",
-        way_out="tables without sparse=True, fully_shard (--dense fsdp2), or gradients in torch's own way",
+        way_out="tables without sparse=True, or fully_shard (--dense fsdp2)",
     )
 
 

@@ -166,8 +166,7 @@ def comes_and_goes(module: nn.Module) -> bool:
 
 
 def gathers_in_a_step(unit: Any, *, root: bool) -> int:
-    """For forward and for backward; one where weights stay gathered in between, as those of the root do
-    unless `fully_shard` was told otherwise."""
+    """For forward and backward; one where weights stay in between, as the root's do unless told otherwise."""
     stays = root and unit._get_fsdp_state()._auto_reshard_after_forward
     goes = any(group.post_forward_mesh_info is not None for group in _groups(unit))
     return 2 if goes and not stays else 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,15 +148,19 @@ def frozen_tree(
     weights: Mapping[str, FrozenWeight],
     scales: Mapping[str, torch.Tensor],
     dropped: Sequence[str],
+    in_hp: Mapping[str, Collection[int]],
 ) -> nn.Module:
-    """Puts frozen sites into `tree`, whose weights named in `dropped` go to the meta device, in place."""
+    """Puts frozen sites into `tree`, whose weights named in `dropped` go to the meta device, in place.
+
+    `in_hp`: by site, the buckets that run it in high precision.
+    """
 
     def make(name: str, chosen: tuple[str, str, str], *_: object, **__: object) -> object:
         if chosen[0] == HP:
             return HighPrecisionSite(name)
         if name not in weights:
             return UnreachedSite(name)
-        return FrozenSite(name, chosen[0], weights[name], scales.get(name))
+        return FrozenSite(name, chosen[0], weights[name], scales.get(name), in_hp.get(name, ()))
 
     attach(tree, plan.model.layers, fp8_layers(plan), make=make)
     modules = dict(named_modules(tree))
@@ -168,7 +172,9 @@ def frozen_tree(
     return tree
 
 
-def droppable(tree: nn.Module, weights: Mapping[str, FrozenWeight]) -> tuple[list[str], list[str]]:
+def droppable(
+    tree: nn.Module, weights: Mapping[str, FrozenWeight], in_hp: Mapping[str, Collection[int]]
+) -> tuple[list[str], list[str]]:
     """Keys of weights that frozen sites alone read, and why weights of other FP8 sites are kept.
 
     Of nn.Linear with a weight of its own: a raw parameter's views, attention's projections and weights that
@@ -184,7 +190,9 @@ def droppable(tree: nn.Module, weights: Mapping[str, FrozenWeight]) -> tuple[lis
     for path, forward in site_forwards(tree).items():
         sites = [site for site in forward.sites if site.name in weights]
         own = forward.module._parameters.get("weight")
-        if type(forward) is LinearForward and sites and own is not None and uses[id(own)] == 1:
+        if any(in_hp.get(site.name) for site in sites):
+            kept += [f"{site.name} (in high precision for some numbers of rows)" for site in sites]
+        elif type(forward) is LinearForward and sites and own is not None and uses[id(own)] == 1:
             keys.append(f"{path}.weight" if path else "weight")
         elif sites:
             reason = "a shared or computed weight" if type(forward) is LinearForward else "read as a view"

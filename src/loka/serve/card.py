@@ -10,8 +10,8 @@ from loka.core.device import Fingerprint
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
-from loka.serve.monitor import Range
 from loka.serve.rows import Form
+from loka.serve.watch.monitor import Range
 
 _KIND, _VERSION = "loka-serve-card", 2
 
@@ -55,10 +55,10 @@ class AnswerError:
 class Card:
     """Written beside the weights. `autocast`: the dtype of autocast in every request, or None.
 
-    `dropped`: keys of weights that are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in
-    high precision too. `scratch`: attributes that the model's forward writes to, so that requests are
-    answered one at a time; empty where they run at once. `dense_bytes`: of FP8 weights with their scales, and
-    of the same weights in bf16.
+    `in_hp`: of each bucket, the FP8 sites that run in high precision there. `dropped`: keys of weights that
+    are kept in FP8 only. `kept`: why other weights of FP8 sites are kept in high precision too. `scratch`:
+    attributes that the model's forward writes to, so that requests are answered one at a time; empty where
+    they run at once. `dense_bytes`: of FP8 weights with their scales, and of the same weights in bf16.
     """
 
     model: str
@@ -68,6 +68,7 @@ class Card:
     form: Form
     autocast: str | None
     buckets: tuple[int, ...]
+    in_hp: tuple[tuple[str, ...], ...]
     sites: Mapping[str, SiteCard]
     unreached: tuple[str, ...]
     answers: AnswerError
@@ -96,6 +97,9 @@ class Card:
             f"{self.answers.max_abs:.2e} at most; their root mean square is {self.answers.rms:.2e}",
             f"weights of FP8 sites: {low} bytes, {low / max(high, 1):.3f} of bf16's {high}",
         ]
+        for bucket, names in zip(self.buckets, self.in_hp, strict=True):
+            if names:
+                lines.append(f"{bucket} rows: {len(names)} of {len(rows)} sites run in high precision")
         lines += [f"kept in high precision too: {line}" for line in self.kept]
         lines += [f"no row reached {name}; it raises if one does" for name in self.unreached]
         lines += [

@@ -9,7 +9,7 @@ serve/sites.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,13 +35,14 @@ from loka.serve.build import (
     skeleton_of,
     watch,
 )
+from loka.serve.by_rows import buckets_by_site, by_rows
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
-from loka.serve.monitor import range_of
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
 from loka.serve.sites import FrozenSite, FrozenWeight, input_cast, scale_source
+from loka.serve.watch.monitor import range_of
 
 BUCKETS = (1, 16, 64, 128, 512, 2048, 4096)
 LEAST_ROWS = 32
@@ -53,7 +54,7 @@ HEADROOM = 2.0
 @torch.no_grad()
 def freeze(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | Mapping[int, Plan],
     *,
     calibration: Iterable[Request],
     name: str = "unnamed",
@@ -71,6 +72,8 @@ def freeze(
     Args:
         model: on the device to serve from. Its inputs are tensors [B, ...], a row's outputs depend on that
             row alone, and outputs are tensors [B, ...] in any tuples, lists and dicts.
+        plan: one, or several by the most rows that each is for, such as {128: small, 4096: large}; a bucket
+            takes the one for the fewest rows that are not less than its own.
         calibration: requests, `LEAST_ROWS` rows or more in all, of the traffic to serve.
         name: of the calibration rows, for the card.
         autocast: requests run under torch.autocast of this dtype; None for none.
@@ -92,7 +95,10 @@ def freeze(
     if not batches:
         raise _too_few(0)
     precise = _private_copy(model)
-    check(precise, plan)
+    for each in [plan] if isinstance(plan, Plan) else plan.values():
+        check(precise, each)
+    planned = by_rows(plan, buckets)
+    plan = planned.plan
     fp8 = {path: names[0] for path, names in fp8_layers(plan).items() if names[0] != HP}
     sources = {path: scale_source(candidate) for path, candidate in fp8.items()}
     if not fp8:
@@ -122,7 +128,8 @@ def freeze(
     scales = found.scales(fp8)
     plain = [run(precise, batch) for batch in rows]
     _errors(precise, plan, rows, run, found, weights, scales)
-    tree, dropped, kept = _frozen(precise, plan, weights, scales, lambda t: run(t, rows[0]))
+    in_hp = buckets_by_site(buckets, planned.in_hp)
+    tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
     scratch = written_attributes(tree, lambda: run(tree, rows[0]))
     _check_independent(tree, run, form, rows[0])
@@ -141,6 +148,7 @@ def freeze(
         form=form,
         autocast=None if autocast is None else dtype_name(autocast),
         buckets=tuple(buckets),
+        in_hp=planned.in_hp,
         sites=read,
         unreached=tuple(path for path in fp8 if path not in weights),
         answers=answers,
@@ -317,14 +325,15 @@ def _frozen(
     plan: Plan,
     weights: dict[str, FrozenWeight],
     scales: dict[str, torch.Tensor],
+    in_hp: Mapping[str, Collection[int]],
     call: Callable[[nn.Module], Any],
 ) -> tuple[nn.Module, list[str], list[str]]:
     """The tree, the keys of weights that it dropped, and why it kept others."""
-    whole = frozen_tree(share(precise), plan, weights, scales, ())
-    keys, kept = droppable(whole, weights)
+    whole = frozen_tree(share(precise), plan, weights, scales, (), in_hp)
+    keys, kept = droppable(whole, weights, in_hp)
     if not keys:
         return whole, keys, kept
-    lean = frozen_tree(share(precise), plan, weights, scales, keys)
+    lean = frozen_tree(share(precise), plan, weights, scales, keys, in_hp)
     try:
         same = all(
             got.device == want.device and torch.equal(got, want)

@@ -29,10 +29,10 @@ from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
-from loka.serve.monitor import EVERY, LOOKED_AT, Look, Range, look
 from loka.serve.rows import LEAST_DB, Form, leaves, mapped
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenSite, observed_by
+from loka.serve.sites import FrozenSite, answering, observed_by
+from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
 
 LOOKS = (1, 8, 32, LOOKED_AT)
 """Rows of a look: the most of these that a request has, so that no row of padding is looked at."""
@@ -171,8 +171,10 @@ class Capturer:
         streams = [_stream(self._device) for _ in range(2)]
         answers = {}
         for rows, program in self._programs.items():
+            _plan_for(self._template, rows)
             graph = self._graph(rows, lambda inputs, program=program: self._run(program, inputs), streams[0])  # type: ignore[misc]
-            _check(graph, self._run(tree, graph.inputs))
+            with answering(rows):
+                _check(graph, self._run(tree, graph.inputs))
             answers[rows] = graph
         looks, sites = {}, {}
         for rows in LOOKS:
@@ -272,6 +274,14 @@ def _like(tree: nn.Module) -> nn.Module:
     for site in sites:
         shared += [value for value in vars(site).values() if not isinstance(value, str)]
     return copy.deepcopy(tree, {id(value): value for value in shared})
+
+
+def _plan_for(template: nn.Module, bucket: int) -> None:
+    """Has compiled sites go by the plan for so many rows: which are in FP8 is a constant of a program."""
+    for forward in site_forwards(template).values():
+        for site in forward.sites:
+            if isinstance(site, FrozenSite):
+                site.traced_in_hp = bucket in site.in_hp
 
 
 def _bind(template: nn.Module, tree: nn.Module) -> None:

@@ -27,6 +27,7 @@ from loka.nn.site import site_forwards
 from loka.nn.unwrap import device_of, unwrap
 from loka.planner.convert import check
 from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
+from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
 from loka.serve.rows import LEAST_DB
@@ -76,7 +77,8 @@ def load(folder: Path | str, model: nn.Module, *, shadow: float = 0.0, graphs: b
     skeleton = skeleton_of(bare)
     weights, scales = _weights(card, tensors, device, folder)
     state = _below("state/", tensors)
-    tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, ())
+    in_hp = buckets_by_site(card.buckets, card.in_hp)
+    tree = frozen_tree(_filled(skeleton, state, card, device), plan, weights, scales, (), in_hp)
     _check_same(card, tree, _below("check/", tensors), folder)
     precise = _precise(folder, record, skeleton, device) if shadow else None
     return Server(

@@ -20,6 +20,8 @@ from loka.core.problem import dtype_name
 
 Request = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
+Kind = Literal["tensor", "positional", "named"]
+
 CHECK_ROWS = 4
 LEAST_DB = 20.0
 """Between outputs for such rows, saved and loaded, or eager and compiled: other kernels round otherwise, and
@@ -42,7 +44,7 @@ class Column:
 class Form:
     """What a request must look like."""
 
-    kind: Literal["tensor", "positional", "named"]
+    kind: Kind
     columns: tuple[Column, ...]
 
     def __str__(self) -> str:
@@ -54,20 +56,27 @@ class Form:
         Raises ServeRefused where it has another form, or tensors of unequal numbers of rows.
         """
         named = _named(request)
-        found = form_of(request)
-        if found.kind != self.kind or set(named) != {column.name for column in self.columns}:
-            raise self._refusal(found)
-        tensors = [named[column.name] for column in self.columns]
-        for column, tensor in zip(self.columns, tensors, strict=True):
-            if (dtype_name(tensor.dtype), tuple(tensor.shape[1:])) != (column.dtype, column.sides):
-                raise self._refusal(found)
+        tensors = [named[column.name] for column in self.columns if column.name in named]
+        if _kind(request) != self.kind or len(tensors) < len(named) or not self._fits(tensors):
+            raise ServeRefused(
+                "this request is not of the form that was frozen",
+                why=[f"given  {form_of(request)}", f"served {self}"],
+                way_out="cast or reshape it, or freeze again with calibration rows of this form",
+            )
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
-    def _refusal(self, found: Form) -> ServeRefused:
-        return ServeRefused(
-            "this request is not of the form that was frozen",
-            why=[f"given  {found}", f"served {self}"],
-            way_out="cast or reshape it, or freeze again with calibration rows of this form",
+    def _fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Without a Form of the request, which takes longer than to queue a small answer."""
+        if len(tensors) != len(self.columns):
+            return False
+        rows = tensors[0].shape[:1]
+        return all(
+            isinstance(tensor, torch.Tensor)
+            and not tensor.is_nested
+            and tensor.dtype is getattr(torch, column.dtype)
+            and tensor.shape == (*rows, *column.sides)
+            and tensor.dim() > 0
+            for column, tensor in zip(self.columns, tensors, strict=True)
         )
 
     def call(self, module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
@@ -109,18 +118,17 @@ def form_of(request: Request) -> Form:
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise ServeRefused(f"inputs of unequal numbers of rows: {told}", way_out="one row each for a row")
-    kind = (
-        "tensor"
-        if isinstance(request, torch.Tensor)
-        else "named"
-        if isinstance(request, Mapping)
-        else "positional"
-    )
     columns = tuple(
         Column(name=name, dtype=dtype_name(tensor.dtype), sides=tuple(tensor.shape[1:]))
         for name, tensor in named.items()
     )
-    return Form(kind=kind, columns=columns)  # type: ignore[arg-type]
+    return Form(kind=_kind(request), columns=columns)
+
+
+def _kind(request: Request) -> Kind:
+    if isinstance(request, torch.Tensor):
+        return "tensor"
+    return "named" if isinstance(request, Mapping) else "positional"
 
 
 def _named(request: Request) -> dict[str, torch.Tensor]:

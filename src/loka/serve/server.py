@@ -25,17 +25,18 @@ from torch import nn
 from loka.core.exceptions import ServeRefused
 from loka.core.records.plan import Plan
 from loka.serve.build import frozen_tree, load_precise, record_weights, share
+from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card
 from loka.serve.graphs import Capturer, Replays
-from loka.serve.monitor import EVERY, Alarm
 from loka.serve.packaging.aot import Packaged, package_version
 from loka.serve.packaging.triton_folder import PACKAGE, Batching, add_version, config_of
 from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
-from loka.serve.shadow import Shadow
-from loka.serve.sites import observed_by
+from loka.serve.sites import answering, observed_by
 from loka.serve.version import Version, monitor_of
+from loka.serve.watch.monitor import EVERY, Alarm
+from loka.serve.watch.shadow import Shadow
 
 
 @dataclass(frozen=True)
@@ -181,13 +182,14 @@ class Server:
         count, largest = tensors[0].shape[0], self.card.buckets[-1]
         parts, sizes = [], []
         for first in range(0, max(count, 1), largest):
-            part = [tensor[first : first + largest] for tensor in tensors]
+            part = [t[first : first + largest] for t in tensors] if count > largest else tensors
             rows = part[0].shape[0]
             sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
             if isinstance(by, Replays):
                 parts.append(by(part, sizes[-1]))
                 continue
-            output = self._run(by, pad(part, sizes[-1], self.card.form))
+            with answering(sizes[-1]):
+                output = self._run(by, pad(part, sizes[-1], self.card.form))
             parts.append(mapped(output, lambda leaf, rows=rows: leaf[:rows]))  # type: ignore[misc]
         return joined(parts), tuple(sizes)
 
@@ -227,6 +229,7 @@ class Server:
                 weights,
                 self._scales,
                 self.card.dropped,
+                buckets_by_site(self.card.buckets, self.card.in_hp),
             )
             version = self._version(tree, precise if self._shadow_every else None)
             self._previous, self._current = self._current, version

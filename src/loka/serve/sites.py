@@ -9,7 +9,7 @@ These sites keep an FP8 copy of a weight, which is safe only because nothing els
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -121,14 +121,21 @@ def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype, *, j
 class FrozenSite:
     """Multiplies by a kept weight; the one that a caller hands over is not looked at.
 
-    `input_scale` float32 [1] where the scale is static, else None. Raises as a converted site does for inputs
+    `input_scale` float32 [1] where the scale is static, else None. Where it answers for a bucket of `in_hp`
+    it is a site in high precision, and the weight is looked at. Raises as a converted site does for inputs
     of another width or dtype.
     """
 
     def __init__(
-        self, name: str, candidate: str, weight: FrozenWeight, input_scale: torch.Tensor | None
+        self,
+        name: str,
+        candidate: str,
+        weight: FrozenWeight,
+        input_scale: torch.Tensor | None,
+        in_hp: Collection[int] = (),
     ) -> None:
-        self.name, self.candidate = name, candidate
+        self.name, self.candidate, self.in_hp = name, candidate, frozenset(in_hp)
+        self.traced_in_hp = False
         self.weight, self.input_scale = weight, input_scale
         self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=weight.low.data.device)
 
@@ -136,11 +143,11 @@ class FrozenSite:
         """x [..., K] -> [..., N] in the dtype of x, or autocast's where that is on."""
         rows = as_rows(self.name, x, self.weight.sides[1], self.weight.dtype)
         if torch.compiler.is_compiling():
-            y = self._traced(rows)
+            y = _precise(rows, weight) if self.traced_in_hp else self._traced(rows)
         else:
             if observer := observing():
                 observer(self.name, rows)
-            y = self.multiply(rows)
+            y = _precise(rows, weight) if _bucket() in self.in_hp else self.multiply(rows)
         return y.view(*x.shape[:-1], self.weight.sides[0])
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
@@ -192,19 +199,23 @@ def _frozen_gemm_fake(
 frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm, _frozen_gemm_fake)
 
 
+def _precise(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """The converted model's own high-precision GEMM."""
+    assert weight is not None
+    if torch.compiler.is_compiling():
+        return rows @ weight.to(rows.dtype).t()
+    return run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
+
+
 class HighPrecisionSite:
-    """Of a layer whose gradients alone are planned in FP8: the converted model's own high-precision GEMM."""
+    """Of a layer whose gradients alone are planned in FP8."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = as_rows(self.name, x, weight.shape[1], weight.dtype)
-        if torch.compiler.is_compiling():
-            y = rows @ weight.to(rows.dtype).t()
-        else:
-            y = run_gemm(HP, rows, weight, gemm=Gemm.OUTPUT, dtype=rows.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        return _precise(rows, weight).view(*x.shape[:-1], weight.shape[0])
 
 
 class UnreachedSite:
@@ -258,6 +269,21 @@ _HERE = threading.local()
 def observing() -> Observer | None:
     """Who watches the sites that this thread runs."""
     return getattr(_HERE, "observer", None)
+
+
+def _bucket() -> int | None:
+    """For how many rows this thread computes an answer; None where it computes none."""
+    return getattr(_HERE, "bucket", None)
+
+
+@contextmanager
+def answering(bucket: int) -> Iterator[None]:
+    """Inside, frozen sites that this thread runs go by the plan for `bucket` rows."""
+    _HERE.bucket = bucket
+    try:
+        yield
+    finally:
+        _HERE.bucket = None
 
 
 @contextmanager

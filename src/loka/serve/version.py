@@ -8,8 +8,8 @@ from torch import nn
 
 from loka.serve.card import Card
 from loka.serve.graphs import Looks, Replays
-from loka.serve.monitor import Monitor
-from loka.serve.shadow import Tally
+from loka.serve.watch.monitor import Monitor
+from loka.serve.watch.shadow import Tally
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,9 @@ class TrainConfig:
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
         window: steps that the window metrics cover.
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
-            (loka.distributed.fp8_all_gather), or "auto", where that is faster by measured times
-            (choose_gather): two runs may then round weights in other units.
-        gradients: how ranks send dense gradients: "hp" as torch does, in their own dtype; by a codec in both
-            shots (loka.distributed.send_gradients); or "auto", in eight bits where a gate finds them harmless
-            and faster (choose_gradients).
+            (loka.distributed.fp8_all_gather), "auto" where that is faster by measured times (choose_gather).
+        gradients: how ranks send dense gradients: "hp" as torch does, by a codec in both shots
+            (loka.distributed.send_gradients), or "auto" by one that passes a gate (choose_gradients).
         pipeline: whether TorchRec's tables exchange the ids of batches ahead (train/steps/pipelined.py) where
             they can; no weight differs by it.
     """

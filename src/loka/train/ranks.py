@@ -63,10 +63,7 @@ def together(work: Callable[[], T], say: Callable[[T], str] = str) -> tuple[T, l
 
 @contextmanager
 def alone_together(folder: Path | None) -> Iterator[None]:
-    """Inside, these ranks are the only ones that train in `folder`, if there is one: rank 0 holds it for all.
-
-    Raises InUse where another run does, and RankFailed on the other ranks.
-    """
+    """Inside, no other run trains in `folder`, if there is one: rank 0 holds it. Raises InUse, RankFailed."""
     with ExitStack() as held:
         if folder is not None:
             together(lambda: held.enter_context(alone_in(folder, "training")) if first_rank() else None)

@@ -151,11 +151,8 @@ class Run:
         return choice
 
     def open_wire(self, batches: Iterator[Batch]) -> None:
-        """Has gradients travel as the config says. Once, before the first step, which takes `batches`; a
-        choice looks at them and updates nothing. A collective.
-
-        Raises LokaError as `send_gradients` and `choose_gradients` do.
-        """
+        """Has gradients travel as the config says. Once, before the first step, which takes `batches`: a
+        choice looks at them and updates nothing. Raises as `choose_gradients`. A collective."""
         codec = self.config.gradients
         if codec == "hp" or self.step == self.steps:
             return

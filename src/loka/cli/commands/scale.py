@@ -24,6 +24,7 @@ from loka.data.batch import Batch, Source
 from loka.scaling import scale as scale_model
 from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
+from loka.scaling.cluster.tables import parsed
 from loka.scaling.inputs import fake_mode
 from loka.scaling.scale import checked
 from loka.train.steps.forward import arguments
@@ -72,6 +73,14 @@ def scale(
         list[str] | None,
         typer.Option(help="With --network: paths that FSDP2 shards each for itself, such as 'layers.*'."),
     ] = None,
+    ids: Annotated[
+        float | None, typer.Option(help="With --network: tables too, with so many ids a sample in each.")
+    ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128."),
+    ] = None,
+    qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
@@ -79,9 +88,9 @@ def scale(
     With --network: does it still pay on many GPUs, under DDP and FSDP2?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    if network is None and (plan is not None or unit):
+    if network is None and (plan is not None or unit or table or ids is not None):
         raise LokaError(
-            "--plan and --unit are of steps on many GPUs",
+            "--plan, --unit, --ids and --table are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -95,6 +104,11 @@ def scale(
             gpu=gpu,
             batch_size=batch_size,
             kernels=kernels,
+            tables={
+                "tables": [shape for one in table or () for shape in parsed(one)],
+                "ids": ids,
+                "qcomm": qcomm,
+            },
         )
     build = (
         _of_rows(model, data, schema) if is_of_zoo(model) else _own(model, inputs, batch_size, data, schema)
@@ -173,6 +187,7 @@ def _on_many(
     gpu: str,
     batch_size: int,
     kernels: Any,
+    tables: dict[str, Any],
 ) -> _Ask:
     from loka.scaling.cluster import scale_across
     from loka.scaling.cluster.collectives import check_ranks
@@ -188,6 +203,7 @@ def _on_many(
             batch_size=None if built.sized else batch_size,
             kernels=kernels,
             units=units,
+            **tables,
         )
         return replace(found, batch_size=batch_size)
 

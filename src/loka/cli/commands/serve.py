@@ -30,11 +30,18 @@ from loka.train.steps.forward import arguments
 serve_app = typer.Typer(no_args_is_help=True, help="Serve a model by a plan, with FP8 weights kept.")
 
 Folder = Annotated[Path, typer.Argument(help="Folder that `loka serve freeze` wrote.")]
+Graphs = Annotated[
+    bool | None,
+    typer.Option("--graphs/--no-graphs", help="Compiled, a CUDA graph a bucket; on where there is CUDA."),
+]
 
 
 @serve_app.command()
 def freeze(
-    plan: Annotated[Path, typer.Option(help="The plan to serve by.")],
+    plan: Annotated[
+        list[str],
+        typer.Option(help="The plan to serve by; or several as ROWS=FILE, each for up to so many rows."),
+    ],
     checkpoint: Annotated[Path, typer.Option(help="Of `loka train`: a folder of them, or one.")],
     out: Annotated[Path, typer.Option(help="Folder for the server.")] = Path("server"),
     model: ModelName = "wukong",
@@ -53,6 +60,7 @@ def freeze(
     shadow: Annotated[
         float, typer.Option(min=0, max=1, help="Share of requests to answer in high precision too.")
     ] = 0.0,
+    graphs: Graphs = None,
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
     opened, built = _model(model, data, schema, rows, seed, device, with_mods)
@@ -65,11 +73,12 @@ def freeze(
     restore_model(found.state, built, path=found.path)
     server = freeze_model(
         built,
-        Plan.load(plan),
+        _plans(plan),
         calibration=list(_requests(opened.test, 512, calibration_rows)),
         name=f"held-out rows of {opened.description}",
         autocast=torch.bfloat16 if autocast else None,
         shadow=shadow,
+        graphs=graphs,
     )
     with alone_in(out, "freezing"):
         server.save(out)
@@ -123,9 +132,10 @@ def bench(
     seed: Seed = 0,
     device: Device = None,
     with_mods: WithMods = True,
+    graphs: Graphs = None,
 ) -> None:
     """Latency under an open load: requests arrive by a Poisson process, answered or not."""
-    opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods)
+    opened, server = _server(folder, model, data, schema, rows, seed, device, with_mods, graphs)
     requests = list(_requests(opened.test, batch_size, min(64 * batch_size, opened.test.rows)))
     if server.device.type == "cpu":
         say("on a CPU, where FP8 is emulated: these times say nothing of a GPU's")
@@ -174,6 +184,22 @@ def package(
     say(f"written: {written}")
 
 
+def _plans(given: list[str]) -> Plan | dict[int, Plan]:
+    """Of `--plan`: a file, or ROWS=FILE several times."""
+    if len(given) == 1 and "=" not in given[0]:
+        return Plan.load(Path(given[0]))
+    plans: dict[int, Plan] = {}
+    for text in given:
+        rows, _, file = text.partition("=")
+        if not (rows.isdigit() and int(rows) and file) or int(rows) in plans:
+            raise LokaError(
+                f"--plan {text} beside {len(given) - 1} others",
+                way_out="one file, or ROWS=FILE for each: --plan 128=few.json --plan 4096=many.json",
+            )
+        plans[int(rows)] = Plan.load(Path(file))
+    return plans
+
+
 def _model(
     name: str,
     data: Path | None,
@@ -202,9 +228,11 @@ def _server(
     seed: int,
     device: str | None,
     with_mods: bool,
+    graphs: bool | None = False,
 ) -> tuple[Data, Server]:
+    """Without graphs where nothing is timed: they take a minute to compile."""
     opened, built = _model(name, data, schema, rows, seed, device, with_mods)
-    return opened, load(folder, built)
+    return opened, load(folder, built, graphs=graphs)
 
 
 def _requests(source: Source, batch_size: int, rows: int) -> Iterator[tuple[torch.Tensor, ...]]:

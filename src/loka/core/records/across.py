@@ -221,7 +221,7 @@ def _where_it_pays(rows: list[AcrossRow]) -> str:
 
 
 def _where_it_stops(rows: list[AcrossRow]) -> str:
-    """The number of GPUs from which no interval of the gain is above 1.00, of those asked for."""
+    """From how many GPUs no interval of the gain is above 1.00."""
     for row in sorted(rows, key=lambda row: row.gpus):
         if not any(_word(other.speedup) == "yes" for other in rows if other.gpus >= row.gpus):
             return f"from {row.gpus} GPUs on: the interval of their gain is not above 1.00"

@@ -95,14 +95,13 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How the links were measured. `sizes` in bytes were fitted, `held_out` ones were not."""
+    """How the links were measured. Every second one of `sizes`, in bytes, was held out."""
 
     machine: Fingerprint
     backend: str
     ranks: int
     nodes: int
     sizes: tuple[int, ...]
-    held_out: tuple[int, ...]
     collectives: tuple[Fitted, ...]
     notes: tuple[str, ...] = ()
 

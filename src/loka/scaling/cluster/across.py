@@ -35,6 +35,7 @@ from loka.scaling.cluster.engines import ENGINES, EngineStep, traced_step
 from loka.scaling.cluster.memory import CAPACITY, ORIGIN, held
 from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
+from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
 from loka.scaling.cluster.wires import check_traced
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model, mode_of, rows_of
 from loka.scaling.scale import Kernels, scale
@@ -59,6 +60,9 @@ def scale_across(
     batch_size: int | None = None,
     kernels: Kernels = "all",
     units: Sequence[str] = (),
+    tables: Sequence[tuple[int, int]] = (),
+    ids: float | None = None,
+    qcomm: QComm = "bf16",
 ) -> Across:
     """What eight bits would give a training step of `model` on many GPUs, under DDP and FSDP2.
 
@@ -72,6 +76,8 @@ def scale_across(
         gpus: numbers of GPUs, each of which fills a node in part or several nodes; None: `default_gpus`.
         plan: measured at this batch size; without it, times are those of `loka.scale`.
         units: patterns of paths that FSDP2 shards each for itself.
+        ids: that a sample looks up in each table, in the mean; None: tables are left out.
+        tables: rows and widths, in place of the model's own; `qcomm`: how their embeddings travel.
 
     Raises:
         LokaError: no number of GPUs or one that fills no nodes, a model that does not run without numbers,
@@ -91,6 +97,12 @@ def scale_across(
     found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, units)
+    held_by: Tables | None = None
+    if ids is not None or tables:
+        held_by = Tables(
+            shapes=tuple(tables) or steps[0].tables, ids=1.0 if ids is None else ids, qcomm=qcomm
+        )
+    exchanges = {n: exchange(held_by, n, found.batch_size) if held_by else None for n in gpus}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     device = found.machine.device if plan is None else plan.machine.device
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
@@ -98,7 +110,7 @@ def scale_across(
     rate, rows = mean_rate(times), []
     for ranks in dict.fromkeys(gpus):
         for step in steps:
-            made = _Steps(step, told[step.engine], rate, ranks, network, fp8)
+            made = _Steps(step, told[step.engine], rate, ranks, network, fp8, exchanges[ranks])
             rows += [_row(made, formats, inputs) for formats in _FORMATS[step.engine]]
     return Across(
         model=found.model,
@@ -109,14 +121,18 @@ def scale_across(
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
         units=steps[-1].units,
-        memory={f"{n} {step.engine}": held(step, n, fp8) for n in dict.fromkeys(gpus) for step in steps},
+        memory={
+            f"{n} {step.engine}": held(step, n, fp8, one.held if one else 0.0)
+            for n, one in exchanges.items()
+            for step in steps
+        },
         capacity=CAPACITY.get(device, 0.0),
-        notes=_notes(found, steps, told, plan, len(fp8), network),
+        notes=(*_notes(found, steps, told, plan, len(fp8), network), *_of_tables(held_by, steps[0].tables)),
     )
 
 
 def default_gpus(network: Network) -> tuple[int, ...]:
-    """`GPUS`, or powers of two up to a node where nothing is known of links between nodes."""
+    """`GPUS`, or powers of two in a node where nothing is known of others."""
     if network.between is not None:
         return GPUS
     return tuple(1 << step for step in range(1, network.gpus_per_node.bit_length()))
@@ -168,12 +184,18 @@ class _Steps:
         ranks: int,
         network: Network,
         fp8: frozenset[str],
+        tables: Exchange | None,
     ) -> None:
         self.engine, self.ranks = step.engine, ranks
         self._rate, self._network = rate, network
         self._priced = {
             formats: step_of(
-                step, place, ranks, formats=formats, in_fp8=fp8 if formats.gather == "fp8" else frozenset()
+                step,
+                place,
+                ranks,
+                formats=formats,
+                in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
+                tables=tables,
             )
             for formats in _FORMATS[step.engine]
         }
@@ -285,6 +307,21 @@ def _origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
     return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
 
 
+def _of_tables(tables: Tables | None, left_out: Sequence[tuple[int, int]]) -> list[str]:
+    if tables is not None:
+        return [
+            f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
+            f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie "
+            "table-wise, the largest first to the GPU with the fewest bytes (TorchRec's planner was not "
+            "asked), rows are read and written at the memory bandwidth, and ids travel behind compute"
+        ]
+    elements = sum(rows * width for rows, width in left_out)
+    told = (
+        f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
+    )
+    return [told] if left_out else []
+
+
 def _measured_notes(network: Network, device: str) -> list[str]:
     how = network.measured
     if how is None:
@@ -324,11 +361,6 @@ def _notes(
         ORIGIN,
         "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
     ]
-    if step.tables:
-        notes.append(
-            f"not in it: tables of {step.tables} elements, the exchange of their lookups and their "
-            "optimizer, which are TorchRec's"
-        )
     if step.buffers:
         notes.append(f"not in it: DDP's broadcast of {step.buffers} bytes of buffers before each forward")
     if first.missing:

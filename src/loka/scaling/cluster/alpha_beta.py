@@ -5,7 +5,7 @@
 A line has the least sum of squared relative errors: sizes span four orders of magnitude, and absolute errors
 would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, whose number is known
 (collectives.py). Groups of several sizes tell the two apart; of one size, the split is NCCL's own tuner's.
-At the ends of intervals lines lie below, or above, every time that was fitted: alpha and beta leave out much.
+At the ends of intervals lines lie below, or above, every time that was fitted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Literal
 
 from loka.core.error import Estimate
@@ -88,13 +89,13 @@ def _fitted(network: Network, samples: Sequence[Sample], *, known: bool) -> Netw
     if known:
         inside, how = network.inside.alpha_us.value, "what is fixed besides a launch and hops inside; "
         rest = [one - launch - line.latency(inside, 0) for one, line in zip(fixed, lines, strict=True)]
-        alpha = _middle([one / count for one, count in zip(rest, hops, strict=True)])
+        alpha = max(fmean(one / count for one, count in zip(rest, hops, strict=True)), _LEAST)
     elif len(whole) < len(lines):
         how, each = "what is fixed, by hops of groups of 2 and more; ", []
         for op in {line.op for line in lines}:
             mine = [place for place, line in enumerate(lines) if line.op == op]
             each.append(relative_line([hops[p] for p in mine], [fixed[p] for p in mine]))
-        launch, alpha = (_middle(part) for part in zip(*each, strict=True))
+        launch, alpha = (max(fmean(part), _LEAST) for part in zip(*each, strict=True))
     else:
         how, split = "launch and hops together, split as NCCL's own tuner has them; ", _SPLITS[outer]
         launch = _middle([one / (1 + n * split.value) for one, n in zip(fixed, hops, strict=True)])
@@ -131,7 +132,7 @@ def _lines(samples: Sequence[Sample]) -> list[_Line]:
 
 
 def _widened(network: Network, samples: Sequence[Sample], link: Link, split: Estimate | None) -> Network:
-    """With the ends that `samples` ask for, at the ends of their own intervals, of all that they go over."""
+    """With the ends that those of `samples` ask for."""
     low = min(one.us.low / one.told(network) for one in samples)
     high = max(one.us.high / one.told(network) for one in samples)
     wide = _wide(link, low, high)
@@ -150,7 +151,7 @@ def _wide(link: Link, low: float, high: float) -> Link:
 
 
 def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sample]) -> tuple[Fitted, ...]:
-    """Of each collective and group: what was fitted, and how far what is told lies from what was not."""
+    """And how far what is told is from what was held out."""
     rows = []
     for line in _lines(fitted):
         mine = [one for one in held_out if one.key == (line.op, line.nodes, line.inner)]
@@ -161,8 +162,8 @@ def checked(network: Network, fitted: Sequence[Sample], held_out: Sequence[Sampl
 
 
 def _middle(values: Sequence[float]) -> float:
-    """The geometric mean: shares are over it."""
-    return math.exp(sum(math.log(max(value, _LEAST)) for value in values) / len(values))
+    """Geometric."""
+    return math.exp(fmean(map(math.log, values)))
 
 
 def told(ends: Estimate, comment: str, origin: Literal["measured", "assumed"] = "measured") -> Quantity:

@@ -1,9 +1,7 @@
 """`loka scale calibrate`: the ranks that torchrun started measure the links between them.
 
-agree     every rank says what it is; where they differ, nothing runs
-measure   groups of 2, 4, ... ranks of the first node, all of it, then all nodes (rounds.py)
-fit       on every rank from rank 0's numbers, so that all make the same network or raise (alpha_beta.py)
-check     what a forecast tells of sizes that were held out
+Groups of 2, 4, ... ranks of the first node, all of it, then all nodes are timed (rounds.py), and every rank
+fits rank 0's numbers (alpha_beta.py): all make one network, or none does.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ def calibrate(
     Args:
         device: this rank's; "cpu" over gloo.
         base: has what is not measured: links between nodes, GPUs of a node, share of elementwise bytes.
-        most_bytes: of the largest message; less where memory is short.
-        seconds: that the rounds of a group should take, were they not too few.
+        most_bytes: of the largest message, or less.
+        seconds: that the rounds of a group should take.
 
     Raises:
         LokaError: one rank; ranks that disagree, by name; too little memory; times that do not grow.
@@ -77,8 +75,7 @@ def calibrate(
         backend=_backend(),
         ranks=ranks,
         nodes=ranks // inner,
-        sizes=tuple(sizes[::2]),
-        held_out=tuple(sizes[1::2]),
+        sizes=tuple(sizes),
         collectives=checked(network, fitted, held_out),
         notes=tuple(notes),
     )

@@ -98,15 +98,15 @@ Event = Matmul | Moved | Gathered | CopiedOut | Reduced
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """`units`: paths that were sharded each for itself, besides the root. `tables`: elements left out;
-    `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`: bytes that
-    forward keeps for backward, parameters apart."""
+    """`units`: paths that were sharded each for itself, besides the root. `tables`: rows and width of each,
+    left out; `buffers`: bytes of them. `itemsize`: bytes of a parameter's element, in the mean; `saved`:
+    bytes that forward keeps for backward, parameters apart."""
 
     engine: Engine
     events: tuple[Event, ...]
     units: tuple[str, ...]
     params: tuple[Param, ...]
-    tables: int
+    tables: tuple[tuple[int, int], ...]
     buffers: int
     itemsize: float = 4.0
     saved: int = 0
@@ -148,7 +148,7 @@ def traced_step(
         events=tuple(log.events),
         units=paths,
         params=tuple(Param(n, tuple(p.shape)) for n, p in model.named_parameters() if n not in ignored),
-        tables=sum(p.numel() for name, p in model.named_parameters() if name in ignored),
+        tables=tuple((p.shape[0], p.shape[1]) for n, p in model.named_parameters() if n in ignored),
         buffers=_bytes(list(model.buffers())),
         itemsize=_bytes(dense) / max(sum(p.numel() for p in dense), 1),
         saved=sum(storage.nbytes() for storage in log.saved.values()),
@@ -203,7 +203,9 @@ class _Watch(TorchDispatchMode):
             self.log.events.append(_matmul(func, args, flops, self.log.backward))
         elif func.namespace in ("aten", "prims", "fsdp") and not func.is_view:
             size = _bytes((args, kwargs)) + _bytes(out)
-            if size and func._overloadpacket not in _MADE:
+            # A lookup takes the whole table for its argument, and its dense gradient is as large.
+            lookup = func._overloadpacket.__name__.lstrip("_").startswith("embedding")
+            if size and func._overloadpacket not in _MADE and not lookup:
                 _add_moved(self.log, size)
         return out
 
@@ -236,6 +238,8 @@ def _step(batch: Any, mode: FakeTensorMode) -> Callable[[nn.Module, _Log], None]
 
     def run(wrapped: nn.Module, log: _Log) -> None:
         log.events.clear()
+        for parameter in wrapped.parameters():  # an engine before this one may have left a table's
+            parameter.grad = None
         mixed = any(p.dtype == torch.float32 for p in wrapped.parameters())
         with mode, _Watch(log), torch.autocast("cpu", torch.bfloat16, enabled=mixed), torch.enable_grad():
             log.backward = False

@@ -5,8 +5,7 @@ from __future__ import annotations
 from loka.scaling.cluster.engines import EngineStep, Gathered
 from loka.scaling.cluster.wires import gather_wire, held_elements
 
-CAPACITY = {"NVIDIA H200": 143771 * 2.0**20}
-"""Bytes, as nvidia-smi has them."""
+CAPACITY = {"NVIDIA H200": 143771 * 2.0**20}  # bytes, as nvidia-smi has them
 
 ORIGIN = (
     "memory: gradients and Adam's moments are as the weights; DDP has buckets besides; FSDP2 holds its two "
@@ -15,8 +14,8 @@ ORIGIN = (
 )
 
 
-def held(step: EngineStep, ranks: int, fp8: frozenset[str]) -> dict[str, float]:
-    """`fp8`: names of weights that run in eight bits."""
+def held(step: EngineStep, ranks: int, fp8: frozenset[str], tables: float = 0.0) -> dict[str, float]:
+    """`fp8`: names of weights that run in eight bits; `tables`: bytes of the most on a GPU."""
     sharded = step.engine == "fsdp2"
     size = step.itemsize * held_elements(step.params, ranks if sharded else 1)
     gathered = [event.params for event in step.events if isinstance(event, Gathered) and not event.backward]
@@ -29,4 +28,5 @@ def held(step: EngineStep, ranks: int, fp8: frozenset[str]) -> dict[str, float]:
         "units": 2 * sum(gather_wire(params, ranks).size for params in units),
         "FP8 copies": 2.0 * sum(p.numel for p in quantized if p.name in fp8),
         "activations": float(step.saved),
+        "tables": tables,
     }

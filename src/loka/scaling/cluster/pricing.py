@@ -11,6 +11,7 @@ from loka.scaling.cluster.collectives import HOPS, End, Wire, picked_of, picked_
 from loka.scaling.cluster.compute import OTHER_RATE, Placed, Segment, gemm_us
 from loka.scaling.cluster.engines import CopiedOut, EngineStep, Gathered, Moved, Reduced
 from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce
+from loka.scaling.cluster.tables import Exchange
 from loka.scaling.cluster.wires import (
     gather_wire,
     held_elements,
@@ -117,10 +118,20 @@ def _item(kind: str, us: float) -> Item:
 
 
 def step_of(
-    step: EngineStep, placed: Placed, ranks: int, *, formats: Formats, in_fp8: frozenset[str]
+    step: EngineStep,
+    placed: Placed,
+    ranks: int,
+    *,
+    formats: Formats,
+    in_fp8: frozenset[str],
+    tables: Exchange | None = None,
 ) -> Priced:
-    """`step` on `ranks` GPUs. `in_fp8`: names of weights that FSDP2 gathers in eight bits."""
+    """`step` on `ranks` GPUs. `in_fp8`: names of weights that FSDP2 gathers in eight bits. Of `tables` the
+    next ids travel behind compute, and compute waits for embeddings and for their gradients."""
     entries: list[_Entry] = []
+    if tables is not None:
+        entries += [_Traffic(tables.looked_up), _Sent(tables.pooled, "blocking")]
+    ids = [] if tables is None else [_Sent(tables.ids, "reduce")]
     gathered = [p for p in step.params if p.name in in_fp8]
     if gathered:
         entries.append(_Traffic(quantized_bytes(gathered, ranks, in_fp8)))
@@ -141,9 +152,12 @@ def step_of(
             wires = reduce_wires(
                 step.engine, event.params, ranks, gradients=formats.gradients, itemsize=event.itemsize
             )
-            entries += [_Sent(wire, kind) for wire in wires]
+            entries += [*ids, *(_Sent(wire, kind) for wire in wires)]
+            ids = []
         else:
             _add(entries, placed.segments[place])
+    if tables is not None:
+        entries += [_Sent(tables.pooled, "blocking"), _Traffic(tables.updated)]
     sharded = ranks if step.engine == "fsdp2" else 1
     return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.params, sharded))))
 

@@ -38,8 +38,6 @@ _ITEM = 2  # bytes: bf16, as forecasts have it on the wire
 
 
 class Buffers:
-    """Two of `size` bytes."""
-
     def __init__(self, size: int, device: torch.device) -> None:
         made = (torch.zeros(size // _ITEM, dtype=torch.bfloat16, device=device) for _ in range(2))
         self.source, self.target = made
@@ -60,7 +58,7 @@ class Buffers:
 
 
 def whole(size: int, ranks: int) -> int:
-    """The most bytes up to `size` of which each rank has as many elements."""
+    """Bytes up to `size` of which each rank has as many elements."""
     return size // (_ITEM * ranks) * _ITEM * ranks
 
 
@@ -121,8 +119,6 @@ def _lead(count: int) -> float:
 
 
 class Clock:
-    """Of calls back to back, behind one more."""
-
     def __init__(self, device: torch.device) -> None:
         self.device, self._longer = device, 1.0
 

@@ -136,7 +136,7 @@ def package_version(
     device = next(
         t.device for t in [*version.module.parameters(), *version.module.buffers()] if not t.is_meta
     )
-    _check(device, plan, batch)
+    _check(device, plan, batch, by_rows=any(card.in_hp))
     run = Runner(form=card.form, autocast=None if card.autocast is None else getattr(torch, card.autocast))
     exported = _exported(version.module, plan, run)
     example = pad(card.form.check_rows(device), min(max(batch[0], 2) + 3, batch[1]), card.form)
@@ -168,10 +168,12 @@ def package_version(
     return found
 
 
-def _check(device: torch.device, plan: Plan, batch: tuple[int, int]) -> None:
+def _check(device: torch.device, plan: Plan, batch: tuple[int, int], *, by_rows: bool) -> None:
     why = [f"{path}: {reason}" for path, reason in unpackaged(plan).items()]
     if device.type != "cpu":
         why.append(f"on {device.type} no package was ever run; package on a CPU")
+    if by_rows:
+        why.append("it has plans by numbers of rows, and a package has one: freeze with one plan")
     if not 1 <= batch[0] <= batch[1]:
         why.append(f"batch={batch} is no range of rows")
     if why:

@@ -1,0 +1,81 @@
+"""Tables of a step on many GPUs: placement, bytes, and what a step waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import loka as run
+from networks import exactly, network
+from torch import nn
+
+from loka.core.exceptions import LokaError
+from loka.scaling.cluster import Across, scale_across
+from loka.scaling.cluster.collectives import wire_us
+from loka.scaling.cluster.tables import Tables, exchange, parsed
+
+ROWS = 8192
+EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
+
+
+def test_bytes_by_hand() -> None:
+    """Tables of 100, 60 and 50 rows of 16: the largest alone, the others on the other GPU."""
+    found = exchange(Tables(shapes=((60, 16), (100, 16), (50, 16)), ids=3, qcomm="fp8"), 2, 8)
+    assert found.held == 4 * 110 * 17
+    assert found.pooled.size == 2 * 8 * 32 * 1
+    assert found.ids.size == 2 * 8 * 3 * 2 * 8
+    assert found.looked_up == 2 * 8 * 3 * (32 * 4 + 2 * 8) + 2 * 8 * 32 * (4 + 1)
+    assert found.updated == 2 * 8 * 32 * 1 + 2 * 8 * 3 * (8 * 32 + 8 * 2)
+    more = exchange(Tables(shapes=((100, 16),) * 4), 64, 8)  # a table on each of four, for all 64
+    assert (more.held, more.pooled.size) == (4 * 100 * 17, 64 * 8 * 16 * 2)
+    assert parsed("26x1000x128") == ((1000, 128),) * 26
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(1000, 2048)
+        self.top = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.table(ids))
+
+
+def across(**options: Any) -> Across:
+    quiet = replace(network(inside=(2, 100), launch=1, memory=1000), elementwise_share=exactly(1e-12))
+    ids = torch.zeros(4, 3, dtype=torch.long)
+    return scale_across(Model(), ids, network=quiet, gpus=(8,), batch_size=ROWS, **options)
+
+
+def test_a_step_waits_for_lookups_embeddings_and_their_gradients() -> None:
+    without, with_, small = across(), across(ids=3), across(ids=3, qcomm="fp8")
+    net = network(inside=(2, 100), launch=1, memory=1000)
+    told = exchange(Tables(shapes=((1000, 2048),), ids=3), 8, ROWS)
+    us = 2 * wire_us(told.pooled, 8, net) + (told.looked_up + told.updated) / 1e6
+    for row, other, eight in zip(without.rows, with_.rows, small.rows, strict=True):
+        if row.engine == "ddp" and row.plain:  # FSDP2 gathers while embeddings are looked up
+            assert other.planned.value - row.planned.value == pytest.approx(us, rel=0.02)
+        assert eight.planned.value < other.planned.value
+        assert other.speedup.value < row.speedup.value or not row.plain
+    assert with_.memory["8 ddp"]["tables"] == 4 * 1000 * 2049
+    assert "tables: 1 of 2048000 elements, 3 ids a sample" in str(with_)
+    assert "not in it: tables of 2048000 elements" in str(without)
+    given = across(tables=((500, 64),))
+    assert "tables: 1 of 32000 elements, 1 ids" in str(given)
+
+
+@pytest.mark.parametrize("options", [{"ids": 0.0}, {"ids": 1.0, "qcomm": "int3"}, {"tables": ((0, 4),)}])
+def test_tables_that_cannot_be(options: Any) -> None:
+    with pytest.raises(LokaError, match=r"ids a sample|one of fp32, bf16, fp8"):
+        across(**options)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    ask = ("scale", "dcnv2", "--network", EXAMPLE, "--gpus", 8)
+    text = run(*ask, "--table", "2x1000x16", "--table", "1x50x8", "--ids", 2, cwd=tmp_path)
+    assert "tables: 3 of 32400 elements, 2 ids a sample in each, embeddings in bf16" in text
+    assert "number x rows x width" in run(*ask, "--table", "many", cwd=tmp_path, fails=2)
+    assert "--network too" in run("scale", "dcnv2", "--ids", 2, cwd=tmp_path, fails=2)
