@@ -243,6 +243,15 @@ def test_compiled_code_that_computes_something_else_is_refused(
         frozen(wide())
 
 
+def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Callable[[], Any], device: torch.device, stream: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(graphs, "record", fails)
+    with pytest.raises(ServeRefused, match=r"(?s)recorded for 2 rows.*not permitted.*graphs=False"):
+        frozen(wide())
+
+
 def test_where_graphs_cannot_be() -> None:
     assert not frozen(wide()).graphs  # on a CPU, where nobody asked
     with pytest.raises(ServeRefused, match="need a CUDA device"):

@@ -27,8 +27,9 @@ from loka.compiler.joint_sites import misfit, unjoined
 from loka.compiler.notes import record_of
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
-from loka.core.exceptions import ServeRefused, WrongResults
+from loka.core.exceptions import LokaError, ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
+from loka.core.timing import first_line
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
 from loka.serve.build import frozen_sites
@@ -39,6 +40,7 @@ from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
 
 LOOKS = (1, 8, 32, LOOKED_AT)
 """Rows of a look: the most of these that a request has, so that no row of padding is looked at."""
+_RECOMPILES = 4096
 SHARE = 0.01
 """Of the time of answers, for looks."""
 
@@ -168,8 +170,14 @@ class Capturer:
     def capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
         """The graphs of a version, after the answers of each were compared with those of `tree`.
 
-        Raises WrongResults where they agree to less than `LEAST_DB`.
+        Raises ServeRefused where the model cannot be compiled or captured, and WrongResults where compiled
+        and eager answers agree to less than `LEAST_DB`.
         """
+        # Code that several buckets share, behind a graph break, would run as written from the ninth on.
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
+            return self._capture(tree)
+
+    def _capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
         _bind(self._template, tree)
         streams = [_stream(self._device) for _ in range(2)]
         answers = {}
@@ -208,9 +216,18 @@ class Capturer:
         self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
     ) -> Graph:
         inputs = self._run.form.check_rows(self._device, rows)
-        with synced(stream):  # compiles, and makes what is made once
-            call(inputs)
-        recording, output = record(lambda: call(inputs), self._device, stream)
+        try:
+            with synced(stream):  # compiles, and makes what is made once
+                call(inputs)
+            recording, output = record(lambda: call(inputs), self._device, stream)
+        except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # compilers raise what they like
+            raise ServeRefused(
+                f"this model cannot be compiled and recorded for {rows} rows",
+                why=[first_line(error)],
+                way_out="graphs=False answers eagerly; or take what waits for the device out of forward",
+            ) from error
         return Graph(rows, inputs, output, recording, _microseconds(recording, self._device))
 
     def _looked(
