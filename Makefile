@@ -18,7 +18,7 @@ WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-# What `make test` leaves out for time: the rest of the sweeps over foreign models.
+# What `make test` leaves out for time: the rest of the sweeps over foreign models and long parametrizations.
 sweep: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow
 

@@ -157,6 +157,22 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_has_its_whole_curve(tm
     assert [r.curve for r in resumed.runs] == [r.curve for r in whole.runs]
 
 
+def test_a_run_of_before_curves_lay_in_checkpoints_begins_anew(tmp_path):
+    """Its checkpoints hold no curve, and what `curve.json` held is read by nobody any more."""
+    config = replace(CONFIG, checkpoint_every=5)
+
+    def kill(name, line):
+        if name.startswith("same") and line.step == 12:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(tmp_path, pairs=1, on_log=kill, config=config)
+    (folder_of(tmp_path, "same", 3) / "curve.json").write_text("{}")
+    started = []
+    run(tmp_path, pairs=1, config=config, on_log=lambda name, line: started.append(line.step))
+    assert started == list(range(1, 21))
+
+
 def test_a_killed_run_goes_on_and_ends_with_the_same_predictions(tmp_path):
     config = replace(CONFIG, checkpoint_every=5)
     whole = run(tmp_path / "whole", pairs=1)

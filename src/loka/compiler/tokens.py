@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from loka.compiler.edges.nodes import args_of, in_backward, is_tensor, value_of
 from loka.compiler.emit import Emitter
+from loka.graph.gemm_calls import lies_across
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -79,15 +80,15 @@ def _product(
         return None
     across = [user for view in views for user in _readers(view)]
     # A GEMM reads either way; what else reads the transpose would take it across.
-    taken = all(map(_is_turn, across)) and any(
-        reader.target is not aten.bmm.default and not _is_turn(reader)
+    taken = all(map(_is_transpose, across)) and any(
+        reader.target is not aten.bmm.default and not _is_transpose(reader)
         for user in across
         for reader in user.users
     )
-    if not (_is_turned(x) or taken):
+    if not (lies_across(value_of(x)) or taken):
         return None
     with emitter.like(node):
-        return _Product(node=node, x=_turned(emitter, x, as_they_lie), w=w, views=views)
+        return _Product(node=node, x=_as_it_lies(emitter, x, as_they_lie), w=w, views=views)
 
 
 def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
@@ -97,9 +98,9 @@ def _multiply(emitter: Emitter, products: list[_Product]) -> set[Node]:
         weights = [emitter.call(aten.permute.default, product.w, [1, 0]) for product in products]
         w = weights[0] if len(weights) == 1 else emitter.call(aten.cat.default, weights, 0)
         if value_of(w).shape[1] % _ALIGNED:
-            turned = emitter.call(aten.permute.default, w, [1, 0])
-            turned = emitter.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
-            w = emitter.call(aten.permute.default, turned, [1, 0])
+            column = emitter.call(aten.permute.default, w, [1, 0])
+            column = emitter.call(aten.clone.default, column, memory_format=torch.contiguous_format)
+            w = emitter.call(aten.permute.default, column, [1, 0])
         batch = emitter.side(value_of(x).shape[0])
         every = emitter.call(aten.expand.default, w, [batch, *value_of(w).shape])
         y = emitter.call(aten.bmm.default, every, x)
@@ -117,7 +118,7 @@ def _give(emitter: Emitter, product: _Product, y: Node) -> Node:
     back = emitter.call(aten.permute.default, y, [0, 2, 1])
     for view in product.views:
         for user in _readers(view):
-            if _is_turn(user):
+            if _is_transpose(user):
                 cast = args_of(user)[0]
                 now = y if cast is view else emitter.call(_CONVERT, y, args_of(cast)[1])
                 emitter.replace(user, now)
@@ -133,14 +134,14 @@ def _weight_gradient(
     if left.target is not aten.permute.default or list(args_of(left)[1]) != [1, 0]:
         return set()
     g, x = _uncollapsed(args_of(left)[0]), _uncollapsed(right)
-    if g is None or x is None or not (_is_turned(g) or _is_turned(x)):
+    if g is None or x is None or not (lies_across(value_of(g)) or lies_across(value_of(x))):
         return set()
     (m, n), d = value_of(node).shape, value_of(x).shape[1]
     # Products of all rows are written and read again: that has to be little beside what they are made of.
     if value_of(g).shape[1] != d or d < _COLUMNS or 4 * m * n > d * (m + n):
         return set()
     with emitter.like(node):
-        g, x = _turned(emitter, g, as_they_lie), _turned(emitter, x, as_they_lie)
+        g, x = _as_it_lies(emitter, g, as_they_lie), _as_it_lies(emitter, x, as_they_lie)
         upright = n % _ALIGNED == 0 or m % _ALIGNED != 0
         a, b = (g, x) if upright else (x, g)
         each = emitter.call(aten.bmm.default, a, emitter.call(aten.permute.default, b, [0, 2, 1]))
@@ -188,21 +189,15 @@ def _is_view(node: Node, sides: tuple[Any, ...]) -> bool:
     return node.target in _VIEWS and value_of(node).dim() == 3 and tuple(value_of(node).shape[1:]) == sides
 
 
-def _is_turned(whole: Node) -> bool:
-    """Whether [B, d, n] lies as [B, n, d]."""
-    strides = value_of(whole).stride()
-    return bool(strides[1] == 1 and strides[2] != 1)
-
-
-def _is_turn(node: Node) -> bool:
+def _is_transpose(node: Node) -> bool:
     return node.target is aten.permute.default and list(args_of(node)[1]) == [0, 2, 1]
 
 
-def _turned(emitter: Emitter, whole: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> Node:
+def _as_it_lies(emitter: Emitter, whole: Node, as_they_lie: dict[tuple[Node, torch.dtype], Node]) -> Node:
     """[B, n, d] of [B, d, n], one node for all that ask; what was cast across is cast as it lies."""
-    if _is_turn(whole):
+    if _is_transpose(whole):
         return emitter.now(args_of(whole)[0])
-    cast = whole.target is _CONVERT and _is_turn(args_of(whole)[0])
+    cast = whole.target is _CONVERT and _is_transpose(args_of(whole)[0])
     source = emitter.now(args_of(args_of(whole)[0])[0] if cast else whole)
     key = source, value_of(whole).dtype
     if key not in as_they_lie:

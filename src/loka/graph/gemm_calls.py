@@ -329,3 +329,8 @@ def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 def _channels_second(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(-1, 1)
+
+
+def lies_across(x: torch.Tensor) -> bool:
+    """Whether x [B, d, n] lies as [B, n, d]: a GEMM of its rows reads across memory."""
+    return bool(x.dim() == 3 and min(x.shape[1:]) > 1 and x.stride(1) == 1 and x.stride(2) > 1)

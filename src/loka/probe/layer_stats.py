@@ -61,11 +61,6 @@ class RunningLayerStats:
     samples: Samples | None = None
 
 
-def lies_across(x: torch.Tensor) -> bool:
-    """Whether x [B, d, n] lies as [B, n, d]."""
-    return x.dim() == 3 and min(x.shape[1:]) > 1 and x.stride(1) == 1 and x.stride(2) > 1
-
-
 def add_tails(
     layer: RunningLayerStats, operand: str, rows: torch.Tensor, known: torch.Tensor | None = None
 ) -> None:

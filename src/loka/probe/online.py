@@ -26,6 +26,7 @@ from loka.core.problem import dtype_name
 from loka.core.records.coverage import Coverage
 from loka.core.records.stats import Stats
 from loka.core.signature import ModelSignature
+from loka.graph.gemm_calls import lies_across
 from loka.nn.linears import Filter, find_linears, signature
 from loka.nn.unwrap import device_of, unwrap
 from loka.probe.async_save import Copied, Saver, own_folder, to_host
@@ -37,7 +38,6 @@ from loka.probe.layer_stats import (
     add_tails,
     bytes_of,
     from_record,
-    lies_across,
     refuse,
     with_sites,
 )

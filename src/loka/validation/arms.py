@@ -24,6 +24,7 @@ from loka.core.storage.files import canonical
 from loka.graph.attach import attach
 from loka.kernels.gemm.registry import all_candidates
 from loka.nn.linears import find_linears, signature
+from loka.nn.unwrap import device_of
 from loka.planner import convert
 
 NAIVE = "naive"
@@ -63,7 +64,7 @@ def by_recipe(name: str, *, rows: int) -> ArmSpec:
     recipes = _recipes(name)
 
     def apply(model: nn.Module) -> None:
-        device = next(model.parameters()).device
+        device = device_of(model)
         linears, _ = find_linears(model)
         found = {
             path: tuple(_candidate(gemm, recipes[gemm], linear, rows, device) for gemm in Gemm)

@@ -273,6 +273,9 @@ def _record(folder: Path) -> _Finished:
 
 
 def _train(bench: Bench, arm: ArmSpec, config: TrainConfig, folder: Path) -> tuple[tuple[Run, ...], HeldOut]:
+    if (folder / "curve.json").exists():
+        # An earlier version kept a curve apart from the checkpoints: going on would lose its beginning.
+        _tidy(folder)
     torch.manual_seed(config.seed)
     model = bench.build().to(config.device)
     arm.apply(model)

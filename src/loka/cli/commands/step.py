@@ -32,6 +32,7 @@ from loka.kernels.gemm.registry import candidate_named
 from loka.measurement import measure
 from loka.nn import sites_of
 from loka.nn.linears import is_prediction
+from loka.nn.unwrap import device_of
 from loka.planner import convert
 from loka.planner import plan as plan_report
 from loka.probe import Probe
@@ -238,7 +239,7 @@ def _views(model: nn.Module, batch: Batch) -> set[str]:
 
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_pre_hook(functools.partial(look, path)) for path, module in linears]
-    few = batch.to(next(model.parameters()).device)
+    few = batch.to(device_of(model))
     with torch.no_grad():
         model(few.dense[:32], few.sparse[:32])
     for hook in hooks:
