@@ -21,8 +21,8 @@ from torch import nn
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.serve import Server, freeze, graphs, load
+from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
-from loka.serve.saving import frozen_sites
 from loka.serve.sites import frozen_gemm
 from loka.serve.watch.monitor import EVERY
 
@@ -118,6 +118,8 @@ def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int
     assert backend.count(region_gemm) == 2 * len(BUCKETS)
     assert backend.count(frozen_gemm) == len(BUCKETS)  # of odd sides: by itself
     assert set(backend.apart) == set()
+    assert server.apart() == {"odd": f"{ROW} is not rowwise_e4m3_pow2, by which regions quantize"}
+    assert "2 CUDA graphs of compiled code: 2 of 3 sites are in regions" in str(server)
     padded = torch.cat([inputs(count), inputs(count)[-1:].expand(bucket - count, 16)])
     assert torch.equal(answer.output, compiled_answer(model, padded)[:count])
 

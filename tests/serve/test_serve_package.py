@@ -27,9 +27,9 @@ from served import (
 
 from loka.core.exceptions import MissingLibrary, ServeRefused, WrongResults
 from loka.serve import Server, freeze
+from loka.serve.build import frozen_sites
 from loka.serve.packaging.aot import PackagedSite, unpackaged
 from loka.serve.rows import leaves
-from loka.serve.saving import frozen_sites
 
 BOTH = {"first": ROW, "second": ROW}
 

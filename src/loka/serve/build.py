@@ -198,3 +198,8 @@ def droppable(
             reason = "a shared or computed weight" if type(forward) is LinearForward else "read as a view"
             kept += [f"{site.name} ({reason})" for site in sites]
     return keys, kept
+
+
+def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:
+    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
+    return {site.name: site for site in sites if isinstance(site, FrozenSite)}

@@ -23,15 +23,18 @@ import torch
 from torch import nn
 
 from loka.compiler import install
+from loka.compiler.joint_sites import misfit, unjoined
+from loka.compiler.notes import record_of
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
+from loka.serve.build import frozen_sites
 from loka.serve.rows import LEAST_DB, Form, leaves, mapped
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenSite, answering, observed_by
+from loka.serve.sites import answering, observed_by
 from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
 
 LOOKS = (1, 8, 32, LOOKED_AT)
@@ -187,6 +190,20 @@ class Capturer:
         replays = Replays(answers, streams[0], self._run.form)
         return replays, Looks(looks, sites, self._ranges, streams[1])
 
+    def apart(self) -> dict[str, str]:
+        """Why FP8 sites run by themselves in the compiled code, by name; regions have the others."""
+        found = {}
+        for name, site in frozen_sites(self._template).items():
+            record = record_of(site.health)
+            if site.weight.even is None:
+                n, k = site.weight.sides
+                found[name] = unjoined(site.candidate) or misfit(k, n) or "it was frozen without graphs"
+            elif record is None:
+                found[name] = "no graph runs it in FP8"
+            elif not any(name in region for region in record[0]):
+                found[name] = record[1].get(name, "the compiler took it out of the graph")
+        return found
+
     def _graph(
         self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
     ) -> Graph:
@@ -278,10 +295,8 @@ def _like(tree: nn.Module) -> nn.Module:
 
 def _plan_for(template: nn.Module, bucket: int) -> None:
     """Has compiled sites go by the plan for so many rows: which are in FP8 is a constant of a program."""
-    for forward in site_forwards(template).values():
-        for site in forward.sites:
-            if isinstance(site, FrozenSite):
-                site.traced_in_hp = bucket in site.in_hp
+    for site in frozen_sites(template).values():
+        site.traced_in_hp = bucket in site.in_hp
 
 
 def _bind(template: nn.Module, tree: nn.Module) -> None:
@@ -289,8 +304,6 @@ def _bind(template: nn.Module, tree: nn.Module) -> None:
     for (_, own), (_, other) in zip(named_modules(template), named_modules(tree), strict=True):
         own._parameters.update(other._parameters)
         own._buffers.update(other._buffers)
-    theirs = site_forwards(tree)
-    for path, forward in site_forwards(template).items():
-        for own_site, site in zip(forward.sites, theirs[path].sites, strict=True):
-            if isinstance(own_site, FrozenSite) and isinstance(site, FrozenSite):
-                own_site.weight, own_site.input_scale = site.weight, site.input_scale
+    theirs = frozen_sites(tree)
+    for name, own_site in frozen_sites(template).items():
+        own_site.weight, own_site.input_scale = theirs[name].weight, theirs[name].input_scale

@@ -17,11 +17,10 @@ from torch import nn
 
 from loka.core.records.plan import Plan
 from loka.core.storage.files import sha256_of_file, write_tensors
-from loka.nn.site import site_forwards
+from loka.serve.build import frozen_sites
 from loka.serve.card import Card, Folder
 from loka.serve.rows import leaves
 from loka.serve.run import Runner
-from loka.serve.sites import FrozenSite
 from loka.serve.version import Version
 
 CARD, PLAN, WEIGHTS, PRECISE = "card.json", "plan.json", "weights.safetensors", "precise.safetensors"
@@ -55,11 +54,6 @@ def _content(card: Card, version: Version) -> dict[str, torch.Tensor]:
     found |= {f"state/{key}": value.clone() for key, value in state.items() if not value.is_meta}
     outputs = check_outputs(card, version.module)
     return found | {f"check/{place}": leaf for place, leaf in enumerate(outputs)}
-
-
-def frozen_sites(tree: nn.Module) -> dict[str, FrozenSite]:
-    sites = [site for forward in site_forwards(tree).values() for site in forward.sites]
-    return {site.name: site for site in sites if isinstance(site, FrozenSite)}
 
 
 def check_outputs(card: Card, tree: nn.Module) -> list[torch.Tensor]:

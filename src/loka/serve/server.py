@@ -103,6 +103,10 @@ class Server:
         """Whether answers come out of CUDA graphs of compiled code."""
         return self._capturer is not None
 
+    def apart(self) -> dict[str, str]:
+        """With graphs, why FP8 sites are in no region, by name; without, nothing."""
+        return {} if self._capturer is None else self._capturer.apart()
+
     @property
     def version(self) -> int:
         """Of the weights that a request would be answered by now."""
@@ -285,4 +289,12 @@ class Server:
         return self._current.tally.shadow()
 
     def __str__(self) -> str:
-        return f"version {self.version} of\n{self.card}"
+        lines = [f"version {self.version} of", str(self.card)]
+        if self.graphs:
+            apart = self.apart()
+            lines.append(
+                f"{len(self.card.buckets)} CUDA graphs of compiled code: "
+                f"{len(self.card.sites) - len(apart)} of {len(self.card.sites)} sites are in regions"
+            )
+            lines += [f"  {name} runs by itself: {reason}" for name, reason in apart.items()]
+        return "\n".join(lines)

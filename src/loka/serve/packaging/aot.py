@@ -29,10 +29,10 @@ from loka.graph.attach import attach, detach
 from loka.kernels.gemm.registry import candidate_named
 from loka.nn.unwrap import named_modules
 from loka.planner.convert import fp8_layers
+from loka.serve.build import frozen_sites
 from loka.serve.card import Card
 from loka.serve.rows import Form, leaves, pad
 from loka.serve.run import Runner
-from loka.serve.saving import frozen_sites
 from loka.serve.sites import FrozenSite, HighPrecisionSite, as_rows
 from loka.serve.version import Version
 
