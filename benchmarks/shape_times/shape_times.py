@@ -55,6 +55,7 @@ RACES = ("gemm_suite/gemm.json", *REPORTS["gemm_suite/report.json.gz"][1:])
 ARMS = {"all": CHOICE, "torch": or_hp("torch")}
 _HERE = Path(__file__).parent
 _REGIONS = _HERE.parent / "regions" / "README.md"
+_ROW = r"^\| (\w[^ ,|]+)(?:,[^|]*)? \|.*?\| \**([\d.]+)x\** \[([\d.]+), ([\d.]+)\] \|"
 REGIONS = ("regions/README.md", "python benchmarks/regions/regions.py --gate", "2026-11-22")
 
 
@@ -197,9 +198,7 @@ def rounded(found: Estimate) -> Estimate:
 
 def region_gains() -> tuple[RegionGain, ...]:
     """What the table in benchmarks/regions has, where the newest race stands."""
-    rows = re.findall(
-        r"^\| (\w\S+) \|.*?\| \**([\d.]+)x\** \[([\d.]+), ([\d.]+)\] \|", _REGIONS.read_text(), re.M
-    )
+    rows = re.findall(_ROW, _REGIONS.read_text(), re.M)
     return tuple(RegionGain(name=name, speedup=Estimate(*map(float, found))) for name, *found in rows)
 
 
