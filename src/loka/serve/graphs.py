@@ -1,6 +1,6 @@
 """CUDA graphs of a frozen model, one for each bucket: compiled once, captured anew for each version.
 
-    freeze    template, a tree of its own  --torch.compile-->  one program for each bucket
+    freeze    template, a tree of its own -> torch.compile -> one program for each bucket
     version   its tensors into the template, one call, one capture for each bucket
 
 Compiled code takes a tree's tensors as arguments and its objects as constants: another tree would be compiled
