@@ -46,7 +46,7 @@ def check_ranks(ranks: int, network: Network) -> None:
     if ranks > each and network.between is None:
         raise LokaError(
             f"{network.name} tells nothing of links between nodes, and {ranks} GPUs are in several of {each}",
-            way_out=f"ask for {each} at most; or write the field between, or measure it: `loka scale calibrate` "
+            way_out=f"at most {each}; or write the field between, or measure it: `loka scale calibrate` "
             "on two nodes, or with --base and a file that has it",
         )
     if ranks < 2 or (ranks > each and ranks % each):
