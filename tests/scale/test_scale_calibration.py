@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -109,8 +108,18 @@ def test_a_late_host_costs_that_timing_on_every_rank() -> None:
 SMALL = tuple(1 << step for step in (10, 12, 14, 17, 20))
 
 
+def quick(**named: Any) -> Any:
+    """Times of small messages on a busy machine may fall with their size, which is refused on all ranks."""
+    for _ in range(5):
+        try:
+            return calibrate("cpu", seconds=0.1, **named)
+        except LokaError as error:
+            if "takes no longer" not in str(error):
+                raise
+    raise AssertionError("five times in a row")
+
+
 def job(rank: int, folder: Path) -> dict[str, Any]:
-    quick: Any = functools.partial(calibrate, "cpu", seconds=0.1)
     with (
         mock.patch.object(measure, "SIZES", SMALL),
         mock.patch.object(rounds, "_BACK_TO_BACK", 1.0),  # one call at a time
