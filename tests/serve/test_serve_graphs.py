@@ -16,6 +16,7 @@ import pytest
 import torch
 from joint import JointBackend
 from served import POW2, ROW, converted, plan_for
+from sweeps import sweep
 from torch import nn
 
 from loka.compiler.gemms import region_gemm
@@ -106,7 +107,7 @@ def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return program(x)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 16])
+@pytest.mark.parametrize("count", sweep([1, 2, 5, 16], always=[1, 16]))
 def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int) -> None:
     """Bit for bit, padded rows included, though its weights were quantized before; sites are joined."""
     model = wide()
