@@ -184,8 +184,8 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(timing, "_warm_up", lambda function: function())
-    monkeypatch.setattr(timing, "_replay", lambda graph: (graph, graph))
-    monkeypatch.setattr(timing, "_elapsed", lambda begin, end: 400.0)
+    monkeypatch.setattr(timing, "timed_replay", lambda graph: (graph, graph))
+    monkeypatch.setattr(timing, "elapsed", lambda begin, end: 400.0)
     monkeypatch.setattr(timing, "still_usable", usable)
 
     class Graph:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from joint import JointBackend
-from served import POW2, ROW, converted, plan_for
+from served import POW2, ROW, converted, plan_for, plan_of
 from sweeps import sweep
 from torch import nn
 
+import loka
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.serve import Server, freeze, graphs, load
@@ -291,3 +292,57 @@ def test_programs_of_plans_by_rows(backend: JointBackend) -> None:
         exact = wide(seed=1)(inputs(2))
     # `odd` alone is in eight bits: an error of 2^-4 a term, 24 terms of either sign.
     assert torch.allclose(server(inputs(2)).output, exact, atol=0.02)
+
+
+class Raw(nn.Module):
+    """x [B, 16] -> [B]: parameters that are multiplied by as they are, one of them through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.pair = (
+            nn.Parameter(torch.randn(16, 64) * 0.2),
+            nn.Parameter(torch.randn(2, 64, 32) * 0.2),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(x @ self.w)
+        return (torch.relu(x @ self.pair[0]) - torch.relu(x @ self.pair[1])).sum(dim=1).float()
+
+
+def test_new_weights_of_raw_parameters_are_taken(backend: JointBackend) -> None:
+    """A compiled site finds its weight by its parameter, which is another one in each version."""
+    torch.manual_seed(0)
+    model, newer = Raw().eval(), Raw().eval()
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        model(inputs(32)).sum().backward()
+    layers = probe.stats().model
+    plan = plan_of(layers, dict.fromkeys(layers.layers, POW2))
+    server = freeze(model, plan, calibration=[inputs(40)], autocast=torch.bfloat16, buckets=BUCKETS)
+    assert len(server.card.sites) == 3
+    compiled = len(backend.graphs)
+    server.refresh(newer.state_dict())
+    assert len(backend.graphs) == compiled
+    program = torch.compile(converted(newer, plan), dynamic=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(server(inputs(16)).output, program(inputs(16)))
+    assert server.apart() == {}
+
+
+def test_what_forward_makes_once_is_no_hindrance(backend: JointBackend) -> None:
+    """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
+
+    class Lazy(Wide):
+        mask: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(16, device=x.device)
+            return super().forward(x * self.mask)
+
+    torch.manual_seed(0)
+    model = Lazy().eval()
+    server = frozen(model)
+    assert server.graphs
+    assert model.mask is None
+    assert server.refresh(wide(seed=1).state_dict()) == 2
+    assert torch.equal(server(inputs(16)).output, compiled_answer(wide(seed=1), inputs(16)))

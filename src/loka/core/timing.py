@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 
 from loka.core.error import Estimate
+from loka.core.recording import Recording
 
 Sample = Callable[[Sequence[str], int], Mapping[str, Sequence[float]]]
 """(names, rounds) -> microseconds of each name in each round; rounds are paired over names."""
@@ -258,11 +259,11 @@ def time_interleaved(
                 generator.shuffle(order)
                 for name in order:
                     cache.fill_(1)
-                    events.append((name, *_replay(graphs[name])))
+                    events.append((name, *timed_replay(graphs[name])))
             torch.cuda.synchronize()
             samples: dict[str, list[float]] = {name: [] for name in names}
             for name, begin, end in events:
-                samples[name].append(_elapsed(begin, end) / calls)
+                samples[name].append(elapsed(begin, end) / calls)
             return samples
 
         found = race(
@@ -289,9 +290,9 @@ def _capture_all(
     _warm_up(functions[baseline])
     alone = captured(functions[baseline], 1, place)
     alone.replay()
-    events = [_replay(alone) for _ in range(3)]
+    events = [timed_replay(alone) for _ in range(3)]
     torch.cuda.synchronize()
-    once = min(_elapsed(begin, end) for begin, end in events)
+    once = min(elapsed(begin, end) for begin, end in events)
     calls = max(1, min(_MAX_CALLS, round(_REPLAY_MICROSECONDS / once)))
     graphs, failures = {}, {}
     for name, function in functions.items():
@@ -356,7 +357,8 @@ def _stream_restored() -> Iterator[None]:
         torch.cuda.set_stream(before)
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def timed_replay(graph: Recording) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Queued, with events around it that `elapsed` reads once the device is done."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     graph.replay()
@@ -364,7 +366,7 @@ def _replay(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.E
     return begin, end
 
 
-def _elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+def elapsed(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     """Microseconds, never zero: logarithms are taken of them."""
     return max(begin.elapsed_time(end) * 1e3, 1e-3)
 

@@ -43,7 +43,7 @@ def by_rows(plans: Plan | Mapping[int, Plan], buckets: Sequence[int]) -> ByRows:
             way_out="name the largest bucket as the key of a plan, such as {128: small, 4096: large}",
         )
     chosen = [plans[min(rows for rows in plans if rows >= bucket)] for bucket in buckets]
-    fp8 = [_in_fp8(plan) for plan in chosen]
+    fp8 = [in_fp8(plan) for plan in chosen]
     everywhere = {path: plan for plan, found in zip(chosen, fp8, strict=True) for path in found}
     _refuse_several(buckets, fp8)
     decisions = {
@@ -64,7 +64,8 @@ def buckets_by_site(buckets: Sequence[int], in_hp: Sequence[Sequence[str]]) -> d
     return found
 
 
-def _in_fp8(plan: Plan) -> dict[str, str]:
+def in_fp8(plan: Plan) -> dict[str, str]:
+    """The candidates of the `output` GEMMs that run in FP8, by site."""
     return {path: names[0] for path, names in fp8_layers(plan).items() if names[0] != HP}
 
 

@@ -78,6 +78,11 @@ class Card:
     dense_bytes: tuple[int, ...]
 
     @property
+    def ranges(self) -> dict[str, Range]:
+        """What the alarm compares with, by site."""
+        return {name: site.range for name, site in self.sites.items()}
+
+    @property
     def blind(self) -> tuple[str, ...]:
         """Sites whose rows differ so much that the alarm would not see a shift of 20 times."""
         return tuple(name for name, site in self.sites.items() if site.range.blind)
@@ -106,7 +111,9 @@ class Card:
             f"the alarm is blind at {name}: its rows differ by more than 20 times" for name in self.blind
         ]
         if self.scratch:
-            lines.append(f"one request at a time: forward writes to {', '.join(self.scratch)}")
+            lines.append(
+                f"one request at a time, and no CUDA graphs: forward writes to {', '.join(self.scratch)}"
+            )
         return "\n".join(lines)
 
 

@@ -22,11 +22,10 @@ from loka.core.exceptions import LokaError, ServeRefused
 from loka.core.numerics.reference import scale_of
 from loka.core.problem import dtype_name
 from loka.core.records.plan import Plan
-from loka.core.records.report import HP
 from loka.graph.attach import detach
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import class_name, device_of, named_parameters, unwrap
-from loka.planner.convert import check, fp8_layers
+from loka.planner.convert import check
 from loka.serve.build import (
     droppable,
     frozen_tree,
@@ -35,7 +34,7 @@ from loka.serve.build import (
     skeleton_of,
     watch,
 )
-from loka.serve.by_rows import buckets_by_site, by_rows
+from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
@@ -99,7 +98,7 @@ def freeze(
         check(precise, each)
     planned = by_rows(plan, buckets)
     plan = planned.plan
-    fp8 = {path: names[0] for path, names in fp8_layers(plan).items() if names[0] != HP}
+    fp8 = in_fp8(plan)
     sources = {path: scale_source(candidate) for path, candidate in fp8.items()}
     if not fp8:
         raise ServeRefused(
@@ -112,10 +111,12 @@ def freeze(
     _check_rows(rows)
     skeleton = skeleton_of(precise)
     run = Runner(form=form, autocast=autocast)
-    graphs = wants_graphs(graphs, device, written_attributes(precise, lambda: run(precise, rows[0])))
+    found = _calibrate(precise, plan, rows, run, sources)
+    # After calibration: what forward makes in its first call alone, no later one writes.
+    scratch = written_attributes(precise, lambda: run(precise, rows[0]))
+    graphs = wants_graphs(graphs, device, scratch)
     check_rows = form.check_rows(device)
     weights = record_weights(precise, plan, lambda tree: run(tree, check_rows), joined=graphs)
-    found = _calibrate(precise, plan, rows, run, sources)
     lost = [path for path in found.peaks if path not in weights]
     if lost:
         raise ServeRefused(
@@ -131,7 +132,6 @@ def freeze(
     in_hp = buckets_by_site(buckets, planned.in_hp)
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
-    scratch = written_attributes(tree, lambda: run(tree, rows[0]))
     _check_independent(tree, run, form, rows[0])
     read = {
         path: found.card(path, fp8[path], sources[path], weights[path], scales)

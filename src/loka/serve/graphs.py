@@ -29,7 +29,7 @@ from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
-from loka.core.timing import first_line
+from loka.core.timing import elapsed, first_line, timed_replay
 from loka.nn.site import site_forwards
 from loka.nn.unwrap import named_modules
 from loka.serve.build import frozen_sites
@@ -252,15 +252,9 @@ def _microseconds(recording: Recording, device: torch.device) -> float:
     if device.type != "cuda":
         recording.replay()
         return 0.0
-    times = []
-    for _ in range(3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        recording.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return min(times)
+    events = [timed_replay(recording) for _ in range(3)]
+    torch.cuda.synchronize(device)
+    return min(elapsed(begin, end) for begin, end in events)
 
 
 def wants_graphs(asked: bool | None, device: torch.device, scratch: Sequence[str]) -> bool:

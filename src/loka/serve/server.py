@@ -34,8 +34,8 @@ from loka.serve.rows import Request, joined, leaves, mapped, pad
 from loka.serve.run import Runner
 from loka.serve.saving import save_version
 from loka.serve.sites import answering, observed_by
-from loka.serve.version import Version, monitor_of
-from loka.serve.watch.monitor import EVERY, Alarm
+from loka.serve.version import Version
+from loka.serve.watch.monitor import EVERY, Alarm, Monitor
 from loka.serve.watch.shadow import Shadow
 
 
@@ -88,9 +88,8 @@ class Server:
         self.device = next(
             tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta
         )
-        ranges = {name: site.range for name, site in card.sites.items()}
         self._capturer = (
-            Capturer(module, run=self._run, buckets=card.buckets, ranges=ranges, device=self.device)
+            Capturer(module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device)
             if graphs
             else None
         )
@@ -247,7 +246,7 @@ class Server:
             number=self._newest,
             module=module,
             precise=precise,
-            monitor=monitor_of(self.card),
+            monitor=Monitor(self.card.ranges),
             replays=graphs[0],
             looks=graphs[1],
         )

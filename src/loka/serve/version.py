@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from loka.serve.card import Card
 from loka.serve.graphs import Looks, Replays
 from loka.serve.watch.monitor import Monitor
 from loka.serve.watch.shadow import Tally
@@ -24,7 +23,3 @@ class Version:
     tally: Tally = field(default_factory=Tally)
     replays: Replays | None = None
     looks: Looks | None = None
-
-
-def monitor_of(card: Card) -> Monitor:
-    return Monitor({name: site.range for name, site in card.sites.items()})
