@@ -17,14 +17,22 @@ from cells import Cell
 from torch import nn
 
 import loka
+from loka.compiler.joint_sites import ARMS as REGIONS
+from loka.core.recipe import Gemm
+from loka.core.records.report import REGION, REGION_INT8
 from loka.measurement.settings import COARSE, Settings
 from loka.nn.linears import is_prediction
 from loka.train.steps.step_time import compiled
 
-WHOLE, BLOCK, LOKA = "bf16_whole", "bf16_block", "loka"
+WHOLE, BLOCK, LOKA, INT8 = "bf16_whole", "bf16_block", "loka", "loka_int8"
+OURS = (LOKA, INT8)
 BF16 = (WHOLE, BLOCK)
 TORCHAO = ("torchao_tensorwise", "torchao_rowwise")
-ARMS = (WHOLE, BLOCK, LOKA, *TORCHAO)
+ARMS = (WHOLE, BLOCK, *OURS, *TORCHAO)
+_IN_INT8 = {
+    REGIONS[REGION][0]: REGIONS[REGION_INT8][0],
+    "emulated:rowwise_e4m3_pow2": "emulated:int8_row",  # on a CPU
+}
 
 # Speed alone decides among what keeps the default's error limits (25 dB of SQNR at every site, logit layers
 # in hp): nothing about NE, and a gain of any size is worth having.
@@ -83,14 +91,27 @@ def build(name: str, cell: Cell, how: How, plan: loka.Plan | None) -> Arm:
         call = compiled(model)
     elif name == WHOLE:
         call = torch.compile(model)
-    elif name == LOKA:
+    elif name in OURS:
         assert plan is not None
-        loka.convert(model, plan)
+        loka.convert(model, in_int8(plan) if name == INT8 else plan)
         call = torch.compile(model)
     else:
         model = _torchao(model, cell, how, name.removeprefix("torchao_"))
         call = torch.compile(model)
     return arm_of(model, call, cell, how)
+
+
+def in_int8(plan: loka.Plan) -> loka.Plan:
+    """The same, with the `output` GEMMs of its regions in INT8, whatever they take."""
+    return replace(
+        plan,
+        decisions={
+            name: replace(decision, candidate=_IN_INT8.get(decision.candidate, decision.candidate))
+            if decision.problem.gemm is Gemm.OUTPUT
+            else decision
+            for name, decision in plan.decisions.items()
+        },
+    )
 
 
 def in_float32(cell: Cell, how: How) -> Arm:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import ARMS, BF16, CANDIDATES, LOKA, ON_CPU, How, build, missing, plan_of
+from arms import ARMS, BF16, CANDIDATES, INT8, ON_CPU, OURS, How, build, missing, plan_of
 from cells import CELLS, Cell
 from records import append, read
 from running import measure_cell, planned, tell
@@ -75,11 +75,11 @@ def _compile(cell: Cell, names: Sequence[str], how: How) -> None:
     """Fills the compile caches with what the arms of a cell will ask for; LoKA's where its plan is there."""
     for name in names:
         there = how.plans is not None and (how.plans / f"{cell.name}.plan.json").exists()
-        if missing(name) or (name == LOKA and not there):
+        if missing(name) or (name in OURS and not there):
             continue
         try:
             torch._dynamo.reset()
-            arm = build(name, cell, how, plan_of(cell, how)[0] if name == LOKA else None)
+            arm = build(name, cell, how, plan_of(cell, how)[0] if name in OURS else None)
             arm.step()
         except Exception as error:
             print(f"{cell.name}, {name}: {first_line(error)}", flush=True)
@@ -111,7 +111,8 @@ def _finished(record: Any, names: Sequence[str], arguments: argparse.Namespace) 
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:
-    wanted = BF16 if arguments.baseline_only else arguments.arms or ARMS
+    usual = [name for name in ARMS if name != INT8]
+    wanted = BF16 if arguments.baseline_only else arguments.arms or usual
     return [name for name in ARMS if name in wanted]
 
 

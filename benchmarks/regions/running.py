@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from arms import BF16, LOKA, WHOLE, How, build, in_float32, missing, plan_of
+from arms import BF16, LOKA, OURS, WHOLE, How, build, in_float32, missing, plan_of
 from cells import Cell
 from checks import allocated, errors, memory, of_compilation, of_plan, ran, seen
 from race import Arms, Kernel, ratio
@@ -90,7 +90,7 @@ def _prepare(
         return {"failure": why}
     plan: loka.Plan | None = None
     spent: dict[str, float] = {}
-    if name == LOKA:
+    if name in OURS:
         plan, spent = planned(cell, how)
         record["plan"] = of_plan(plan)
     torch._dynamo.reset()
@@ -105,7 +105,7 @@ def _prepare(
     result["errors_float32"] = errors(tensors, references.get("float32", {}))
     if how.device.type == "cuda":
         result["memory"] = memory(arm.step, arm.leaves, before)
-    if name == LOKA:
+    if name in OURS:
         result["ran_fp8"] = ran(arm.model)
     arms.add(name, arm.step, arm.leaves)
     return {**result, **of_compilation()}

@@ -12,18 +12,21 @@ import loka
 from loka.core.records.report import HP
 from loka.measurement.settings import Settings
 
-JOINED = "emulated:rowwise_e4m3_pow2"
+JOINED, INT8 = "emulated:rowwise_e4m3_pow2", "emulated:int8_row"
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 
 
-def plan_for(model: nn.Module, *inputs: torch.Tensor, autocast: bool = True) -> loka.Plan:
-    """Every site that a region takes, forced into FP8."""
+def plan_for(
+    model: nn.Module, *inputs: torch.Tensor, autocast: bool = True, force: dict[str, str] | None = None
+) -> loka.Plan:
+    """Every site that a region takes, forced into FP8, but for those that `force` names."""
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, *inputs, autocast=autocast)
     for parameter in model.parameters():
         parameter.grad = None
-    report = loka.measure(probe.stats(), device="cpu", candidates=[JOINED], errors_only=True, settings=QUICK)
-    return loka.plan(report, loka.Budget(), force={"*": JOINED})
+    names = [JOINED, *sorted(set((force or {}).values()))]
+    report = loka.measure(probe.stats(), device="cpu", candidates=names, errors_only=True, settings=QUICK)
+    return loka.plan(report, loka.Budget(), force={**(force or {}), "*": JOINED})
 
 
 def run(

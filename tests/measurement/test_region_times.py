@@ -15,11 +15,12 @@ import loka
 from loka.compiler.gemms import region_gemm
 from loka.compiler.listing import regions
 from loka.core.error import Estimate
-from loka.core.records.report import HP, REGION, Measurement
+from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.timing import Race
 from loka.kernels.quantize.fp8_weights import fp8_weights
+from loka.kernels.quantize.int8_weights import int8_weights
 from loka.measurement import Settings
 from loka.measurement.cache import TimesCache
 from loka.measurement.times import layer_times as timing
@@ -34,6 +35,7 @@ from timers import FakeTimer, install
 
 CPU = torch.device("cpu")
 EMULATED = ("emulated:rowwise_e4m3_pow2",) * 3
+INTEGERS = ("emulated:int8_row", *EMULATED[1:])
 QUICK = Settings(max_draws=4, quantize_once_rounds=9)
 ROWWISE = "emulated:rowwise_e4m3"
 
@@ -75,9 +77,9 @@ def _place(step: Callable[[], object], name: str) -> int:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    timer = Spy({HP: 100.0, REGION: 50.0})
+    timer = Spy({HP: 100.0, REGION: 50.0, REGION_INT8: 52.0})
     monkeypatch.setattr(region_times, "time_interleaved", timer)
-    monkeypatch.setattr(region_times, "IN_REGIONS", EMULATED)
+    monkeypatch.setattr(region_times, "ARMS", {REGION: EMULATED, REGION_INT8: INTEGERS})
     return timer
 
 
@@ -85,12 +87,13 @@ def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
     """In bfloat16 under autocast, the weight in float32; the FP8 arm in one region."""
     layer, before = layer_of((32, 48)), torch.get_rng_state()
     found = time_region(layer, shape((32, 48)), device=CPU, settings=QUICK)
-    assert set(found) == {HP, REGION}
+    assert set(found) == {HP, REGION, REGION_INT8}
+    assert found[REGION_INT8].speedup.value == pytest.approx(100 / 52, rel=0.01)
     assert found[REGION].speedup.value == pytest.approx(2.0, rel=0.01)
     assert found[REGION].microseconds.value == pytest.approx(50 / LAYERS, rel=0.01)
     assert found[HP].microseconds.value == pytest.approx(100 / LAYERS, rel=0.01)
     assert found[REGION].rounds
-    assert spy.options == [{"keep": [HP, REGION], "max_rounds": 9, "deadline": None}]
+    assert spy.options == [{"keep": [HP, REGION, REGION_INT8], "max_rounds": 9, "deadline": None}]
     assert regions(spy.cells[REGION]).applied == tuple((f"layers.{i}",) for i in range(LAYERS))
     runs = {site: counts["runs"] for site, counts in loka.health_of(spy.cells[REGION]).items()}
     assert runs == of_all(output=3, grad_input=3, grad_weight=3)
@@ -124,12 +127,13 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy: Spy, monkeypatch: pytest.Mo
     )
     found = time_region(served, shape((32, 16)), device=CPU, settings=QUICK)
     assert found[REGION].speedup
-    assert backend.count(region_gemm) == LAYERS
+    assert backend.count(region_gemm) == 2 * LAYERS
     assert not backend.count(fp8_weights)
+    assert not backend.count(int8_weights)
     assert not backend.count(dequantized)
     as_it_is = dataclasses.replace(served, kept_weight=False)
     time_region(as_it_is, shape((32, 16)), device=CPU, settings=QUICK)
-    assert backend.count(fp8_weights) == 1
+    assert backend.count(fp8_weights) == backend.count(int8_weights) == 1
 
 
 @pytest.fixture
@@ -180,7 +184,7 @@ def test_a_cell_that_is_not_joined_is_no_region(spy: Spy, monkeypatch: pytest.Mo
     """Such as where torch.compile is switched off by the environment."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
     found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
-    assert list(found) == [REGION]
+    assert list(found) == [REGION, REGION_INT8]
     assert found[REGION].unsupported.startswith("it was not joined: it ran, but not compiled")
     assert not spy.races
 
@@ -196,8 +200,16 @@ def test_an_arm_that_fails_is_a_reason(
 
     monkeypatch.setattr(region_times, "compile_in_place", compiled)
     found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
-    assert found == {failing: Measurement(unsupported="cannot be timed: ZeroDivisionError: division by zero")}
+    why = Measurement(unsupported="cannot be timed: ZeroDivisionError: division by zero")
+    assert found == dict.fromkeys([HP] if failing == HP else [REGION, REGION_INT8], why)
     assert not uncompiled.races
+
+
+def test_integers_that_fail_leave_fp8_its_time(uncompiled: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_times, "_no_kernel", lambda arm, *rest: "no kernel" if "int8" in arm else None)
+    found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
+    assert found[REGION].speedup
+    assert found[REGION_INT8] == Measurement(unsupported="no kernel")
 
 
 @pytest.mark.parametrize("failing", [HP, REGION])

@@ -79,7 +79,7 @@ def test_forward_is_int8_and_backward_is_that_of_fp8(
     assert health_of(mixed)["0/output"]["bad_a"]
 
 
-def test_compiled_it_runs_by_itself_and_says_why(
+def test_compiled_beside_fp8_that_no_region_writes_it_runs_by_itself_and_says_why(
     case: tuple[nn.Module, loka.Report, torch.Tensor],
 ) -> None:
     model, report, x = case
@@ -89,5 +89,6 @@ def test_compiled_it_runs_by_itself_and_says_why(
     eager(x).sum().backward()
     torch.compile(converted, fullgraph=True, backend="aot_eager")(x).sum().backward()
     assert torch.allclose(converted[2].weight.grad, eager[2].weight.grad, rtol=1e-5, atol=1e-7)
-    assert "INT8" in loka.compiler.joint_sites.unjoined(INT8)
+    assert loka.compiler.joint_sites.unjoined(INT8) is None
+    assert "rowwise_e4m3 is none of" in str(loka.compiler.joint_sites.unjoined(FP8))
     assert not loka.regions(converted).applied

@@ -8,6 +8,7 @@ run op by op.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 import loka
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
+from loka.kernels.quantize.int8_weights import int8_weights
 from loka.serve import Server, freeze, graphs, load
 from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
@@ -120,10 +122,37 @@ def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int
     assert backend.count(region_gemm) == 2 * len(BUCKETS)
     assert backend.count(frozen_gemm) == len(BUCKETS)  # of odd sides: by itself
     assert set(backend.apart) == set()
-    assert server.apart() == {"odd": f"{ROW} is not rowwise_e4m3_pow2, by which regions quantize"}
+    assert list(server.apart()) == ["odd"]
+    assert "is none of rowwise_e4m3_pow2, int8_row, by which regions quantize" in server.apart()["odd"]
     assert "2 CUDA graphs of compiled code: 2 of 3 sites are in regions" in str(server)
     padded = torch.cat([inputs(count), inputs(count)[-1:].expand(bucket - count, 16)])
     assert torch.equal(answer.output, compiled_answer(model, padded)[:count])
+
+
+def test_int8_is_joined_from_what_is_kept(
+    backend: JointBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bit for bit, by graphs and eagerly; a folder holds what is kept, and refresh compiles nothing."""
+    monkeypatch.setattr(sys.modules[__name__], "PLAN", dict.fromkeys(PLAN, "emulated:int8_row"))
+    model = wide()
+    server = frozen(model)
+    answer = server(inputs(16)).output
+    assert backend.count(region_gemm) == 2 * len(BUCKETS)
+    assert not backend.count(int8_weights)
+    assert server.apart() == {"odd": "out_features = 24 is no multiple of 16"}
+    assert torch.equal(answer, compiled_answer(model, inputs(16)))
+    assert {site.weight.low.data.dtype for site in frozen_sites(server.current.module).values()} == {
+        torch.int8
+    }
+    server.save(tmp_path)
+    for graphs_wanted in (True, False):
+        loaded = load(tmp_path, wide(seed=3), graphs=graphs_wanted)
+        assert torch.allclose(loaded(inputs(16)).output, answer, rtol=1e-2, atol=1e-3)
+    assert torch.equal(load(tmp_path, wide(seed=3))(inputs(16)).output, answer)
+    count = len(backend.graphs)
+    server.refresh(wide(seed=1).state_dict())
+    assert len(backend.graphs) == count
+    assert torch.equal(server(inputs(16)).output, compiled_answer(wide(seed=1), inputs(16)))
 
 
 def test_overlong_and_empty_requests(backend: JointBackend) -> None:

@@ -47,11 +47,15 @@ def lower_backward(
     low: dict[Node, Low],
     weights: dict[Node, Weight],
 ) -> tuple[dict[Node, Node], Node | None]:
-    """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any."""
+    """Lowers the backward ops; gives back r by the node of its site, and the last GEMM, if there is any.
+
+    `low`: inputs, and `weights`, by the node of a site.
+    """
     trained = [site for site in sites if site.backward is not None]
     waiting = _scaled_by_readers(gemms, trained)
     # What a GEMM's epilogue wrote is not read beside the bytes of its Z, which have its signs too.
-    compared = {x: own for x, own in low.items() if own.by_rows}
+    found = {site.x: low[site.node] for site in trained}
+    compared = {x: own for x, own in found.items() if own.by_rows and own.data is not None}
     edges = _edges(emitter.graph, trained, compared)
     for site in trained:
         host = _host(site, edges) if site.wants_weight else None
@@ -72,7 +76,7 @@ def lower_backward(
                 column = weight.column
                 if column is None:
                     column = emitter.call(transposed, weight.row, r)
-                last = gemms.call(site, Gemm.GRAD_INPUT, row, scale, column, weight.scale)
+                last = gemms.call(site, Gemm.GRAD_INPUT, row, scale, column, weight.column_scale)
                 emitter.replace(results[0], last)
                 if site.node in waiting:
                     emitter.replace(waiting[site.node], r)
@@ -84,7 +88,7 @@ def lower_backward(
             continue
         with emitter.like(backward):
             host = next((e for e in edges.values() if e.transposes is site), None)
-            other = host.outputs if host is not None else _transpose(emitter, site, mine, low[site.x])
+            other = host.outputs if host is not None else _transpose(emitter, site, mine, low[site.node])
             column = mine.outputs["column"]
             last = gemms.call(site, Gemm.GRAD_WEIGHT, column, None, other["transposed"], other["top"])
             emitter.replace(results[1], last)
@@ -168,11 +172,11 @@ def _host(site: JointSite, edges: dict[Node, Edge]) -> Edge | None:
 def _write(mine: Edge, low: dict[Node, Low]) -> tuple[Writer, Program]:
     """The program of an edge, while the nodes of its cone are as they were found."""
     site, transposes = mine.site, mine.transposes
-    writer = Writer(mine.cone, {} if transposes is None or mine.recomputed else _kinds(low[transposes.x]))
+    writer = Writer(mine.cone, {} if transposes is None or mine.recomputed else _kinds(low[transposes.node]))
     gradient = writer.place(mine.root)
     transposed = None
     if transposes is not None:
-        transposed = writer.place(transposes.x) if mine.recomputed else _scaled(writer, low[transposes.x])
+        transposed = writer.place(transposes.x) if mine.recomputed else _scaled(writer, low[transposes.node])
     return writer, writer.program(
         gradient=gradient,
         row=site.wants_input,
@@ -191,7 +195,7 @@ def _emit_edge(
 ) -> None:
     site, transposes, (writer, program) = mine.site, mine.transposes, text
     theirs = edges[transposes.node].outputs if transposes is not None else {}
-    scale = low[site.x].scale
+    scale = low[site.node].scale
     mine.outputs = writer.run(emitter, program, site.rows, scale, theirs.get("r"), theirs.get("tops"))
     for place, total in enumerate(mine.sums):
         val = total.meta["val"]
@@ -210,8 +214,10 @@ def _transpose(emitter: Emitter, site: JointSite, mine: Edge, own: Low) -> dict[
 
 
 def _kinds(low: Low) -> dict[Node, Kind]:
+    assert low.data is not None
     return {low.data: Kind.FULL, low.scale: Kind.COLUMN if low.by_rows else Kind.SCALAR}
 
 
 def _scaled(writer: Writer, low: Low) -> int:
+    assert low.data is not None
     return writer.push(Step("mul", (writer.place(low.data), writer.place(low.scale))))

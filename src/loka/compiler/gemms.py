@@ -23,7 +23,7 @@ from loka.compiler.emit import Emitter
 from loka.compiler.joint_sites import JointSite
 from loka.core.numerics.reference import Quantized
 from loka.core.problem import Problem, dtype_name, target_of
-from loka.core.recipe import Cast, Format, Gemm, Granularity
+from loka.core.recipe import Gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, scaled_gemm
 from loka.kernels.launches import note_launch
@@ -37,8 +37,6 @@ _STAND_IN = 99  # no result of an op has this place
 # Terms of a sum. cuBLASLt on an H200 (docs/log.md, 2026-11-22): without scales of rows a GEMM takes 8 to 35 %
 # less with sums of 256 to 768 terms, 11 % less at 1,024 x 1,024, and up to 13 % more from 1,024 x 2,816 on.
 _SHORT = 1024
-_ROW = Cast(Format.E4M3, Granularity.ROW)
-_TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 
 
 def _region_gemm(
@@ -54,7 +52,7 @@ def _region_gemm(
     columns: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """out [rows, columns] = a [rows.., K] @ b [columns.., K]^T, both float8 and padded with zeros to 16.
+    """out [rows, columns] = a [rows.., K] @ b [columns.., K]^T, both float8 or int8, padded with zeros to 16.
 
     a_scale: float32 [1], or at least [rows] in any shape; b_scale: float32 of at least [columns], all one
     number where it stands for a tensor. `token` is not read: it keeps alive what counts runs.
@@ -66,8 +64,9 @@ def _region_gemm(
     problem = Problem(
         gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
     )
-    run = scaled_gemm(f"{kernel}:{'rowwise' if by_rows else 'tensorwise'}_e4m3", problem)
-    cast = _ROW if by_rows else _TENSOR
+    recipe = f"{'rowwise' if by_rows else 'tensorwise'}_e4m3" if a.is_floating_point() else "int8_row"
+    run = scaled_gemm(f"{kernel}:{recipe}", problem)
+    cast = run.casts[0]
     a, b = fit(a, run.padded_a), fit(b, run.padded_b)
     if not by_rows:
         return run(Quantized(a, a_scale.view(1, 1), cast), Quantized(b, b_scale[:1].view(1, 1), cast))
@@ -98,14 +97,16 @@ region_gemm = registered("loka::region_gemm", _region_gemm, _region_gemm_fake)
 
 @dataclass(kw_only=True)
 class Weight:
-    """A weight in FP8: row [N, K], column [K, N] where grad_input reads it, scale of at least [max(N, K)].
+    """A weight in eight bits: row [N, K] as `output` reads it, column [K, N] where grad_input does, scales.
 
-    `column` is None, too, where a weight comes in FP8 (nn/fp8_weight.py): backward makes it.
+    `column` is None, too, where a weight comes in FP8 (nn/fp8_weight.py): backward makes it. In FP8 both
+    scales are one, of at least [max(N, K)] equal numbers; an INT8 row has one for each row, [N].
     """
 
     row: Node
+    row_scale: Node
     column: Node | None
-    scale: Node
+    column_scale: Node
 
 
 def kernel_of(site: JointSite, gemm: Gemm) -> str:

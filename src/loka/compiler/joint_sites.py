@@ -1,30 +1,39 @@
 """Sites in a joint graph: the two ops of each, what they read, and whether they can be joined.
 
-`loka::site` is joined where every GEMM that it runs is FP8 with power-of-two scales of its own values: then
-FP8 copies of activations and gradients do not depend on who makes them, and the compiler may have them made
-where the values are. Weights are the exception: a site by itself has a scale for each row of its weight, a
-joined one has one (kernels/quantize/fp8_weights.py). They differ near e4m3's smallest numbers alone.
+`loka::site` is joined where every GEMM that it runs is FP8 with power-of-two scales of its own values, or
+`output` INT8 with scales of rows: then copies of activations and gradients do not depend on who makes them,
+and the compiler may have them made where the values are. FP8 weights are the exception: a site by itself has
+a scale for each row of its weight, a joined one has one (kernels/quantize/fp8_weights.py). They differ near
+e4m3's smallest numbers alone.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from loka.compiler.edges.nodes import args_of
-from loka.core.recipe import RECIPES, Gemm
+from loka.core.records.report import REGION, REGION_INT8
 from loka.kernels.gemm.registry import candidate_named
-from loka.nn.site_ops import site_backward, site_forward
+from loka.nn.site_ops import Candidates, site_backward, site_forward
 
-_RECIPE = "rowwise_e4m3_pow2"
+_RECIPE, _INTEGERS = "rowwise_e4m3_pow2", "int8_row"
 
 # What a plan names for layers that are to be joined. The sums over all rows of a batch are exact: fast
 # accumulation loses too much there.
 IN_REGIONS = (f"torch_fast:{_RECIPE}", f"torch_fast:{_RECIPE}", f"torch:{_RECIPE}")
-_KERNELS = ("torch", "torch_fast", "emulated")
+ARMS: Mapping[str, Candidates] = {
+    REGION: IN_REGIONS,
+    REGION_INT8: (f"loka_int8:{_INTEGERS}", *IN_REGIONS[1:]),
+}
+_KERNELS = {
+    _RECIPE: ("torch", "torch_fast", "emulated"),
+    _INTEGERS: ("loka_int8", "torch_int8", "emulated"),
+}
 
 
 def misfit(in_features: int, out_features: int) -> str | None:
@@ -38,14 +47,10 @@ def misfit(in_features: int, out_features: int) -> str | None:
 def unjoined(candidate: str) -> str | None:
     """Why a GEMM by this candidate cannot be in a region, or None."""
     recipe = candidate.partition("@")[0].rpartition(":")[2]
-    if recipe in RECIPES and any(
-        cast.format.uniform for gemm in Gemm for cast in RECIPES[recipe].casts(gemm) or ()
-    ):
-        return f"{candidate} is INT8, and regions write {_RECIPE}"
-    if recipe != _RECIPE:
-        return f"{candidate} is not {_RECIPE}, by which regions quantize"
-    if candidate_named(candidate).kernel.name not in _KERNELS:
-        return f"{candidate} is none of the kernels in regions: {', '.join(_KERNELS)}"
+    if recipe not in _KERNELS:
+        return f"{candidate} is none of {', '.join(_KERNELS)}, by which regions quantize"
+    if candidate_named(candidate).kernel.name not in _KERNELS[recipe]:
+        return f"{candidate} is none of the kernels in regions: {', '.join(_KERNELS[recipe])}"
     return None
 
 
@@ -73,6 +78,11 @@ class JointSite:
     @property
     def rows(self) -> int | torch.SymInt:
         return self.x.meta["val"].shape[0]
+
+    @property
+    def integers(self) -> bool:
+        """Whether `output` is INT8."""
+        return self.candidates[0].endswith(f":{_INTEGERS}")
 
     @property
     def grad_output(self) -> Node:

@@ -1,7 +1,7 @@
 """The rewriting of a joint graph: sites become casts, GEMMs and edges.
 
     forward    x -> x8, t            an edge: the code above x in one kernel (kernels/edge)
-               W -> W8, W8^T, s      one op for all weights of the graph
+               W -> W8, W8^T, s      one op for all weights of the graph; one more for those in INT8
                y = gemm(x8, t, W8, s)
     backward   dy -> dy8, dy8^T, r   an edge
                dx = gemm(dy8, r, W8^T, s)
@@ -32,6 +32,7 @@ from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
 from loka.kernels.quantize.fp8_weights import fp8_weights
+from loka.kernels.quantize.int8_weights import int8_weights
 from loka.nn.fp8_weight import dequantized
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -53,17 +54,22 @@ def join_sites(graph: Graph) -> dict[str, str]:
             if site.x not in first:
                 # An edge before may have given it.
                 now = replace(site, x=emitter.now(site.x))
-                first[site.x] = _quantize_input(emitter, now, sites, products)
+                first[site.x] = _quantize_input(emitter, site.x, now, sites, products)
             own, weight = first[site.x], weights[site.node]
-            later = own.by_rows and gemms.scaled_by_readers(site.y, site.inputs)
+            later = own.by_rows and not site.integers and gemms.scaled_by_readers(site.y, site.inputs)
             scale = None if later else own.scale
-            node = gemms.call(site, Gemm.OUTPUT, own.data, scale, weight.row, weight.scale)
+            data = own.data
+            if site.integers:
+                assert own.integers is not None
+                data, scale = own.integers
+            assert data is not None
+            node = gemms.call(site, Gemm.OUTPUT, data, scale, weight.row, weight.row_scale)
             y = gemms.scaled(node, own.scale) if later else node
             products[site.node] = Product(site=site, node=node, y=y, input=own, weight=weight)
             emitter.replace(site.y, y)
-    # An input may have been given by an edge, or be the very output of another site: another node now.
-    low = {emitter.now(x): own for x, own in first.items()}
+    low = {site.node: first[site.x] for site in sites}
     last_product = products[sites[-1].node].node
+    # An input may have been given by an edge, or be the very output of another site: another node now.
     sites = [replace(s, x=emitter.now(s.x), y=products[s.node].node) for s in sites]
     regions = connected(sites)
     scales, last = lower_backward(emitter, gemms, sites, low, weights)
@@ -76,23 +82,31 @@ def join_sites(graph: Graph) -> dict[str, str]:
 
 
 def _quantize_input(
-    emitter: Emitter, site: JointSite, sites: list[JointSite], products: dict[Node, Product]
+    emitter: Emitter, x: Node, site: JointSite, sites: list[JointSite], products: dict[Node, Product]
 ) -> Low:
-    """x [T, K] of a site, and of those that read it too, in FP8: out of the GEMM before it, or by an edge
-    under a scale of each row."""
+    """x [T, K] of a site, and of those that read it too, in eight bits: out of the GEMM before it, or by an
+    edge under a scale of each row. `x`: as it was found, where the site now reads what an edge gave."""
     joined = {each.node for each in sites}  # each input of theirs has such an edge
     cone = cone_of(site.x, Matrix(rows=site.rows, features=site.inputs), {}, joined, forward=True)
-    if not cone.inside:
+    readers = [each for each in sites if each.x is x]
+    integers = any(each.integers for each in readers)
+    if not cone.inside and not integers:
         return _cast(emitter, site.x)
     writer = Writer(cone, {})
-    program = writer.program(gradient=writer.place(site.x), row=True)
+    row = any(not each.integers or each.wants_weight for each in readers)
+    program = writer.program(gradient=writer.place(site.x), row=row, integers=integers)
     normed = normed_input(emitter, site, joined, writer, program, products.values())
     if normed is not None:
         own, product = normed
         products[product.site.node] = product
         return own
     outputs = writer.run(emitter, program, site.rows)
-    return Low(data=outputs["row"], scale=outputs["r"], finite=outputs["r"])
+    return Low(
+        data=outputs.get("row"),
+        scale=outputs["r"],
+        finite=outputs["r"],
+        integers=(outputs["integer"], outputs["step"]) if integers else None,
+    )
 
 
 def _cast(emitter: Emitter, x: Node) -> Low:
@@ -119,7 +133,7 @@ def _cast(emitter: Emitter, x: Node) -> Low:
 
 
 def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
-    """By the node of a site. Weights that are there before the first site go through one op.
+    """By the node of a site. Weights that are there before the first site go through one op, or two.
 
     A weight that comes in FP8 is taken as it is.
     """
@@ -131,26 +145,46 @@ def _quantize_weights(emitter: Emitter, sites: list[JointSite]) -> dict[Node, We
     early = [s for s in sites if position[s.weight] < position[sites[0].node]]
     found = given
     for group in (early, *([s] for s in sites if s not in early)):
-        if not group:
-            continue
-        transposed: dict[Node, bool] = {}
-        for site in group:
-            transposed[site.weight] = transposed.get(site.weight, False) or site.wants_input
-        with emitter.like(group[0].node):
-            op = emitter.call(fp8_weights, list(transposed), list(transposed.values()))
-            items = {
-                weight: Weight(
-                    row=emitter.item(op, 3 * place),
-                    column=emitter.item(op, 3 * place + 1) if both else None,
-                    scale=emitter.item(op, 3 * place + 2),
-                )
-                for place, (weight, both) in enumerate(transposed.items())
-            }
-        found.update({site.node: items[site.weight] for site in group})
+        if group:
+            with emitter.like(group[0].node):
+                fp8, int8 = _in_fp8(emitter, group), _in_int8(emitter, group)
+            for site in group:
+                own = int8[site.weight] if site.integers else fp8[site.weight]
+                turned = fp8.get(site.weight, own)
+                found[site.node] = replace(own, column=turned.column, column_scale=turned.column_scale)
+    return found
+
+
+def _in_fp8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
+    """By the weight, those that a GEMM reads in FP8."""
+    turned: dict[Node, bool] = {}
+    for site in sites:
+        if site.wants_input or not site.integers:
+            turned[site.weight] = turned.get(site.weight, False) or site.wants_input
+    if not turned:
+        return {}
+    op = emitter.call(fp8_weights, list(turned), list(turned.values()))
+    found = {}
+    for place, (weight, both) in enumerate(turned.items()):
+        row, scale = emitter.item(op, 3 * place), emitter.item(op, 3 * place + 2)
+        column = emitter.item(op, 3 * place + 1) if both else None
+        found[weight] = Weight(row=row, row_scale=scale, column=column, column_scale=scale)
+    return found
+
+
+def _in_int8(emitter: Emitter, sites: list[JointSite]) -> dict[Node, Weight]:
+    weights = list(dict.fromkeys(site.weight for site in sites if site.integers))
+    if not weights:
+        return {}
+    op = emitter.call(int8_weights, weights)
+    found = {}
+    for place, weight in enumerate(weights):
+        row, scale = emitter.item(op, 2 * place), emitter.item(op, 2 * place + 1)
+        found[weight] = Weight(row=row, row_scale=scale, column=None, column_scale=scale)
     return found
 
 
 def _given(weight: Node) -> Weight:
     """Of a node that dequantizes what came in FP8; nothing reads it when all its sites are joined."""
     row, scale, _ = args_of(weight)
-    return Weight(row=row, column=None, scale=scale)
+    return Weight(row=row, row_scale=scale, column=None, column_scale=scale)

@@ -25,14 +25,15 @@ def mark_runs(
 ) -> None:
     """Notes that the sites ran, and operands that are not finite: in forward, and in backward.
 
-    `scales`: r by the node of a site with a backward; `last`: the last GEMM of forward, and of backward.
+    By the node of a site, `low`: inputs, and `scales`: r, where it has a backward; `last`: the last GEMM of
+    forward, and of backward.
     """
     forward = [
         entry
         for site in sites
         for entry in (
-            (site.health, low[site.x].finite, _place(Gemm.OUTPUT, BAD_A)),
-            (site.health, weights[site.node].scale, _place(Gemm.OUTPUT, BAD_B)),
+            (site.health, low[site.node].finite, _place(Gemm.OUTPUT, BAD_A)),
+            (site.health, weights[site.node].row_scale, _place(Gemm.OUTPUT, BAD_B)),
         )
     ]
     _noted(emitter, last[0], forward, record)
@@ -44,12 +45,12 @@ def mark_runs(
         if site.wants_input:
             backward += [
                 (site.health, r, _place(Gemm.GRAD_INPUT, BAD_A)),
-                (site.health, weights[site.node].scale, _place(Gemm.GRAD_INPUT, BAD_B)),
+                (site.health, weights[site.node].column_scale, _place(Gemm.GRAD_INPUT, BAD_B)),
             ]
         if site.wants_weight:
             backward += [
                 (site.health, r, _place(Gemm.GRAD_WEIGHT, BAD_A)),
-                (site.health, low[site.x].finite, _place(Gemm.GRAD_WEIGHT, BAD_B)),
+                (site.health, low[site.node].finite, _place(Gemm.GRAD_WEIGHT, BAD_B)),
             ]
     if last[1] is not None:
         _noted(emitter, last[1], backward, record)

@@ -112,8 +112,10 @@ def normed_input(
     if found is None:
         return None
     product = next((p for p in products if p.node is writer.leaves[found.product]), None)
-    if product is None or (
-        found.row_scale is not None and writer.leaves[found.row_scale] is not product.input.scale
+    if (
+        product is None
+        or product.site.integers
+        or (found.row_scale is not None and writer.leaves[found.row_scale] is not product.input.scale)
     ):
         return None
     inside = writer.cone.inside | {product.node}
@@ -157,7 +159,7 @@ def _emitted(
     site, given, weight = product.site, product.input, product.weight
     with emitter.like(product.node):
         op = emitter.call(
-            normed_gemm, given.data, given.scale, weight.row, weight.scale, site.name,
+            normed_gemm, given.data, given.scale, weight.row, weight.row_scale, site.name,
             kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
         )  # fmt: skip
         data, inverse, values, steps = (emitter.item(op, place) for place in range(4))

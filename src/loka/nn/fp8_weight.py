@@ -142,8 +142,9 @@ def _dequantized(weight: Fp8Weight) -> torch.Tensor:
 
 
 def _values(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """row * scale [N, K] in `dtype`: exact in float32 and bfloat16."""
-    return (row.float() * scale[0]).to(dtype)
+    """row * scale [N, K] in `dtype`: of FP8, under one scale, exact in float32 and bfloat16; of INT8, under
+    scales [N] of its rows (loka.serve keeps such weights), as near as `dtype` has it."""
+    return (row.float() * (scale[0] if row.is_floating_point() else scale.view(-1, 1))).to(dtype)
 
 
 def _values_fake(row: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from loka.compiler.joint_sites import IN_REGIONS
+from loka.compiler.joint_sites import ARMS
 from loka.core.error import Estimate
 from loka.core.recipe import SHARED_OPERANDS, Gemm
 from loka.core.records.plan import Decision
@@ -47,6 +47,7 @@ class Choice:
     options: Mapping[Gemm, Option]
     saved: Mapping[str, Estimate]
     region: Estimate | None = None  # speed-up of the layer in a region, where the choice is that
+    arm: str | None = None  # and which of `ARMS`
 
     def saved_at(self, gemm: Gemm) -> float:
         """Microseconds saved on tensors of which `gemm` takes the transpose; each counts once."""
@@ -70,7 +71,7 @@ class Layer:
     options: Mapping[Gemm, Mapping[str, Option]]
     rejected: Mapping[Gemm, Mapping[str, str]]
     savings: Savings
-    region: Choice | None = None  # all GEMMs as a part of a region, where that was timed and is allowed
+    regions: tuple[Choice, ...] = ()  # all GEMMs as parts of a region, where that was timed and is allowed
 
 
 def option_of(site: SiteReport, name: str) -> Option | None:
@@ -95,10 +96,10 @@ def choose(
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
-    region: Choice | None = None,
+    regions: Iterable[Choice] = (),
 ) -> Choice:
     """The best allowed choice. A `fixed` GEMM has one option; each other one has "hp" among its own."""
-    return best_of(allowed_choices(options, savings, min_speedup=min_speedup, fixed=fixed, region=region))
+    return best_of(allowed_choices(options, savings, min_speedup=min_speedup, fixed=fixed, regions=regions))
 
 
 def allowed_choices(
@@ -107,10 +108,10 @@ def allowed_choices(
     *,
     min_speedup: float,
     fixed: Collection[Gemm] = (),
-    region: Choice | None = None,
+    regions: Iterable[Choice] = (),
 ) -> list[Choice]:
-    """Those in which every FP8 GEMM earns its place, hp everywhere that is free among them; and the region,
-    which earns its place as a whole."""
+    """Those in which every FP8 GEMM earns its place, hp everywhere that is free among them; and regions, each
+    of which earns its place as a whole."""
     reduced = {gemm: _fastest_by_casts(each) for gemm, each in options.items()}
     allowed = []
     for combination in itertools.product(*reduced.values()):
@@ -118,17 +119,17 @@ def allowed_choices(
         free = [gemm for gemm in choice.options if gemm not in fixed]
         if all(earns(choice, gemm, options[gemm][HP], min_speedup) for gemm in free):
             allowed.append(choice)
-    if region is not None and region.region is not None and region.region.low >= min_speedup:
-        allowed.append(region)
-    return allowed
+    return allowed + [r for r in regions if r.region is not None and r.region.low >= min_speedup]
 
 
-def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measurement]) -> Choice | None:
+def region_choice(
+    options: Mapping[Gemm, Option], times: Mapping[str, Measurement], arm: str = REGION
+) -> Choice | None:
     """The layer as a part of a region, from its GEMMs in hp; None where that was not timed.
 
     What the region saves is taken off the GEMMs in proportion to their times, so that choices compare.
     """
-    region, hp = times.get(REGION), times.get(HP)
+    region, hp = times.get(arm), times.get(HP)
     if region is None or hp is None or not region.microseconds or not hp.microseconds or not region.speedup:
         return None
     total = sum(option.time.value for option in options.values())
@@ -140,14 +141,10 @@ def region_choice(options: Mapping[Gemm, Option], times: Mapping[str, Measuremen
             time=Estimate(*(end * left for end in (option.time.value, option.time.low, option.time.high))),
             casts=None,
         )
-        for (gemm, option), name in zip(options.items(), _names(options), strict=True)
+        for gemm, option in options.items()
+        for name in (ARMS[arm][list(Gemm).index(gemm)],)
     }
-    return Choice(options=inside, saved={}, region=region.speedup)
-
-
-def _names(gemms: Iterable[Gemm]) -> list[str]:
-    by_gemm = dict(zip(Gemm, IN_REGIONS, strict=True))
-    return [by_gemm[gemm] for gemm in gemms]
+    return Choice(options=inside, saved={}, region=region.speedup, arm=arm)
 
 
 def best_of(allowed: Sequence[Choice]) -> Choice:

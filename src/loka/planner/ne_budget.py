@@ -93,7 +93,7 @@ def _layer_ways(path: str, layer: Layer, budget: Budget, limits: Limits) -> list
         layer.savings,
         min_speedup=budget.min_speedup,
         fixed=set(layer.fixed),
-        region=layer.region,
+        regions=layer.regions,
     )
     levels: dict[Cost, list[LayerChoice]] = {}
     for choice in allowed:

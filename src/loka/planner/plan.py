@@ -42,7 +42,7 @@ from loka.planner.layer_choice import (
 from loka.planner.limits import Cost, Limits, cost_of, fits, limits_of, share_spent
 from loka.planner.ne_budget import grant, is_forced
 from loka.planner.package_target import plan_package
-from loka.planner.regions import in_region, region_of, unsupported
+from loka.planner.regions import in_region, regions_of, unsupported
 
 
 def plan(
@@ -162,17 +162,19 @@ def _open_layer(
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    region = "a GEMM of it is decided by rule" if fixed else region_of(sites, report, budget, limits)
-    if isinstance(region, str) and report.timed:
+    regions, why_not = regions_of(sites, report, budget, limits)
+    if fixed:
+        regions, why_not = (), {REGION: "a GEMM of it is decided by rule"}
+    if report.timed:
         for reasons in rejected.values():
-            reasons[REGION] = region
+            reasons.update(why_not)
     return Layer(
         sites=tuple(sites),
         fixed=fixed,
         options={gemm: each for gemm, each in options.items() if each},
         rejected=rejected,
         savings=report.quantize_once_savings.get(sites[0].path, {}),
-        region=None if isinstance(region, str) else region,
+        regions=regions,
     )
 
 
@@ -199,16 +201,20 @@ def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, grante
                 rejected[gemm][name] = reason
     if not options:
         return [fixed[site.problem.gemm] for site in layer.sites]
-    region = layer.region
-    if region is not None and any(
-        not fits(cost_of(site, region.options[site.problem.gemm].name, limits), granted)
-        for site in layer.sites
-    ):
-        region = None
-    choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), region=region)
-    if region is not None and choice.region is None:
+    regions = [
+        region
+        for region in layer.regions
+        if all(
+            fits(cost_of(site, region.options[site.problem.gemm].name, limits), granted)
+            for site in layer.sites
+        )
+    ]
+    choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), regions=regions)
+    for region in regions:
+        if region.arm == choice.arm:
+            continue
         for reasons in rejected.values():
-            reasons[REGION] = (
+            reasons[str(region.arm)] = (
                 f"speed-up in a region {region.region}, below what is chosen or {budget.min_speedup:g}"
             )
     if choice.region is not None:

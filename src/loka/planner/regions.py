@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loka.compiler.joint_sites import IN_REGIONS
+from loka.compiler.joint_sites import ARMS
 from loka.core.budget import Budget
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision
@@ -28,39 +28,58 @@ def unsupported(measured: Measurement, budget: Budget, limits: Limits, gemm: Gem
     return None if gemm is not Gemm.OUTPUT else over_limits(measured, limits)
 
 
-def region_of(sites: list[SiteReport], report: Report, budget: Budget, limits: Limits) -> Choice | str:
-    """The layer in a region, where the budget admits every GEMM of it; else why it cannot be in one."""
+def regions_of(
+    sites: list[SiteReport], report: Report, budget: Budget, limits: Limits
+) -> tuple[tuple[Choice, ...], dict[str, str]]:
+    """The layer in a region, by each of `ARMS` in which the budget admits every GEMM of it; and by arm why
+    it cannot be in one."""
+    found, reasons = [], {}
+    timed = report.region_times.get(sites[0].path, {})
+    for arm in [REGION, *(arm for arm in ARMS if arm != REGION and arm in timed)]:
+        made = _by_arm(arm, sites, report, budget, limits)
+        if isinstance(made, Choice):
+            found.append(made)
+        else:
+            reasons[arm] = made
+    return tuple(found), reasons
+
+
+def _by_arm(
+    arm: str, sites: list[SiteReport], report: Report, budget: Budget, limits: Limits
+) -> Choice | str:
     if not budget.regions:
         return "the budget wants no regions"
     times = report.region_times.get(sites[0].path, {})
-    if REGION not in times:
+    if arm not in times:
         return "not timed in a region"
-    if times[REGION].unsupported:
-        return str(times[REGION].unsupported)
+    if times[arm].unsupported:
+        return str(times[arm].unsupported)
     in_hp: dict[Gemm, Option] = {}
     for site in sites:
-        name = IN_REGIONS[list(Gemm).index(site.problem.gemm)]
+        name = ARMS[arm][list(Gemm).index(site.problem.gemm)]
         measured, option = site.measured(name), option_of(site, HP)
         if measured is None or option is None:
             return f"the errors of {name}, or of hp, were not measured at {site.name}"
         if reason := unsupported(measured, budget, limits, site.problem.gemm):
             return f"{site.name}: {reason}"
         in_hp[site.problem.gemm] = option
-    return region_choice(in_hp, times) or "hp was not timed beside it"
+    return region_choice(in_hp, times, arm) or "hp was not timed beside it"
 
 
 def in_region(site: SiteReport, choice: Choice, report: Report, rejected: dict[str, str]) -> Decision:
     """A GEMM of a layer that runs in a region; its time is its share of what the layer takes there."""
     assert choice.region is not None
+    assert choice.arm is not None
     name = choice.options[site.problem.gemm].name
     times = report.region_times[site.path]
-    region, hp = (times[each].microseconds for each in (REGION, HP))
+    region, hp = (times[each].microseconds for each in (choice.arm, HP))
     reason = f"in a compiled region, where the layer and the code around it take {region} us, {hp} us in hp"
     lost = {
         other: rejected.get(other, "slower than in a region")
         for other in site.measurements
         if other not in (HP, name)
     }
+    lost |= {arm: rejected[arm] for arm in ARMS if arm in rejected}
     return replace(
         decision_of(site, name, reason, lost),
         microseconds=choice.options[site.problem.gemm].time,

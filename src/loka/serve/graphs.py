@@ -203,7 +203,7 @@ class Capturer:
         found = {}
         for name, site in frozen_sites(self._template).items():
             record = record_of(site.health)
-            if site.weight.even is None:
+            if site.weight.joined is None:
                 n, k = site.weight.sides
                 found[name] = unjoined(site.candidate) or misfit(k, n) or "it was frozen without graphs"
             elif record is None:

@@ -24,6 +24,7 @@ from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import fit, run_gemm, scaled_gemm
 from loka.kernels.quantize.fp8_weights import fp8_weights
+from loka.kernels.quantize.int8_weights import CAST as INT8
 from loka.kernels.quantize.quantizer import quantize_pair
 from loka.kernels.quantize.side import Side
 from loka.nn.fp8_weight import CAST, dequantized
@@ -38,14 +39,23 @@ _ROWS = 16  # of the problem by which a weight's padding is asked; it does not d
 class FrozenWeight:
     """`low` holds W [N, K] padded as the kernel wants; `dtype` is what W had.
 
-    `even`: float32 [max(N, K)], one value all over, where W has one scale for all rows; else None. Compiled
-    sites of such weights can be joined into regions.
+    `even`: float32 [max(N, K)], one value all over, where W has one scale for all rows; else None.
     """
 
     low: Quantized
     sides: tuple[int, ...]
     dtype: torch.dtype
     even: torch.Tensor | None = None
+
+    @property
+    def joined(self) -> tuple[torch.Tensor, torch.dtype] | None:
+        """The scale by which compiled sites of such a weight can be joined into regions, if they can: of all
+        rows, or of each in INT8; and the dtype that has row * scale to the last bit."""
+        if self.even is not None:
+            return self.even, self.dtype
+        if self.low.cast == INT8 and misfit(self.sides[1], self.sides[0]) is None:
+            return self.low.scale.view(-1), torch.float32
+        return None
 
     @property
     def bytes(self) -> int:
@@ -109,7 +119,7 @@ def freeze_weight(candidate: str, weight: torch.Tensor, dtype: torch.dtype, *, j
     """Quantizes a weight [N, K] as the converted model would in a call whose input has `dtype`: eagerly, or
     `joined` into a region."""
     n, k = weight.shape
-    if joined and joinable(candidate, (n, k)):
+    if joined and joinable(candidate, (n, k)) and not input_cast(candidate).format.uniform:
         row, _, scale = fp8_weights([weight.detach()], [False])
         return even_weight(row, scale, weight.dtype)
     run = scaled_gemm(candidate, _problem(_ROWS, (n, k), dtype, weight.device))
@@ -158,9 +168,9 @@ class FrozenSite:
     def _traced(self, rows: torch.Tensor) -> torch.Tensor:
         """As ops that a compiler traces: one that a region may join, or one that it sees nothing of."""
         low, (n, k) = self.weight.low, self.weight.sides
-        if self.weight.even is None:
+        if self.weight.joined is None:
             return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k)
-        weight = dequantized(low.data, self.weight.even, self.weight.dtype)
+        weight = dequantized(low.data, *self.weight.joined)
         return multiply(rows, weight, self.health, self.name, (self.candidate, HP, HP), join=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -259,6 +259,15 @@ def transposed_sums(features: int) -> Case:
     return w.done(transposed=w.step("div", x, w.step("add", w.step("row_sum", w.step("square", x)), 1e-3)))
 
 
+def replaced(case: Case, **changes: bool) -> Case:
+    return replace(case, program=replace(case.program, **changes))
+
+
+def in_integers(case: Case) -> Case:
+    """The same values, with an INT8 copy as they lie."""
+    return replaced(case, integers=True)
+
+
 BLOCKS = {16: 8, 24: 12, 64: 32, 600: 100, 1040: 16}
 
 CASES: dict[str, Callable[[int], Case]] = {
@@ -280,6 +289,12 @@ CASES: dict[str, Callable[[int], Case]] = {
     "forward_norm": forward_norm,
     "forward_blocks": lambda n: forward_blocks(n, BLOCKS.get(n, 8 if n % 32 else 32)),
     "transposed_sums": transposed_sums,
+    "int8-identity": lambda n: in_integers(identity(n)),
+    "int8-forward_norm": lambda n: in_integers(forward_norm(n)),
+    "int8-alone": lambda n: in_integers(replaced(identity(n), row=False, column=False)),
 }
-EXACT = ("identity", "identity-float32", "identity-float8", "relu", "masked", "only_transposed")
+EXACT = (
+    *("identity", "identity-float32", "identity-float8", "relu", "masked", "only_transposed"),
+    *("int8-identity", "int8-alone"),
+)
 """No result of theirs but sums is rounded before the cast."""

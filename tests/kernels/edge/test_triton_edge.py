@@ -41,12 +41,21 @@ def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, ex
         assert (out.shape, out.dtype, out.stride()) == (twin.shape, twin.dtype, twin.stride()), name
         if name in ("row", "column", "transposed"):
             check_low(name, out, twin, exact=exact)
+        elif name == "integer":
+            # Of a row that is not finite they mean nothing; what is no normal number is off by digits.
+            step = named["step"].view(-1)
+            normal = step.isfinite() & (exact | (step > 2.0**-110))
+            check_low(name, out[normal], twin[normal], exact=exact)
         elif name.startswith("sum"):
             check_sums(out, twin, values[program.sums[int(name[3:])]], rows)
         elif name.startswith("value"):
             check_values(name, out, twin, exact=exact)
         else:
-            torch.testing.assert_close(out, twin, rtol=0, atol=0, equal_nan=True, msg=f"{name} {named}")
+            rtol = 0.0
+            if name == "step" and not exact:  # a row's maximum over 127, with whatever error that has
+                rtol, small = 2e-5, twin < 2.0**-110
+                out, twin = out[~small], twin[~small]
+            torch.testing.assert_close(out, twin, rtol=rtol, atol=0, equal_nan=True, msg=f"{name} {named}")
 
 
 def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) -> None:
@@ -57,6 +66,8 @@ def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) 
         assert torch.equal(got, wanted), name
         return
     step = torch.maximum(torch.maximum(got.abs(), wanted.abs()) * 2.0**-3, torch.tensor(2.0**-9))
+    if out.dtype == torch.int8:
+        step = torch.ones_like(step)
     assert ((got - wanted).abs() <= step).all(), name
     # Crossing needs a value within some 1e-5 of the middle of a step, of which there is one in 1e4.
     assert (got != wanted).sum() <= 2 + 2e-3 * got.numel(), name

@@ -17,7 +17,9 @@ from cases import on_gpu_or_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loka.core.numerics.reference import quantize
 from loka.kernels.launches import launches, reset_launches
+from loka.kernels.quantize import int8_weights as int8_module
 from loka.kernels.quantize.fp8_weights import DTYPES, GROUP, fp8_weights
 from loka.kernels.quantize.weight_copies import Copies, quantize_weight, unwritten
 
@@ -339,3 +341,31 @@ def test_a_graph_follows_weights_that_change_in_place() -> None:
         for one, weight, turn in zip(in_threes(out), weights, wanted, strict=True):
             same(one, quantize_weight(weight.cpu(), transposed=turn))
             assert torch.equal(one.row.float().isnan(), weight.isnan().any().expand(one.row.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_integers_of_several_weights_are_the_twin_s(dtype: torch.dtype, device: torch.device) -> None:
+    """By one launch: ragged sides, rows with gaps behind them, of zeros, huge, tiny, not finite."""
+    triton_weights = pytest.importorskip("loka.kernels.quantize.triton.int8_weights")
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, k, generator=generator).to(dtype) for n, k in ((33, 40), (1, 16), (16, 1100))]
+    weights.append(torch.randn(20, 64, generator=generator).to(dtype)[:, 3:50])
+    weights[0][5], weights[0][7, 3] = 0, torch.nan
+    weights[2][3] *= torch.finfo(dtype).max / weights[2][3].abs().max()
+    weights[2][4] *= 1e-36
+    weights = [weight.to(device) for weight in weights]
+    copies = [int8_module._unwritten(weight) for weight in weights]
+    triton_weights.quantize_rows_fused(weights, copies)
+    for weight, (row, scale) in zip(weights, copies, strict=True):
+        twin = quantize(weight, int8_module.CAST, padded=tuple(row.shape))
+        assert torch.equal(scale.nan_to_num(), twin.scale.view(-1).nan_to_num())
+        assert torch.equal(row, twin.data)
+
+
+def test_an_op_gives_the_integers_of_weights_that_lie_in_any_way(device: torch.device) -> None:
+    weights = [torch.randn(48, 32), torch.randn(64, 32).t(), torch.randn(16, 8).expand(2, 16, 8)[0]]
+    found = int8_module.int8_weights([weight.to(device) for weight in weights])
+    for weight, row, scale in zip(weights, found[::2], found[1::2], strict=True):
+        twin = quantize(weight, int8_module.CAST, padded=tuple(row.shape))
+        assert torch.equal(row.cpu(), twin.data)
+        assert torch.equal(scale.cpu(), twin.scale.view(-1))

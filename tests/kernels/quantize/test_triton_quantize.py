@@ -22,7 +22,8 @@ fused = pytest.importorskip("loka.kernels.quantize.triton.quantize")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-FP8 = (Format.E4M3, Format.E5M2)  # INT8 has no kernel: the reference quantizes it everywhere
+FP8 = (Format.E4M3, Format.E5M2)
+INT8 = Cast(Format.INT8, Granularity.ROW)
 CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
@@ -37,8 +38,8 @@ def check(out: Quantized, twin: Quantized, inner: tuple[int, int]) -> None:
     got, expected = dequantize(out).cpu(), dequantize(twin)
     assert (got[inner[0] :] == 0).all()
     assert (got[:, inner[1] :] == 0).all()
-    if out.data.is_cuda:
-        assert torch.equal(got, expected)
+    if out.data.is_cuda or cast.format.uniform:  # integers need no cast of the interpreter's
+        assert torch.equal(out.data.cpu(), twin.data) if cast.format.uniform else torch.equal(got, expected)
         return
     step = expected.abs() * 2.0**-cast.format.mantissa
     floor = expand_scale(twin.scale, cast, *twin.shape) * cast.format.smallest_subnormal
@@ -111,6 +112,33 @@ def test_one_copy_matches_the_twin(
     hp = nasty(70, 150, dtype, transposed=transposed)
     check_pair(hp, cast, None, (80, 256), device)
     check_pair(hp, None, cast, (70, 150), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_integers_are_the_twin_s_to_the_last_bit(
+    dtype: torch.dtype, transposed: bool, device: torch.device
+) -> None:
+    """By themselves, and beside an e4m3 transpose for `grad_weight`, as a site quantizes its input."""
+    hp = nasty(70, 150, dtype, transposed=transposed)
+    hp[15] = torch.arange(150) / 2 * (127 / 74.5)  # ends of steps: halves go to the even
+    check_pair(hp, INT8, Cast(Format.E4M3, Granularity.ROW, power_of_two=True), (80, 160), device)
+    hp[13] *= torch.finfo(dtype).max / hp[13].abs().max()
+    check_pair(hp, INT8, None, (80, 256), device)
+    check_pair(hp, None, INT8, (70, 150), device)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_the_scale_of_its_row(bad: float, device: torch.device) -> None:
+    hp = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    hp[5, 9] = bad
+    health = torch.zeros(3, dtype=torch.int64, device=device)
+    side = Side(cast=INT8, padded=(32, 64), flag=1, count=0)
+    found, _ = fused.quantize_pair_fused(hp.to(device), row=side, column=None, health=health)
+    finite = found.scale.cpu().isfinite().view(-1)
+    assert finite.tolist() == [row != 5 for row in range(32)]
+    assert torch.equal(found.data.cpu()[finite], quantize(hp, INT8).data[finite])
+    assert health.tolist() == [1, 1, 0]
 
 
 PAIRS = [

@@ -34,6 +34,8 @@ def matched(program: Program) -> Matched | None:
         return None
     if program.gradient is None or program.column or program.transposed is not None or program.sums:
         return None
+    if program.integers:  # under one scale, known beforehand, they are no better than e4m3
+        return None
     product = program.leaves.index(Kind.FULL)
     row_scale = program.leaves.index(Kind.COLUMN) if len(program.leaves) == 2 else None
     value = _formula(program, product)

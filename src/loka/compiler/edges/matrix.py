@@ -19,11 +19,13 @@ _READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 @dataclass(frozen=True, kw_only=True)
 class Low:
     """A tensor in FP8: data float8 [T, K], scale float32 [T, 1] of its rows, or [1]. `finite`: a float32
-    tensor that is not finite where the tensor is not."""
+    tensor that is not finite where the tensor is not. `integers`: data int8 and scale of it in INT8, where a
+    GEMM reads that; `data` is None where none reads FP8."""
 
-    data: Node
+    data: Node | None
     scale: Node
     finite: Node
+    integers: tuple[Node, Node] | None = None
 
     @property
     def by_rows(self) -> bool:

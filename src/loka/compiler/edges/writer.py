@@ -91,6 +91,7 @@ class Writer:
         gradient: int | None = None,
         row: bool = False,
         column: bool = False,
+        integers: bool = False,
         transposed: int | None = None,
         sums: tuple[int, ...] = (),
     ) -> Program:
@@ -105,6 +106,7 @@ class Writer:
             gradient=gradient,
             row=row,
             column=column,
+            integers=integers,
             transposed=transposed,
             sums=sums,
             values=values,

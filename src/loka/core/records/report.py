@@ -25,6 +25,7 @@ _WAY_OUT = "measure again with `loka measure STATS --out REPORT`"
 
 HP = "hp"  # the candidate that is always there: the model's own precision
 REGION = "region"  # a layer as a part of a compiled region (loka/compiler)
+REGION_INT8 = "region_int8"  # likewise, with `output` in INT8
 
 
 def site_name(path: str, gemm: Gemm) -> str:
@@ -95,8 +96,8 @@ class Report:
             layer, tensor ("input", "weight", "grad_output") and casts "e4m3_row+e4m3_tensor" of
             the row-major copy and of the transposed one. Only of timed layers.
         coverage: what share of a step's matmul FLOPs are sites, as the statistics have it.
-        region_times: by layer, the time of "hp" and of "region": all its GEMMs and the code around them,
-            compiled (measurement/times/region_times.py). Only of timed layers.
+        region_times: by layer, the time of "hp", "region" and "region_int8": all its GEMMs and the code
+            around them, compiled (measurement/times/region_times.py). Only of timed layers.
         final_rate: as the statistics have it: the last learning rate as a share of its peak.
         no_effect: by layer, why its effect on KL/H is not known, or is old.
         centres: by layer, what centred recipes take off its input, a number a column.
@@ -152,7 +153,8 @@ class Report:
         for path, tensors in self.quantize_once_savings.items():
             best = [_most_saved(name, pairs) for name, pairs in tensors.items() if pairs]
             lines += [f"one pass for both copies saves at most, at {path}: {', '.join(best)}"] if best else []
-        lines += [line for path, times in self.region_times.items() if (line := _region_line(path, times))]
+        for path, times in self.region_times.items():
+            lines += [line for arm in (REGION, REGION_INT8) if (line := _region_line(path, times, arm))]
         lines += [f"not measured: {path}: {reason}" for path, reason in self.skipped.items()]
         lines += [str(part) for part in self.parts.values()]
         lines += [f"note: {line}" for line in self.unknown_effects()]
@@ -168,12 +170,13 @@ class Report:
         return [_unknown(", ".join(paths), why) for why, paths in layers.items()]
 
 
-def _region_line(path: str, times: Mapping[str, Measurement]) -> str | None:
-    region, hp = times.get(REGION), times.get(HP)
+def _region_line(path: str, times: Mapping[str, Measurement], arm: str) -> str | None:
+    region, hp = times.get(arm), times.get(HP)
     if region is None or hp is None or not region.microseconds or not hp.microseconds:
         return None
+    where = f"{path}, its output in INT8," if arm == REGION_INT8 else path
     return (
-        f"in a compiled region {path} takes {region.microseconds.value:.1f} us with the code around it, "
+        f"in a compiled region {where} takes {region.microseconds.value:.1f} us with the code around it, "
         f"{hp.microseconds.value:.1f} us in hp ({region.speedup.value if region.speedup else 1.0:.2f}x)"
     )
 

@@ -16,11 +16,14 @@ def unwritten(program: Program, rows: int, device: torch.device) -> list[torch.T
         "row": (rows, columns),
         "column": (columns, high),
         "r": (rows, 1),
+        "integer": (rows, columns),
+        "step": (rows, 1),
         "tops": (-(-rows // GROUP),),
         "transposed": (columns, high),
         "top": (1,),
     }
     dtypes = dict.fromkeys(("row", "column", "transposed"), torch.float8_e4m3fn)
+    dtypes["integer"] = torch.int8
     for number, (place, dtype) in enumerate(zip(program.values, program.value_dtypes, strict=True)):
         shapes[f"value{number}"] = value_shape(program, program.kinds[place], rows)
         dtypes[f"value{number}"] = getattr(torch, dtype)

@@ -63,6 +63,7 @@ class Program:
         block: features of one block, which divides `features`; `features` where no step asks for blocks.
         gradient: the value G to be quantized under a power-of-two scale r_i of each row, or None.
         row, column: whether G's copies are wanted as they lie, and transposed.
+        integers: whether a copy as it lies is wanted in INT8 too, by the recipe `int8_row`.
         transposed: the value A to be written transposed, times the r_i of another gradient, or None.
         sums: values whose sums over rows are wanted.
         values: values that leave as they are, in the `value_dtypes`: full, column or block.
@@ -75,6 +76,7 @@ class Program:
     gradient: int | None = None
     row: bool = False
     column: bool = False
+    integers: bool = False
     transposed: int | None = None
     sums: tuple[int, ...] = ()
     values: tuple[int, ...] = ()
@@ -102,8 +104,9 @@ class Program:
             _check(value is None or type(value) is int, f"a place {value!r}")
             if value is not None and not 0 <= value < count:
                 raise ValueError(f"the program has no value {value}")
-        _check(type(self.row) is bool and type(self.column) is bool, "copies that are not told by booleans")
-        if self.gradient is None and (self.row or self.column):
+        told = (self.row, self.column, self.integers)
+        _check(all(type(each) is bool for each in told), "copies that are not told by booleans")
+        if self.gradient is None and (self.row or self.column or self.integers):
             raise ValueError("copies of a gradient that the program does not have")
         _check(
             len(self.values) == len(self.value_dtypes) and set(self.value_dtypes) <= set(VALUE_DTYPES),
@@ -133,6 +136,7 @@ class Program:
         row    float8 [T, N16]   G / r              column  float8 [N16, T16]  its transpose
         r      float32 [T, 1]                       tops    float32 [P]   maxima of r_i * input_scale_i over
                                                             every `GROUP` rows; where column is wanted
+        integer int8 [T, N16]    G / step           step    float32 [T, 1]
         transposed float8 [N16, T16] (A r' / M)^T       top     float32 [1]   M, the maximum of the given tops
         sum<i> float32 [N]       over all rows
         value<i>                 full [T, N], column [T, 1], block [T, N / b, 1]
@@ -140,6 +144,7 @@ class Program:
         names: list[str] = []
         if self.gradient is not None:
             names += ["row"] * self.row + ["column"] * self.column + ["r"] + ["tops"] * self.column
+            names += ["integer", "step"] * self.integers
         if self.transposed is not None:
             names += ["transposed", "top"]
         names += (f"sum{place}" for place in range(len(self.sums)))

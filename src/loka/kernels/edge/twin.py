@@ -3,7 +3,9 @@
     r_i  = 2^ceil(log2(max_j |G_ij| / 448)), at least 2^-60; NaN where the row is not finite
     row  = fp8(G_ij / r_i)        transposed = fp8(A_ij r'_i / M)^T,   M = max of the given tops
 
-All scales are powers of two, so that r_i moves from one operand of grad_weight to the other exactly:
+    step_i = max_j |G_ij| / 127, at least 2^-126, NaN likewise       integer = int8(G_ij (1 / step_i))
+
+All scales of FP8 are powers of two, so that r_i moves from one operand of grad_weight to the other exactly:
 
     sum_i G_in A_ik = M sum_i (G_in / r_i) (A_ik r_i / M)
 """
@@ -14,9 +16,12 @@ from collections.abc import Callable
 
 import torch
 
+from loka.core.numerics.reference import scale_of
 from loka.core.problem import round_up
+from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.edge.program import GROUP, Kind, Program, Step
 
+_INT8 = Cast(Format.INT8, Granularity.ROW)
 E4M3_MAX = 448.0
 SCALE_CARRY = 0x1FFFFF  # carries mantissas above 1.75, which is that of 448, into the exponent
 SCALE_EXPONENT = 8 << 23  # 448 = 1.75 * 2^8
@@ -67,6 +72,9 @@ def run_program(
         if program.column:
             product = r.view(-1) if input_scale is None else r.view(-1) * input_scale.view(-1)
             found.append(_by_groups(product).amax(dim=1))
+        if program.integers:
+            integers, step = quantized_by_rows(gradient)
+            found += [_padded(integers, rows, columns), step]
     if program.transposed is not None:
         assert gradient_scale is not None
         assert tops is not None
@@ -105,6 +113,16 @@ def evaluate(program: Program, leaves: list[torch.Tensor], rows: int) -> list[to
     for step in program.steps:
         values.append(_step(step, values, shapes[Kind.FULL]))
     return values
+
+
+def quantized_by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 [T, N] and its steps, float32 [T, 1], by the recipe int8_row. A row that is not finite has a step
+    of NaN, and integers that mean nothing."""
+    if values.shape[0] == 0:
+        return values.to(torch.int8), values.new_ones(0, 1, dtype=torch.float32)
+    step = scale_of(values.abs().amax(dim=1, keepdim=True), _INT8)
+    low = (values * step.reciprocal()).round().nan_to_num(nan=0.0)
+    return low.to(torch.int8), step.where(step < torch.inf, torch.nan)
 
 
 def row_scale(values: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from loka.kernels.gemm.adapters.cublaslt import CUBLASLT, CUBLASLT_FAST
 from loka.kernels.gemm.adapters.deep_gemm import DEEP_GEMM
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.adapters.fbgemm import FBGEMM, FBGEMM_FAST
+from loka.kernels.gemm.adapters.loka_int8 import LOKA_INT8
 from loka.kernels.gemm.adapters.split_gemm import LOKA_SPLIT, LOKA_SPLIT_FAST
 from loka.kernels.gemm.adapters.torch_int8 import TORCH_INT8
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
@@ -44,6 +45,7 @@ KERNELS: dict[str, Kernel] = {
         TORCHAO_BLOCK,
         LOKA_SPLIT,
         LOKA_SPLIT_FAST,
+        LOKA_INT8,
     )
 }
 

@@ -1,4 +1,4 @@
-"""Quantization on the fastest path for the device: Triton on CUDA, else the reference, which is INT8's only.
+"""Quantization on the fastest path for the device: Triton on CUDA, else the reference.
 
 Hopper's FP8 tensor cores contract over K-major operands only, so a tensor is wanted twice in
 training: the input [T, in] for `output` and transposed for `grad_weight`, grad_output for both
@@ -46,10 +46,9 @@ def quantize_pair(
             saturate. Without it scales are current.
         health: int64, flat or not; `Side.flag` and `Side.count` are places in it.
     """
-    integers = [side is not None and side.cast.format.uniform for side in (row, column)]
-    if hp.device.type == "cuda" and row and column and any(integers) and not all(integers):
-        return _one_in_integers(hp, row, column, given, health)
-    if hp.device.type == "cuda" and not any(integers):
+    # No recipe has INT8 under a given scale; the kernels could not show in it what is not finite.
+    integers = any(side is not None and side.cast.format.uniform for side in (row, column))
+    if hp.device.type == "cuda" and not (integers and given is not None):
         from loka.kernels.quantize.triton.quantize import quantize_pair_fused
 
         if hp.stride(1) != 1 and hp.stride(0) == 1:  # a weight [K, N] that is read as [N, K], as it lies
@@ -62,21 +61,6 @@ def quantize_pair(
         _reference(hp, row, given, health) if row else None,
         _reference(hp.t(), column, given, health) if column else None,
     )
-
-
-def _one_in_integers(
-    hp: torch.Tensor,
-    row: Side,
-    column: Side,
-    given: torch.Tensor | None,
-    health: torch.Tensor | None,
-) -> tuple[Quantized | None, Quantized | None]:
-    """On a GPU: the INT8 copy by the reference's operations (no kernel yet), the other by its kernel."""
-    if row.cast.format.uniform:
-        other = quantize_pair(hp, row=None, column=column, given=given, health=health)[1]
-        return _reference(hp, row, given, health), other
-    lying = quantize_pair(hp, row=row, column=None, given=given, health=health)[0]
-    return lying, _reference(hp.t(), column, given, health)
 
 
 def _reference(

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+TRITON_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5, torch.int8: tl.int8}
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton reads it, at import
 _COMPILED = tl.constexpr(not INTERPRETED)
 # Casts, written out for the hardware; the interpreter takes the plain paths.
@@ -67,8 +67,20 @@ def word(value_0, value_1, value_2, value_3, OUT: tl.constexpr, CVT: tl.constexp
 
 @triton.jit
 def byte(value, OUT: tl.constexpr):
-    """A value of OUT as the lowest byte of an int32, by Triton's own cast: for its interpreter."""
-    return value.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
+    """A value of OUT as the lowest byte of an int32: FP8 by Triton's own cast, for its interpreter."""
+    if tl.int8 == OUT:  # noqa: SIM108  a branch for the compiler
+        found = integer(value) & 0xFF
+    else:
+        found = value.to(OUT).to(tl.uint8, bitcast=True).to(tl.int32)
+    return found
+
+
+@triton.jit
+def integer(value):
+    """The nearest integer of |value| <= 2^21 as int32, halves to even, 0 of NaN: the lowest bits of
+    1.5 * 2^23 + value. A conversion runs at half the rate."""
+    value = tl.where(value == value, value, 0.0)
+    return (value + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def time_layer(
 
 
 def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
-    """By "hp" and "region"; None where it is too late, or there is too little memory."""
+    """By "hp" and the arms in regions; None where it is too late, or there is too little memory."""
     key = {**_key(layer, timer), **region_key(layer, shape)}
     known = timer.cache.get(key, Mapping[str, Measurement])
     if known is not None or timer.late:

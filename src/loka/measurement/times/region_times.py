@@ -22,18 +22,21 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from loka.compiler import install
-from loka.compiler.joint_sites import IN_REGIONS, misfit
+from loka.compiler.joint_sites import ARMS, misfit
 from loka.compiler.listing import regions
 from loka.compiler.notes import forget
 from loka.core.compiling import compile_in_place
 from loka.core.error import Estimate
-from loka.core.problem import DTYPES
-from loka.core.records.report import HP, REGION, Measurement
+from loka.core.problem import DTYPES, linear_problem, target_of
+from loka.core.recipe import Gemm
+from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.core.timing import first_line, still_usable, time_interleaved
 from loka.graph.attach import attach
+from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights
+from loka.kernels.quantize.int8_weights import int8_weights
 from loka.measurement.settings import Settings
 from loka.nn.fp8_weight import dequantized
 from loka.nn.linears import signature
@@ -60,12 +63,15 @@ class _Cell(nn.Module):
 class _Kept(nn.Module):
     """Stands before a weight [N, K] that was quantized once, as loka.serve keeps it."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, *, integers: bool) -> None:
         super().__init__()
-        self.row, _, self.scale = fp8_weights([weight.detach()], [False])
+        if integers:
+            self.row, self.scale = int8_weights([weight.detach()])
+        else:
+            self.row, _, self.scale = fp8_weights([weight.detach()], [False])
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return dequantized(self.row, self.scale, weight.dtype)
+        return dequantized(self.row, self.scale, weight.dtype)  # which no joined site reads
 
 
 def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
@@ -75,7 +81,7 @@ def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
         "bias": shape.bias,
         "dtypes": [layer.dtype, layer.weight_dtype],
         "gradients": [layer.needs_input_grad, layer.needs_weight_grad],
-        "region": [*IN_REGIONS, LAYERS],
+        "region": [*(name for arm in ARMS.values() for name in arm), LAYERS],
         **({"over_tokens": True} if _adds_up_few_tokens(layer, shape) else {}),
     }
 
@@ -99,7 +105,8 @@ def time_region(
     settings: Settings,
     deadline: float | None = None,
 ) -> dict[str, Measurement] | None:
-    """By "hp" and "region"; a reason where it cannot be in one; None where the deadline cut it short.
+    """By "hp", "region" and "region_int8"; a reason where it cannot be in one; None where the deadline cut it
+    short.
 
     Raises torch.OutOfMemoryError, which says nothing about the layer.
     """
@@ -108,23 +115,43 @@ def time_region(
         return {REGION: Measurement(unsupported=reason)}
     install()
     arms: dict[str, _Cell] = {}
-    for name in (HP, REGION):
+    refused: dict[str, Measurement] = {}
+    for name in (HP, *ARMS):
+        if why := _no_kernel(name, layer, shape, device):
+            refused[name] = Measurement(unsupported=why)
+            continue
         with torch.random.fork_rng(devices=[]):  # measuring leaves the program's random numbers alone
             sides = shape.in_features, shape.out_features
             cell = _Cell(nn.Linear(*sides, bias=shape.bias) for _ in range(LAYERS))
         cell.to(device, DTYPES[layer.weight_dtype])
         if not layer.needs_weight_grad:
             cell.requires_grad_(False)
-        if name == REGION:
+        if name in ARMS:
             layers = signature(cell).layers
-            attach(cell, layers, dict.fromkeys(layers, IN_REGIONS), join=True)
+            attach(cell, layers, dict.fromkeys(layers, ARMS[name]), join=True)
             forget(site.health for site in sites_of(cell).values())
             if layer.kept_weight:
                 for part in cell.layers:
-                    kept = _Kept(part.get_parameter("weight"))
+                    kept = _Kept(part.get_parameter("weight"), integers=name == REGION_INT8)
                     parametrize.register_parametrization(part, "weight", kept, unsafe=True)
         arms[name] = compile_in_place(cell)
-    return _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
+    found = _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
+    return None if found is None else {**found, **refused}
+
+
+def _no_kernel(arm: str, layer: LinearStats, shape: LinearShape, device: torch.device) -> str | None:
+    """Why the kernel of `output` cannot run here; FP8's is part of torch, and fails by itself."""
+    if arm != REGION_INT8:
+        return None
+    problem = linear_problem(
+        Gemm.OUTPUT,
+        rows=layer.rows,
+        in_features=shape.in_features,
+        out_features=shape.out_features,
+        dtype=layer.dtype,
+        target=target_of(device),
+    )
+    return candidate_named(ARMS[arm][0]).unsupported(problem)
 
 
 def _race(
@@ -148,10 +175,14 @@ def _race(
             raise  # CUDA is unusable after the first
         except Exception as error:  # a compiler raises what it likes
             found[name] = _failure(error, device)
-    if len(steps) < len(arms):
+    if HP not in steps or REGION not in steps:
         return found
-    for reason in regions(arms[REGION]).apart.values():
-        return {REGION: Measurement(unsupported=f"it was not joined: {reason}")}
+    for name in [name for name in ARMS if name in steps]:
+        for reason in regions(arms[name]).apart.values():
+            found[name] = Measurement(unsupported=f"it was not joined: {reason}")
+            steps.pop(name, None)
+    if REGION not in steps:
+        return found
     try:
         times = time_interleaved(
             steps,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loka.core.numerics.reference import LARGEST_STEP
 from loka.kernels.edge.program import GROUP
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
-from loka.kernels.triton.pack import INTERPRETED, inverse_of_power, magnitude_bits
+from loka.kernels.triton.pack import INTERPRETED, integer, inverse_of_power, magnitude_bits
 
 _CARRY, _EXPONENT, _LEAST = (tl.constexpr(b) for b in (SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST))
+_LARGEST_STEP, _TINY = tl.constexpr(LARGEST_STEP), tl.constexpr(2.0**-126)
 _COMPILED = tl.constexpr(not INTERPRETED)
 _GROUP = tl.constexpr(GROUP)
 # Casts and conversions, written out for the hardware; the interpreter takes the plain paths. Four columns to
@@ -23,6 +25,11 @@ _HIGH = tl.constexpr("{.reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 high, $3, $2;
 _WIDEN = tl.constexpr(
     "{.reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
     "mov.b32 $0, low; mov.b32 $1, high;}"
+)
+_INTEGERS = tl.constexpr(
+    "{.reg .b32 a, b, c, d; add.rn.f32 a, $1, 0f4B400000; add.rn.f32 b, $2, 0f4B400000; "
+    "add.rn.f32 c, $3, 0f4B400000; add.rn.f32 d, $4, 0f4B400000; prmt.b32 a, a, b, 0x0040; "
+    "prmt.b32 c, c, d, 0x0040; prmt.b32 $0, a, c, 0x5410;}"
 )
 _EXP2, _INVERSE = tl.constexpr("ex2.approx.ftz.f32 $0, $1;"), tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 # Four bytes or two halves of two words: those below in turns, those above in turns.
@@ -157,6 +164,28 @@ def scale_above(bits):
     """edge/twin.scale_above, of the bits of magnitudes."""
     scale = tl.maximum(((bits + _CARRY) & 0x7F800000) - _EXPONENT, _LEAST)
     return tl.where(bits < 0x7F800000, scale, 0x7FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def step_above(bits):
+    """edge/twin.quantized_by_rows' steps, of the bits of magnitudes."""
+    amax = bits.to(tl.float32, bitcast=True)
+    step = tl.where(amax < _TINY * 127.0, _TINY, tl.div_rn(amax, 127.0))
+    step = tl.where(step > _LARGEST_STEP, _LARGEST_STEP, step)
+    return tl.where(bits < 0x7F800000, step, float("nan"))
+
+
+@triton.jit
+def as_integers(value):
+    """Every value as a byte of INT8, the lowest of 1.5 * 2^23 + value: by a row's own step none is beyond
+    127.5. Of NaN any byte, under a step that is NaN."""
+    if _COMPILED:
+        byte = tl.inline_asm_elementwise(
+            _INTEGERS, "=r,f,f,f,f", [value], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        byte = integer(value).to(tl.uint8)
+    return byte
 
 
 @triton.jit
@@ -314,9 +343,10 @@ def finish_sums(part_ptr, sum_ptr, first, parts, FEATURES: tl.constexpr, WIDE: t
 
 
 DEVICE_FUNCTIONS = (
-    widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of, inverse_of,
-    sigmoid_of, tanh_of, erf_of, top_of, scale_above, as_bytes, half, whole, sums_of, row_max_of, narrowed,
-    transposed, store_tops, finish_sums, magnitude_bits, inverse_of_power,
+    widened, e4m3_number, e5m2_number, byte_number, maximum_of, minimum_of, relu_of, exp_of,
+    inverse_of, sigmoid_of, tanh_of, erf_of, top_of, scale_above, step_above, as_bytes, as_integers, half,
+    whole, sums_of, row_max_of, narrowed, transposed, store_tops, finish_sums, magnitude_bits,
+    inverse_of_power,
 )  # fmt: skip
 NAMES = {"triton": triton, "tl": tl, **{function.__name__: function for function in DEVICE_FUNCTIONS}}
 """What a generated kernel's text refers to."""

@@ -298,4 +298,4 @@ def _words(output: torch.Tensor, name: str) -> torch.Tensor:
     """As kernels write it: transposed copies four rows at a time."""
     if name in ("column", "transposed"):
         return output.view(torch.int32)
-    return output.view(torch.uint8) if name == "row" else output
+    return output.view(torch.uint8) if name in ("row", "integer") else output

@@ -82,7 +82,7 @@ def row_parameters(code: Code) -> list[str]:
     program = code.program
     return [
         *(f"leaf{p}_ptr" for p in range(len(program.leaves))),
-        *("row_ptr", "staged_ptr", "r_ptr", "part_ptr"),
+        *("row_ptr", "staged_ptr", "r_ptr", "integer_ptr", "step_ptr", "part_ptr"),
         *(f"value{number}_ptr" for number in range(len(program.values))),
         *("gradient_scale_ptr", "given_ptr", "rows", "span", "count"),
         *(f"stride{p}" for p in code.leaves(range(len(program.leaves)), Kind.FULL)),
@@ -229,14 +229,22 @@ class _Rows(Lines):
         if gradient is None:
             return
         bits = [f"magnitude_bits({self.existing(self.full(gradient, k), k)})" for k in self.parts]
-        self.let("r", f"scale_above({self.across('tl.max({}, axis={})', folded('tl.maximum', bits))})")
-        self.emit(f"tl.store(r_ptr + start + q, r{mask_of(self.live(''))})")
-        self.let("inverse", f"inverse_of_power(r){self.rowwise}")
+        self.let("most", self.across("tl.max({}, axis={})", folded("tl.maximum", bits)))
+        self._copies("r", "scale_above(most)", "inverse_of_power(r)")
         for k in self.parts if self.launch.copy else ():
-            self._store_bytes("row", f"{self.full(gradient, k)} * inverse", k)
+            self._store_bytes("row", f"{self.full(gradient, k)} * inverse_r", k)
+        if self.code.program.integers:
+            self._copies("step", "step_above(most)", "tl.div_rn(1.0, step)")
+            for k in self.parts:
+                self._store_bytes("integer", f"{self.full(gradient, k)} * inverse_step", k, "as_integers")
 
-    def _store_bytes(self, name: str, text: str, k: str) -> None:
-        text = f"as_bytes({self.existing(text, k) if self.columns != self.code.program.features else text})"
+    def _copies(self, scale: str, text: str, inverse: str) -> None:
+        self.let(scale, text)
+        self.emit(f"tl.store({scale}_ptr + start + q, {scale}{mask_of(self.live(''))})")
+        self.let(f"inverse_{scale}", f"{inverse}{self.rowwise}")
+
+    def _store_bytes(self, name: str, text: str, k: str, cast: str = "as_bytes") -> None:
+        text = f"{cast}({self.existing(text, k) if self.columns != self.code.program.features else text})"
         mask = mask_of(self.live(k, self.rowwise), self.here("kept", k))
         self.emit(f"tl.store({name}_ptr + {self._elements('start', self.columns, k)}, {text}{mask})")
 

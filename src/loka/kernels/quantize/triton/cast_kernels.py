@@ -1,4 +1,4 @@
-"""The kernels that quantize to FP8; kernels/quantize/triton/quantize.py launches them.
+"""The kernels that quantize to FP8 and INT8; kernels/quantize/triton/quantize.py launches them.
 
 `quantize_rows` owns whole rows of a row-major tensor, `find_maxima` finds the maxima of rows, columns and
 all, and `cast_tiles` casts tiles whose scales are given, follow from such maxima, or lie inside a tile.
@@ -9,16 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.pack import magnitude_bits, store_row, store_turned, word
+from loka.core.numerics.reference import LARGEST_STEP
+from loka.kernels.triton.pack import byte, magnitude_bits, store_row, store_turned, word
 
+_LARGEST_STEP = tl.constexpr(LARGEST_STEP)  # of INT8
 # Where a side's scale comes from.
 NONE, MAXIMA, GROUP, BLOCK, GIVEN = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit
-def _scale_of(amax_bits, FMAX: tl.constexpr, TINY: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scale_of(amax_bits, FMAX: tl.constexpr, TINY: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     amax = amax_bits.to(tl.float32, bitcast=True)
     scale = tl.where(amax < TINY * FMAX, TINY, tl.div_rn(amax, FMAX))
+    if FMAX == 127:
+        scale = tl.where((scale > _LARGEST_STEP) & (scale < float("inf")), _LARGEST_STEP, scale)
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -35,8 +39,11 @@ def _load(hp_ptr, r, c, rows, columns, stride_row, stride_column):
 
 
 @triton.jit
-def _scaled(hp, scale, FMAX: tl.constexpr, GIVEN: tl.constexpr):
-    value = tl.div_rn(hp, scale)
+def scaled(hp, scale, FMAX: tl.constexpr, GIVEN: tl.constexpr):
+    if FMAX == 127:  # noqa: SIM108  as the reference has it
+        value = hp * tl.div_rn(1.0, scale)
+    else:
+        value = tl.div_rn(hp, scale)
     # Comparisons with NaN are false, so NaN stays; tl.clamp would hide it.
     value = tl.where(value > FMAX, FMAX, value)
     value = tl.where(value < -FMAX, -FMAX, value)
@@ -91,13 +98,17 @@ def quantize_rows(
         amax = tl.maximum(amax, tl.max(magnitude_bits(hp), axis=1))
     if TENSOR_AMAX:
         tl.atomic_max(tensor_amax_ptr, tl.max(amax, axis=0), sem="relaxed")
-    scale = _scale_of(amax, FMAX, TINY, POWER_OF_TWO)
+    scale = scale_of(amax, FMAX, TINY, POWER_OF_TWO)
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8))
     for step in range(0, span, BLOCK_C):
         c = step + tl.arange(0, BLOCK_C)
         hp = _load(hp_ptr, r, c, rows, columns, stride_row, stride_column)
         written = (r < padded_rows)[:, None] & (c < padded_columns)[None, :]
-        low = _scaled(hp, scale[:, None], FMAX, False).to(OUT).to(tl.uint8, bitcast=True)
+        value = scaled(hp, scale[:, None], FMAX, False)
+        if tl.int8 == OUT:  # noqa: SIM108  a branch for the compiler
+            low = byte(value, OUT).to(tl.uint8)
+        else:
+            low = value.to(OUT).to(tl.uint8, bitcast=True)
         tl.store(out_ptr + r[:, None] * padded_columns + c[None, :], low, mask=written)
     tl.store(scale_ptr + r, scale, mask=r < padded_rows)
     _flag(health_ptr, magnitude_bits(scale), FLAG, COUNT)
@@ -163,7 +174,7 @@ def _side_scale(
             amax = group_bits
         else:
             amax = block_bits + (index * 0).to(tl.int32)
-        scale = _scale_of(amax, FMAX, TINY, POWER_OF_TWO)
+        scale = scale_of(amax, FMAX, TINY, POWER_OF_TWO)
     return scale
 
 
@@ -231,7 +242,7 @@ def _row_quarter(
         SOURCE,
         STEP,
     )
-    value = _scaled(hp, scale[:, None], FMAX, SOURCE == GIVEN)
+    value = scaled(hp, scale[:, None], FMAX, SOURCE == GIVEN)
     return value, magnitude_bits(scale) if SOURCE != GIVEN else group_bits
 
 
@@ -334,10 +345,10 @@ def cast_tiles(
             COLUMN, COLUMN_STEP, COLUMN_FMAX, TINY, COLUMN_POWER_OF_TWO,
         )  # fmt: skip
         if ROW == NONE:
-            value_0 = _scaled(hp_0, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
-            value_1 = _scaled(hp_1, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
-            value_2 = _scaled(hp_2, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
-            value_3 = _scaled(hp_3, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
+            value_0 = scaled(hp_0, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
+            value_1 = scaled(hp_1, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
+            value_2 = scaled(hp_2, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
+            value_3 = scaled(hp_3, scale[None, :], COLUMN_FMAX, COLUMN == GIVEN)
             packed = word(value_0, value_1, value_2, value_3, COLUMN_OUT, COLUMN_CVT)
         if WORDS:
             words = column_out_ptr.to(tl.pointer_type(tl.int32))

@@ -33,7 +33,7 @@ from loka.kernels.triton.pack import (
     word,
 )
 
-_HIGH_PRECISION = {
+HIGH_PRECISION = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.float32: tl.float32,
@@ -55,7 +55,7 @@ def _opaque(value: int) -> int:
 
 
 @triton.jit
-def _plain(value):
+def plain(value):
     return (value >> 1) - 1
 
 
@@ -75,7 +75,7 @@ def _find_largest(
     rows, columns = all_rows[0], all_columns[0]
     stride_row, stride_column = strides_row[0], strides_column[0]
     for place in tl.static_range(1, WEIGHTS):
-        here = program >= _plain(firsts[place])
+        here = program >= plain(firsts[place])
         weight = tl.where(here, weights[place].to(tl.int64), weight)
         first = tl.where(here, firsts[place], first)
         turn = tl.where(here, turns[place], turn)
@@ -83,10 +83,10 @@ def _find_largest(
         columns = tl.where(here, all_columns[place], columns)
         stride_row = tl.where(here, strides_row[place], stride_row)
         stride_column = tl.where(here, strides_column[place], stride_column)
-    rows, columns = _plain(rows).to(tl.int64), _plain(columns).to(tl.int64)
-    stride_row, stride_column = _plain(stride_row).to(tl.int64), _plain(stride_column).to(tl.int64)
-    turn = _plain(turn).to(tl.int64)
-    begin = (program - _plain(first)) * turn
+    rows, columns = plain(rows).to(tl.int64), plain(columns).to(tl.int64)
+    stride_row, stride_column = plain(stride_row).to(tl.int64), plain(stride_column).to(tl.int64)
+    turn = plain(turn).to(tl.int64)
+    begin = (program - plain(first)) * turn
     if stride_row == 0:
         largest = _largest_of_flat(weight, begin, turn, columns, WEIGHT, HIGH * WIDE)
     else:
@@ -234,7 +234,7 @@ def _cast(
     rows, columns, flags = all_rows[0], all_columns[0], all_flags[0]
     stride_row, stride_column = strides_row[0], strides_column[0]
     for place in tl.static_range(1, WEIGHTS):
-        here = program >= _plain(firsts[place])
+        here = program >= plain(firsts[place])
         weight = tl.where(here, weights[place].to(tl.int64), weight)
         scale = tl.where(here, scales[place].to(tl.int64), scale)
         row = tl.where(here, all_row[place].to(tl.int64), row)
@@ -247,11 +247,11 @@ def _cast(
         flags = tl.where(here, all_flags[place], flags)
         stride_row = tl.where(here, strides_row[place], stride_row)
         stride_column = tl.where(here, strides_column[place], stride_column)
-    rows, columns, flags = _plain(rows).to(tl.int64), _plain(columns).to(tl.int64), _plain(flags)
-    stride_row, stride_column = _plain(stride_row).to(tl.int64), _plain(stride_column).to(tl.int64)
+    rows, columns, flags = plain(rows).to(tl.int64), plain(columns).to(tl.int64), plain(flags)
+    stride_row, stride_column = plain(stride_row).to(tl.int64), plain(stride_column).to(tl.int64)
     i = tl.arange(0, PARTIALS)
-    partial = tl.load(partial_ptr + _plain(begin) + i, mask=i < _plain(count), other=0)
-    tile = program - _plain(first)
+    partial = tl.load(partial_ptr + plain(begin) + i, mask=i < plain(count), other=0)
+    tile = program - plain(first)
     across = ((columns + BLOCK - 1) // BLOCK).to(tl.int32)
     start = (tile // across).to(tl.int64) * BLOCK
     side = (tile % across).to(tl.int64) * BLOCK
@@ -324,11 +324,11 @@ def _share(weight: torch.Tensor) -> _Share:
     return _Share(cdiv(tiles, turns), turns, *sides)
 
 
-def _numbers(values: Sequence[int]) -> tuple[int, ...]:
+def numbers(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(_opaque(value) for value in values)
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
+def starts(counts: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
@@ -336,17 +336,17 @@ def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Cop
     """Writes the copies of up to 16 weights [N, K], which have one dtype and elements: two launches."""
     jobs = [_job(weight, each) for weight, each in zip(weights, copies, strict=True)]
     shares = [_share(job.weight) for job in jobs]
-    begins = _starts([share.programs for share in shares])
+    begins = starts([share.programs for share in shares])
     partial = torch.empty(begins[-1], dtype=torch.int32, device=weights[0].device)
     dtype = weights[0].dtype
     with launching_on(partial):
         _find_largest[(begins[-1],)](
             partial,
             tuple(job.weight for job in jobs),
-            _numbers(begins[:-1]),
-            *(_numbers(field) for field in list(zip(*shares, strict=True))[1:]),
+            numbers(begins[:-1]),
+            *(numbers(field) for field in list(zip(*shares, strict=True))[1:]),
             WEIGHTS=len(jobs),
-            WEIGHT=_HIGH_PRECISION[dtype],
+            WEIGHT=HIGH_PRECISION[dtype],
             HIGH=_HIGH,
             WIDE=_WIDE,
         )
@@ -354,23 +354,23 @@ def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Cop
         order = range(len(jobs))[::-1]
         jobs = [jobs[place] for place in order]
         tiles = [cdiv(job.weight.shape[0], _TILE) * cdiv(job.weight.shape[1], _TILE) for job in jobs]
-        firsts = _starts(tiles)
+        firsts = starts(tiles)
         _cast[(firsts[-1],)](
             partial,
             tuple(job.weight for job in jobs),
             tuple(job.row for job in jobs),
             tuple(job.column for job in jobs),
             tuple(job.scale for job in jobs),
-            _numbers(firsts[:-1]),
-            _numbers([begins[place] for place in order]),
-            _numbers([shares[place].programs for place in order]),
-            _numbers([job.weight.shape[0] for job in jobs]),
-            _numbers([job.weight.shape[1] for job in jobs]),
-            _numbers([job.weight.stride(0) for job in jobs]),
-            _numbers([job.weight.stride(1) for job in jobs]),
-            _numbers([job.flags for job in jobs]),
+            numbers(firsts[:-1]),
+            numbers([begins[place] for place in order]),
+            numbers([shares[place].programs for place in order]),
+            numbers([job.weight.shape[0] for job in jobs]),
+            numbers([job.weight.shape[1] for job in jobs]),
+            numbers([job.weight.stride(0) for job in jobs]),
+            numbers([job.weight.stride(1) for job in jobs]),
+            numbers([job.flags for job in jobs]),
             WEIGHTS=len(jobs),
-            WEIGHT=_HIGH_PRECISION[dtype],
+            WEIGHT=HIGH_PRECISION[dtype],
             ALIGN=16 // dtype.itemsize,
             OUT=TRITON_TYPES[FP8],
             CVT="" if INTERPRETED else CVT[FP8],

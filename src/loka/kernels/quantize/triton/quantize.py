@@ -1,9 +1,9 @@
-"""Quantization to FP8 on the GPU: a tensor and its transpose, in one pass over the data.
+"""Quantization to FP8 and INT8 on the GPU: a tensor and its transpose, in one pass over the data.
 
     scale = max(amax, tiny * FMAX) / FMAX        out = round(clamp(hp / scale))
 
 Shapes: hp [R, C] with any strides. The row copy is hp itself, [>= R, >= C]; the column copy is
-hp^T, [>= C, >= R]; both FP8, row-major, with zeros in the padding. Each has its own cast.
+hp^T, [>= C, >= R]; both row-major, with zeros in the padding. Each has its own cast.
 Twin: core/numerics/reference.py on hp and on hp^T, bit for bit.
 
 Launches: groups of 128 lie inside a tile, and rows of a row-major operand inside a program, so
@@ -287,7 +287,7 @@ def _constants(prefix: str, side: Side | None, given: bool, health: bool) -> dic
         "_FMAX": cast.format.max if cast else 1.0,
         "_POWER_OF_TWO": cast is not None and cast.power_of_two,
         "_OUT": TRITON_TYPES[cast.format.dtype] if cast else tl.float8e4nv,
-        "_CVT": CVT[cast.format.dtype] if cast and not INTERPRETED else "",
+        "_CVT": CVT.get(cast.format.dtype, "") if cast and not INTERPRETED else "",
         "_FLAG": side.flag if side and health else -1,
         "_COUNT": side.count if side and health else -1,
     }

@@ -1,0 +1,70 @@
+"""INT8 copies of the weights of a compiled graph, by one op without state.
+
+    scale = max of |W| over a row / 127,   row = integer(W (1 / scale))        recipe `int8_row`
+
+On CUDA a launch serves up to 16 weights of one dtype (kernels/quantize/triton/int8_weights.py), whose rows
+lie in memory side by side; elsewhere it is the twin, core/numerics/reference.py, which is bit-equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from loka.core.problem import round_up
+from loka.core.recipe import Cast, Format, Granularity
+from loka.kernels.launches import note_launch
+from loka.kernels.quantize.fp8_weights import groups_of
+from loka.kernels.quantize.quantizer import quantize_pair
+from loka.kernels.quantize.side import Side
+from loka.kernels.quantize.weight_copies import SIDE
+
+CAST = Cast(Format.INT8, Granularity.ROW)
+
+
+def _int8_weights(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each weight [N, K] in turn row int8 [N16, K16], padded with zeros to multiples of 16, and scale
+    float32 [N16]; that of a row which is not finite is not finite."""
+    made: dict[int, list[torch.Tensor]] = {}
+    for places in groups_of(weights) if weights[0].is_cuda else ():
+        lying = [place for place in places if weights[place].stride(1) == 1]
+        if lying:
+            from loka.kernels.quantize.triton.int8_weights import quantize_rows_fused
+
+            note_launch("weights")
+            several = [weights[place].detach() for place in lying]
+            copies = [_unwritten(weight) for weight in several]
+            quantize_rows_fused(several, copies)
+            made.update(zip(lying, copies, strict=True))
+    for place, weight in enumerate(weights):
+        if place not in made:
+            note_launch("weights")
+            side = Side(cast=CAST, padded=_sides(weight))
+            copy, _ = quantize_pair(weight.detach(), row=side, column=None)
+            assert copy is not None
+            made[place] = [copy.data, copy.scale.view(-1)]
+    return [tensor for place in range(len(weights)) for tensor in made[place]]
+
+
+def _sides(weight: torch.Tensor) -> tuple[int, int]:
+    return round_up(weight.shape[0], SIDE), round_up(weight.shape[1], SIDE)
+
+
+def _unwritten(weight: torch.Tensor) -> list[torch.Tensor]:
+    rows, columns = _sides(weight)
+    return [
+        torch.empty(rows, columns, dtype=torch.int8, device=weight.device),
+        torch.empty(rows, dtype=torch.float32, device=weight.device),
+    ]
+
+
+def _int8_weights_fake(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for weight in weights for tensor in _unwritten(weight)]
+
+
+# As in nn/site_ops.py: `torch.library.custom_op` would wrap each call in two more Python functions.
+torch.library.define("loka::int8_weights", "(Tensor[] weights) -> Tensor[]")
+torch.library.impl("loka::int8_weights", ("CPU", "CUDA"), _int8_weights)
+torch.library.register_fake("loka::int8_weights", _int8_weights_fake)
+int8_weights = torch.ops.loka.int8_weights.default
