@@ -161,9 +161,7 @@ def _emitted(
             kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
         )  # fmt: skip
         data, inverse, values, steps = (emitter.item(op, place) for place in range(4))
-        scale = emitter.call(
-            aten.full.default, [1], epilogue.scale, dtype=torch.float32, device=value_of(data).device
-        )
+        scale = emitter.constant(epilogue.scale, value_of(data).device)
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))
         own = Low(data=data, scale=scale, finite=inverse)
