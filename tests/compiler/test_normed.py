@@ -268,3 +268,14 @@ def test_norms_of_one_bound_share_its_scale() -> None:
     assert backend.count(normed_gemm) == 2
     fills = [n for n in backend.graphs[0].nodes if n.target is torch.ops.aten.full.default and n.args[0]]
     assert len(fills) == 2  # the norms' bound, and one for rows
+
+
+@pytest.mark.parametrize(("rows", "epilogues"), [(70, 1), (6400, 2)])
+def test_few_tiles_with_long_sums_have_no_epilogue(rows: int, epilogues: int) -> None:
+    torch.manual_seed(0)
+    sides = ((64, 64), (64, 1024), (1024, 64), (64, 64))
+    blocks = [nn.Sequential(nn.Linear(*s, bias=False), BlockNorm(s[1], 64), nn.ReLU()) for s in sides]
+    _, joined, backend = compiled(nn.Sequential(*blocks).eval())
+    with torch.no_grad():
+        torch.compile(joined, backend=backend)(X[:1].expand(rows, 64).contiguous())
+    assert backend.count(normed_gemm) == epilogues
