@@ -115,7 +115,7 @@ def _measure(
 
 
 def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, dict[int, dict[str, Any]]]:
-    """A server that has for each bucket the plan whose graph took the least time; and what all took."""
+    """A server with the plan of each bucket whose graph took the least time; and what all took."""
     buckets = list(plans[min(plans)])
     took: dict[int, dict[float, float]] = {rows: {} for rows in buckets}
     for least, by_rows in plans.items():
@@ -168,10 +168,6 @@ def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.
         }
     if arguments.kernels and how.device.type == "cuda":
         found["kernels"] = {arm: launched(replays[arm]) for arm in (LOKA, found["replay"]["bf16"])}
-        for arm, each in found["kernels"].items():
-            print(f"  {arm}, {rows} rows: {sum(count for _, count, _ in each)} launches", flush=True)
-            for kernel, count, us in each[:16]:
-                print(f"    {us:8.1f} us in {count:3d}: {kernel[:100]}", flush=True)
     return found
 
 
@@ -252,7 +248,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small numbers in place of the real ones")
-    parser.add_argument("--kernels", action="store_true", help="print what graphs launch")
+    parser.add_argument("--kernels", action="store_true", help="keep what graphs launch")
     parser.add_argument("--plans", type=Path, help="folder of plans: those there are used, others written")
     parser.add_argument("--out", type=Path, default=Path("latency.jsonl"))
     parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="in N processes at a time")

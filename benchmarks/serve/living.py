@@ -35,8 +35,7 @@ def request_of(cell: Cell, how: How, rows: int, seed: int = 7) -> list[torch.Ten
 
 
 def asker_of(cell: Cell, how: How, server: Server, bucket: int) -> Callable[[int], Any]:
-    """Asks for as many rows, at random, as `bucket` answers, each thread on a stream of its own, and returns
-    when the device has the answer."""
+    """Asks for as many rows, at random, as `bucket` answers, and waits; each thread has a stream."""
     draw, here = random.Random(bucket), threading.local()
     less = max((other for other in server.card.buckets if other < bucket), default=0)
     requests = [request_of(cell, how, draw.randint(less + 1, bucket), seed) for seed in range(REQUESTS)]
@@ -57,7 +56,7 @@ def asker_of(cell: Cell, how: How, server: Server, bucket: int) -> Callable[[int
 def while_asked(
     call: Callable[[int], object], threads: int, meanwhile: Callable[[], object]
 ) -> list[BaseException | None]:
-    """`meanwhile()` while `threads` threads call with rising numbers; what each raised, which ended it."""
+    """`meanwhile()` while threads call with rising numbers; what each raised, which ended it."""
     done = threading.Event()
 
     def work(turn: int) -> None:

@@ -1,4 +1,4 @@
-"""What is there before anything is timed: plans by numbers of rows, servers, warm compile caches."""
+"""What is there before timing: plans by numbers of rows, servers, warm compile caches."""
 
 from __future__ import annotations
 
