@@ -108,7 +108,7 @@ def _measure(
         if f"{model}_{part}" not in known:
             try:
                 found = call()
-            except Exception as error:  # the others are worth having
+            except Exception as error:  # the others count
                 found = {"failed": first_line(error)}
             append(arguments.out, {"cell": f"{model}_{part}"} | found)
             print(f"{model} {part}: {found}", flush=True)
