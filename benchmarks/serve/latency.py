@@ -13,12 +13,11 @@ with those that are missing.
 from __future__ import annotations
 
 import argparse
-import os
+import functools
+import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,18 +27,21 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "regions"))
-from arms import BF16, CANDIDATES, LOKA, ON_CPU, TORCHAO, How, build, missing, plan_of
-from cells import CELLS, Cell
+from arms import BF16, LOKA, ON_CPU, TORCHAO, How, build, missing
+from cells import Cell
+from living import launched, load_here, load_times, refreshed, request_of, under_load
+from prepared import Plans, before_plans, by_plans, cell_of, compile_ahead, plans_of, server_of, warm
 from race import ratio
 from records import append, read
 
-import loka
+from loka.compiler.joint_sites import IN_REGIONS
 from loka.core.device import fingerprint
 from loka.core.recording import record
 from loka.core.timing import first_line
-from loka.serve import Server, freeze, load
+from loka.serve import Server
+from loka.serve.by_rows import in_fp8
 from loka.serve.graphs import Graph, Replays
-from loka.serve.rows import Form, form_of, leaves
+from loka.serve.rows import Form, form_of
 
 BUCKETS = (512, 2048, 8192, 128, 64, 16, 1)  # in the order in which they are wanted
 Answer = Callable[[Sequence[torch.Tensor]], Any]
@@ -55,47 +57,89 @@ def main() -> None:
         tiny=arguments.tiny,
         mode="bf16",
         kept_weights=True,
-        candidates=ON_CPU if device.type == "cpu" else CANDIDATES,
+        candidates=ON_CPU[-1:] if device.type == "cpu" else IN_REGIONS[:1],
         plans=arguments.plans,
     )
     for model in arguments.models:
-        cell = CELLS[f"serve_{model}_2048"]
-        plan, spent = plan_of(cell, how)
-        print(f"{model}: planned in {sum(spent.values()):.0f} s", flush=True)
-        if arguments.warm:
-            _warm(cell, how, plan, arguments.warm, arguments.buckets[0])
+        cell = cell_of(model, 2048)
+        command = [sys.executable, __file__, "--models", model, "--device", arguments.device]
+        command += ["--plans", str(arguments.plans), "--plan-rows", ",".join(map(str, arguments.plan_rows))]
+        command += ["--tiny"] * arguments.tiny
+        if arguments.load_from:
+            print(json.dumps(load_here(cell, how, arguments.load_from)))
             continue
-        if arguments.compile_ahead:
-            _compile_ahead(model, arguments)
-        _measure(cell, how, plan, arguments, model)
+        if arguments.warm:
+            warm(model, how, arguments)
+            continue
+        if "arms" in arguments.stages and arguments.compile_ahead:
+            compile_ahead(before_plans(arguments), command, arguments.compile_ahead)
+        if arguments.stages == ["arms"]:
+            continue
+        began = time.monotonic()
+        plans = plans_of(model, how, arguments)
+        print(f"{model}: planned in {time.monotonic() - began:.0f} s", flush=True)
+        if LOKA in arguments.stages and arguments.compile_ahead:
+            compile_ahead(by_plans(plans), command, arguments.compile_ahead)
+        if "race" in arguments.stages:
+            _measure(cell, how, plans, arguments, model, command)
 
 
-def _measure(cell: Cell, how: How, plan: loka.Plan, arguments: argparse.Namespace, model: str) -> None:
-    began = time.monotonic()
-    server = _server(cell, how, plan, sorted(arguments.buckets))
-    print(f"{model}: frozen in {time.monotonic() - began:.1f} s, graphs {server.graphs}", flush=True)
+def _measure(
+    cell: Cell, how: How, plans: Plans, arguments: argparse.Namespace, model: str, command: list[str]
+) -> None:
     known = read(arguments.out)
+    server, told = _fastest(cell, how, plans, model)
     for rows in arguments.buckets:
         name = f"{model}_{rows}"
         if name not in known:
-            found = _raced(replace(cell, rows=rows), how, server, rows, arguments)
+            found = told[rows] | _raced(replace(cell, rows=rows), how, server, rows, arguments)
             append(arguments.out, {"cell": name, "machine": str(fingerprint(how.device))} | found)
-            print(f"{name}: {_told(found)}", flush=True)
-    if f"{model}_life" not in known:
-        found = _life(cell, how, server)
-        append(arguments.out, {"cell": f"{model}_life"} | found)
-        print(f"{model}: {found}", flush=True)
+            print(f"{name}: {found['fp8_sites']} sites in FP8; {_told(found)}", flush=True)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        f"load_{rows}": functools.partial(under_load, cell, how, server, rows, arguments.seconds)
+        for rows in arguments.load
+    }
+    if arguments.load:
+        parts |= {
+            "refresh": lambda: refreshed(cell, how, server),
+            "load_time": lambda: load_times(command, server),
+        }
+    for part, call in parts.items():
+        if f"{model}_{part}" not in known:
+            try:
+                found = call()
+            except Exception as error:  # the others count
+                found = {"failed": first_line(error)}
+            append(arguments.out, {"cell": f"{model}_{part}"} | found)
+            print(f"{model} {part}: {found}", flush=True)
 
 
-def _server(cell: Cell, how: How, plan: loka.Plan, buckets: Sequence[int]) -> Server:
-    model = cell.model(how.device, tiny=how.tiny).bfloat16().eval()
-    requests, _ = replace(cell, rows=512).batch(how.device, tiny=how.tiny)
-    return freeze(model, plan, calibration=[requests], buckets=buckets)
+def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, dict[int, dict[str, Any]]]:
+    """A server with the plan of each bucket whose graph took the least time; and what all took."""
+    buckets = list(plans[min(plans)])
+    took: dict[int, dict[float, float]] = {rows: {} for rows in buckets}
+    for least, by_rows in plans.items():
+        if not any(map(in_fp8, by_rows.values())):  # a server has some site in FP8
+            by_rows[buckets[-1]] = plans[min(plans)][buckets[-1]]
+        began = time.monotonic()
+        server = server_of(cell, how, by_rows)
+        replays = server.current.replays
+        for rows, times in took.items():
+            times[least] = 0.0 if replays is None else replays.microseconds([rows])
+        print(f"{model}: frozen in {time.monotonic() - began:.1f} s, {took}", flush=True)
+    chosen = {rows: min(times, key=times.__getitem__) for rows, times in took.items()}
+    best = {rows: plans[least][rows] for rows, least in chosen.items()}
+    if len(plans) > 1:
+        server = server_of(cell, how, best)
+    return server, {
+        rows: {"by_margin_us": took[rows], "margin": chosen[rows], "fp8_sites": len(in_fp8(best[rows]))}
+        for rows in buckets
+    }
 
 
 def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Microseconds of each arm, and speed-ups over the best bf16, with 95 % intervals of paired ratios."""
-    request = _request(cell, how, rows)
+    request = request_of(cell, how, rows)
     arms: dict[str, Answer] = {LOKA: lambda tensors: server(tensors).output}
     replays: dict[str, Callable[[], object]] = {LOKA: lambda: server._run(server.current.module, request)}
     if server.current.replays is not None:
@@ -122,19 +166,13 @@ def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.
                 arm: vars(ratio(samples[bf16], times)) for arm, times in samples.items() if arm != bf16
             },
         }
+    if arguments.kernels and how.device.type == "cuda":
+        found["kernels"] = {arm: launched(replays[arm]) for arm in (LOKA, found["replay"]["bf16"])}
     return found
 
 
 def _asked(arm: Answer, request: Sequence[torch.Tensor]) -> Callable[[], object]:
     return lambda: arm(request)
-
-
-def _request(cell: Cell, how: How, rows: int) -> list[torch.Tensor]:
-    generator = torch.Generator(how.device).manual_seed(7)
-    tensors, _ = replace(cell, rows=1).batch(how.device, tiny=how.tiny)
-    return [
-        torch.randn(rows, *t.shape[1:], device=how.device, generator=generator).to(t.dtype) for t in tensors
-    ]
 
 
 def _baseline(
@@ -185,55 +223,6 @@ def _in_turns(
     return samples
 
 
-def _life(cell: Cell, how: How, server: Server) -> dict[str, Any]:
-    """Refresh, load, bytes, what a look of the alarm costs, what compiled answers and buckets change."""
-    model = cell.model(how.device, tiny=how.tiny).bfloat16().eval()
-    state, cuda = model.state_dict(), how.device.type == "cuda"
-    found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        server.refresh(state)
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    found["refresh_s"] = seconds
-    low, high = server.card.dense_bytes
-    found["bytes_of_bf16"] = low / high
-    looks = server.current.looks
-    if looks is not None:
-        found["look_us"] = {rows: graph.microseconds for rows, graph in looks._graphs.items()}
-    request = _request(cell, how, min(16, server.card.buckets[0]))
-    answers = []
-    for bucket in server.card.buckets:
-        by = server.current.replays
-        y = (
-            by(request, bucket)
-            if by is not None
-            else server._run(server.current.module, server.card.form.check_rows(how.device, bucket))
-        )
-        answers.append(leaves(y)[0][: len(request[0])].double())
-    found["buckets_apart"] = max(float((a - b).abs().max()) for a in answers for b in answers)
-    found["rms"] = float(answers[0].square().mean().sqrt())
-    found["fp8_mean_abs"] = server.card.answers.mean_abs
-    with tempfile.TemporaryDirectory() as folder:
-        server.save(folder)
-        began = time.perf_counter()
-        loaded = load(folder, model)
-        found["load_s"] = time.perf_counter() - began
-        for rows in server.card.buckets:
-            request = _request(cell, how, rows)
-            assert torch.equal(leaves(loaded(request).output)[0], leaves(server(request).output)[0]), rows
-    if cuda:
-        converted = torch.compile(loka.convert(model, server.plan).eval(), dynamic=False)
-        with torch.no_grad():
-            for rows in server.card.buckets[-2:]:
-                request = _request(cell, how, rows)
-                same = leaves(converted(*request))[0] == leaves(server(request).output)[0]
-                found[f"equal_to_converted_{rows}"] = float(same.double().mean())
-    return found
-
-
 def _told(found: dict[str, Any]) -> str:
     parts = []
     for kind in ("request", "replay"):
@@ -244,66 +233,35 @@ def _told(found: dict[str, Any]) -> str:
     return "; ".join(parts) + (f"; {found['failures']}" if found["failures"] else "")
 
 
-def _warm(cell: Cell, how: How, plan: loka.Plan, name: str, rows: int) -> None:
-    """Fills the compile caches for one arm and one bucket."""
-    try:
-        if name == LOKA:
-            _server(cell, how, plan, [rows])
-        elif not missing(name):
-            build(name, replace(cell, rows=rows), how, None).step()
-    except Exception as error:
-        print(f"{cell.name}, {name}, {rows}: {first_line(error)}", flush=True)
-
-
-def _compile_ahead(model: str, arguments: argparse.Namespace) -> None:
-    began = time.monotonic()
-    script = [sys.executable, __file__, "--models", model, "--plans", str(arguments.plans)]
-    waiting = [
-        [*script, "--warm", name, "--buckets", str(rows)]
-        for rows in arguments.buckets
-        for name in (LOKA, *arguments.arms)
-        if not missing(name)
-    ]
-    few = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    running: list[subprocess.Popen[bytes]] = []
-    while waiting or running:
-        running = [child for child in running if child.poll() is None]
-        while waiting and len(running) < arguments.compile_ahead:
-            running.append(subprocess.Popen(waiting.pop(0), env=few))
-        time.sleep(0.2)
-    print(f"compiled ahead in {time.monotonic() - began:.0f} s", flush=True)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--models", type=lambda text: text.split(","), default=["dcnv2_raw", "wukong_2gf"], help="with commas"
-    )
-    parser.add_argument(
-        "--buckets",
-        type=lambda text: [int(rows) for rows in text.split(",")],
-        default=list(BUCKETS),
-        help="rows, with commas",
-    )
-    parser.add_argument(
-        "--arms",
-        type=lambda text: text.split(","),
-        default=[*BF16, *TORCHAO],
-        help="beside LoKA, with commas",
-    )
+    names = {"models": ["dcnv2_raw", "wukong_2gf"], "arms": [*BF16, *TORCHAO]}
+    for flag, default in (names | {"stages": ["arms", LOKA, "race"]}).items():
+        parser.add_argument(f"--{flag}", type=_several(str), default=default, help="with commas: %(default)s")
+    rows = {"buckets": [*BUCKETS], "plan-rows": [64, 512, 2048, 8192], "load": []}
+    for flag, numbers in rows.items():
+        parser.add_argument(f"--{flag}", type=_several(int), default=numbers, help="rows: %(default)s")
+    parser.add_argument("--margins", type=_several(float), default=[1.0], help="the fastest of each bucket")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small numbers in place of the real ones")
+    parser.add_argument("--kernels", action="store_true", help="keep what graphs launch")
     parser.add_argument("--plans", type=Path, help="folder of plans: those there are used, others written")
     parser.add_argument("--out", type=Path, default=Path("latency.jsonl"))
     parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="in N processes at a time")
     parser.add_argument("--warm", help="fill the caches for this arm and stop")
+    parser.add_argument("--load-from", type=Path, help="load this folder, print its times and stop")
     arguments = parser.parse_args()
     if arguments.compile_ahead and arguments.plans is None:
         parser.error("--compile-ahead needs --plans, so that all processes have one plan")
     return arguments
+
+
+def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(each) for each in text.split(",") if each]
 
 
 if __name__ == "__main__":

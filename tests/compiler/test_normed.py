@@ -254,3 +254,28 @@ def test_a_formula_is_known_exactly_or_not_at_all() -> None:
     assert matched(_program(values=(6,), value_dtypes=("float32",))) is None
     assert matched(_program(values=(5,), value_dtypes=("float32",))) is not None
     assert matched(_program(gradient=None, row=False)) is None
+
+
+def test_norms_of_one_bound_share_its_scale() -> None:
+    """A constant that a GEMM reads is a launch, one for each norm before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[
+        nn.Sequential(nn.Linear(64, 64, bias=False), BlockNorm(64, 64), nn.Hardswish()) for _ in range(4)
+    ]).eval()  # fmt: skip
+    _, joined, backend = compiled(model)
+    with torch.no_grad():
+        torch.compile(joined, backend=backend)(X)
+    assert backend.count(normed_gemm) == 2
+    fills = [n for n in backend.graphs[0].nodes if n.target is torch.ops.aten.full.default and n.args[0]]
+    assert len(fills) == 2  # the norms' bound, and one for rows
+
+
+@pytest.mark.parametrize(("rows", "epilogues"), [(70, 1), (6400, 2)])
+def test_few_tiles_with_long_sums_have_no_epilogue(rows: int, epilogues: int) -> None:
+    torch.manual_seed(0)
+    sides = ((64, 64), (64, 1024), (1024, 64), (64, 64))
+    blocks = [nn.Sequential(nn.Linear(*s, bias=False), BlockNorm(s[1], 64), nn.ReLU()) for s in sides]
+    _, joined, backend = compiled(nn.Sequential(*blocks).eval())
+    with torch.no_grad():
+        torch.compile(joined, backend=backend)(X[:1].expand(rows, 64).contiguous())
+    assert backend.count(normed_gemm) == epilogues

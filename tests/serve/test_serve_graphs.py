@@ -59,17 +59,19 @@ def inputs(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
 
 
-bind = graphs._bind
+bind, plan_rows = graphs._bind, graphs._plan_for
 bound: list[tuple[nn.Module, nn.Module]] = []
+planned: list[tuple[nn.Module, int]] = []
 
 
 class Replayed:
     def __init__(self, function: Callable[[], Any]) -> None:
-        self.function, self.trees = function, bound[-1]
+        self.function, self.trees, self.planned = function, bound[-1], planned[-1]
         self.output = mapped(function(), lambda leaf: torch.full_like(leaf, torch.nan))
 
     def replay(self) -> None:
         bind(*self.trees)
+        plan_rows(*self.planned)
         for kept, made in zip(leaves(self.output), leaves(self.function()), strict=True):
             kept.copy_(made)
 
@@ -88,6 +90,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[JointBackend]:
     monkeypatch.setattr(graphs, "record", recorded)
     monkeypatch.setattr(graphs, "_has_graphs", lambda device: True)
     monkeypatch.setattr(graphs, "_bind", lambda *trees: (bound.append(trees), bind(*trees)))
+    monkeypatch.setattr(graphs, "_plan_for", lambda *of: (planned.append(of), plan_rows(*of)))
     yield made
     torch._dynamo.reset()
 

@@ -28,6 +28,7 @@ class Emitter:
         self.graph = graph
         self._like: Node | None = None
         self._replaced: dict[Node, Node] = {}
+        self._constants: dict[tuple[float, torch.device], Node] = {}
 
     @contextmanager
     def like(self, node: Node) -> Iterator[None]:
@@ -81,6 +82,14 @@ class Emitter:
 
     def item(self, node: Node, place: int) -> Node:
         return self.call(operator.getitem, node, place)
+
+    def constant(self, value: float, device: torch.device) -> Node:
+        """float32 [1], one node a value: Inductor launches a fill for each node that ops read."""
+        found = self._constants.get((value, device))
+        if found is None:
+            found = self.call(torch.ops.aten.full.default, [1], value, dtype=torch.float32, device=device)
+            self._constants[value, device] = found
+        return found
 
 
 def settle(emitter: Emitter, changed: set[Node]) -> None:

@@ -118,7 +118,6 @@ class Gemms:
 
     def __init__(self, emitter: Emitter, joined: set[Node]) -> None:
         self._emitter, self._joined = emitter, joined
-        self._ones: dict[torch.device, Node] = {}
 
     def call(
         self, site: JointSite, gemm: Gemm, a: Node, a_scale: Node | None, b: Node, b_scale: Node
@@ -132,7 +131,7 @@ class Gemms:
         elif gemm is Gemm.GRAD_WEIGHT:
             m, n, dtype = site.outputs, site.inputs, site.weight_dtype
         kernel = kernel_of(site, gemm)
-        a_scale = self._one(site) if a_scale is None else a_scale
+        a_scale = emitter.constant(1.0, value_of(site.x).device) if a_scale is None else a_scale
         return emitter.call(
             region_gemm, a, a_scale, b, b_scale, None, site.name, gemm.value, kernel, m, n, dtype
         )
@@ -175,11 +174,3 @@ class Gemms:
             node.meta[BACKWARD] = True
         emitter.redirect(product, scaled, besides=times)
         return scale
-
-    def _one(self, site: JointSite) -> Node:
-        device = value_of(site.x).device
-        if device not in self._ones:
-            self._ones[device] = self._emitter.call(
-                aten.full.default, [1], 1.0, dtype=torch.float32, device=device
-            )
-        return self._ones[device]

@@ -33,6 +33,10 @@ from loka.nn.site_ops import registered
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+# A tile is a norm's block wide, and a GEMM and an edge by themselves have smaller ones. 64 tiles won with
+# 512 terms (6.5 against 7.1 us on an H200), and take longer in proportion to the terms.
+_MANY, _LONG = 100, 1024
+
 
 def _normed_gemm(
     a: torch.Tensor,
@@ -147,10 +151,11 @@ def _do_without(readers: set[Node], x: Node, joined: set[Node]) -> bool:
 
 
 def _misfit(product: Product, epilogue: Epilogue) -> str | None:
-    value = value_of(product.node)
-    return unsupported(
-        epilogue, columns=product.site.outputs, inner=product.site.inputs, target=target_of(value.device)
-    )
+    value, site = value_of(product.node), product.site
+    tiles = -(-site.rows // 64) * -(-site.outputs // 256) if isinstance(site.rows, int) else _MANY
+    if site.backward is None and tiles < _MANY and site.inputs >= _LONG:
+        return f"{tiles} tiles leave processors idle for sums of {site.inputs} terms"
+    return unsupported(epilogue, columns=site.outputs, inner=site.inputs, target=target_of(value.device))
 
 
 def _emitted(
@@ -163,9 +168,7 @@ def _emitted(
             kernel_of(site, Gemm.OUTPUT), epilogue.block, epilogue.eps, epilogue.activation.value, keep,
         )  # fmt: skip
         data, inverse, values, steps = (emitter.item(op, place) for place in range(4))
-        scale = emitter.call(
-            aten.full.default, [1], epilogue.scale, dtype=torch.float32, device=value_of(data).device
-        )
+        scale = emitter.constant(epilogue.scale, value_of(data).device)
         for statistic in writer.cone.given:
             emitter.replace(statistic, _like(emitter, inverse, statistic))
         own = Low(data=data, scale=scale, finite=inverse)

@@ -185,8 +185,14 @@ def _told(forward: object) -> str:
 
 def remove(forward: SiteForward) -> None:
     """Leaves the module as it was found."""
+    stand_aside(forward)
+    del forward.module.__dict__[_KEPT]
+
+
+def stand_aside(forward: SiteForward) -> None:
+    """Has the module run as it was found until `install`; `site_forwards` finds the sites all the same."""
     holder = forward.module.__dict__
-    del holder["forward"], holder[_KEPT]
+    holder.pop("forward", None)
     if forward.before is not None:
         holder["forward"] = forward.before
 

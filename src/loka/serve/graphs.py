@@ -14,6 +14,7 @@ rows: they run beside the answers on a stream of their own, and are read when th
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,18 +25,19 @@ from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
-from loka.compiler.notes import record_of
+from loka.compiler.notes import record_of, uncounted
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
 from loka.core.recording import Recording, record, synced
 from loka.core.timing import elapsed, first_line, timed_replay
-from loka.nn.site import site_forwards
+from loka.nn.site import install as install_forward
+from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.build import frozen_sites
 from loka.serve.rows import LEAST_DB, Form, leaves, mapped
 from loka.serve.run import Runner
-from loka.serve.sites import answering, observed_by
+from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
 from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
 
 LOOKS = (1, 8, 32, LOOKED_AT)
@@ -166,9 +168,13 @@ class Capturer:
         install()  # what joins sites into regions
         self._template = _like(tree)
         self._programs = {rows: compiled_call(self._template) for rows in buckets}
+        self._times: dict[tuple[str, int], float] = {}  # of replays; new weights take no other
 
     def capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
         """The graphs of a version, after the answers of each were compared with those of `tree`.
+
+        Of later versions, which run by code that was compared already, each is compared with a call of that
+        code, and the smallest one with `tree`: requests wait for what the device does here.
 
         Raises ServeRefused where the model cannot be compiled or captured, and WrongResults where compiled
         and eager answers agree to less than `LEAST_DB`.
@@ -179,22 +185,23 @@ class Capturer:
 
     def _capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
         _bind(self._template, tree)
-        streams = [_stream(self._device) for _ in range(2)]
-        answers = {}
+        streams = [_stream(self._device, urgent) for urgent in (True, False)]
+        answers: dict[int, Graph] = {}
+        known = bool(self._times)
         for rows, program in self._programs.items():
             _plan_for(self._template, rows)
-            graph = self._graph(rows, lambda inputs, program=program: self._run(program, inputs), streams[0])  # type: ignore[misc]
-            with answering(rows):
-                _check(graph, self._run(tree, graph.inputs))
+            call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
+            graph, made = self._graph("answer", rows, call, streams[0])
+            _check(graph, made)
+            if not (known and answers):
+                with answering(rows):
+                    _check(graph, self._run(tree, graph.inputs))
             answers[rows] = graph
         looks, sites = {}, {}
         for rows in LOOKS:
             sites[rows] = found = list[tuple[str, int]]()
-            looks[rows] = self._graph(
-                rows,
-                lambda inputs, found=found: self._looked(tree, inputs, found),  # type: ignore[misc]
-                streams[1],
-            )
+            call = functools.partial(self._looked, tree, found)
+            looks[rows], _ = self._graph("look", rows, call, streams[1])
         replays = Replays(answers, streams[0], self._run.form)
         return replays, Looks(looks, sites, self._ranges, streams[1])
 
@@ -213,13 +220,19 @@ class Capturer:
         return found
 
     def _graph(
-        self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
-    ) -> Graph:
+        self,
+        kind: str,
+        rows: int,
+        call: Callable[[list[torch.Tensor]], Any],
+        stream: torch.cuda.Stream | None,
+    ) -> tuple[Graph, Any]:
+        """The recorded call, and what the call before it gave."""
         inputs = self._run.form.check_rows(self._device, rows)
         try:
             with synced(stream):  # compiles, and makes what is made once
-                call(inputs)
-            recording, output = record(lambda: call(inputs), self._device, stream)
+                made = call(inputs)
+            with uncounted():
+                recording, output = record(lambda: call(inputs), self._device, stream)
         except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # compilers raise what they like
@@ -228,10 +241,14 @@ class Capturer:
                 why=[first_line(error)],
                 way_out="graphs=False answers eagerly; or take what waits for the device out of forward",
             ) from error
-        return Graph(rows, inputs, output, recording, _microseconds(recording, self._device))
+        if (kind, rows) in self._times:
+            recording.replay()
+        else:
+            self._times[kind, rows] = _microseconds(recording, self._device)
+        return Graph(rows, inputs, output, recording, self._times[kind, rows]), made
 
     def _looked(
-        self, tree: nn.Module, inputs: Sequence[torch.Tensor], sites: list[tuple[str, int]]
+        self, tree: nn.Module, sites: list[tuple[str, int]], inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The row maxima (`monitor.look`) of all sites one after the other; `sites` says whose they are."""
         found: list[torch.Tensor] = []
@@ -280,8 +297,9 @@ def _has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+def _stream(device: torch.device, urgent: bool) -> torch.cuda.Stream | None:
+    """`urgent`: its kernels go before those of other streams that wait for the same processors."""
+    return torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
 
 
 def _check(graph: Graph, expected: Any) -> None:
@@ -305,9 +323,20 @@ def _like(tree: nn.Module) -> nn.Module:
 
 
 def _plan_for(template: nn.Module, bucket: int) -> None:
-    """Has compiled sites go by the plan for so many rows: which are in FP8 is a constant of a program."""
-    for site in frozen_sites(template).values():
-        site.traced_in_hp = bucket in site.in_hp
+    """Has compiled sites go by the plan for so many rows: which are in FP8 is a constant of a program.
+
+    A module all of whose sites are in high precision runs as it is written, for the compiler to see no other
+    code than that of the model.
+    """
+    for forward in site_forwards(template).values():
+        for site in forward.sites:
+            if isinstance(site, FrozenSite):
+                site.traced_in_hp = bucket in site.in_hp
+        precise = all(
+            isinstance(site, HighPrecisionSite) or (isinstance(site, FrozenSite) and site.traced_in_hp)
+            for site in forward.sites
+        )
+        (stand_aside if precise else install_forward)(forward)
 
 
 def _bind(template: nn.Module, tree: nn.Module) -> None:

@@ -59,10 +59,10 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(share / 100 * len(ordered)), 1) - 1] if ordered else math.nan
 
 
-def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times in seconds of a Poisson process of `rate` a second, in [0, seconds)."""
+def arrivals(rate: float, seconds: float, seed: int, *, even: bool = False) -> list[float]:
+    """Times in seconds of a Poisson process of `rate` a second, in [0, seconds); `even`: of a clock."""
     draw, times, now = random.Random(seed), [], 0.0
-    while (now := now + draw.expovariate(rate)) < seconds:
+    while (now := now + (1 / rate if even else draw.expovariate(rate))) < seconds:
         times.append(now)
     return times
 
@@ -87,11 +87,13 @@ def load_test(
     threads: int = 1,
     grace: float = 5.0,
     seed: int = 0,
+    even: bool = False,
 ) -> Load:
     """Asks `answer(number of the request)`, which returns when the answer is whole, from `threads` threads.
 
     Args:
         rate: arrivals a second; `load` times the capacity of one thread if left out.
+        even: they come by a clock, so that what waits does so for the server's own delays alone.
 
     Raises ServeRefused for a rate, time or number of threads that cannot be, or over a million requests.
     """
@@ -107,7 +109,7 @@ def load_test(
             f"{rate * seconds:.0f} requests are more than {MOST_REQUESTS}",
             way_out="a lower rate or fewer seconds",
         )
-    due = arrivals(rate, seconds, seed)
+    due = arrivals(rate, seconds, seed, even=even)
     latencies, errors = _run(answer, due, threads, seconds + grace)
     return Load(
         seconds=seconds,
