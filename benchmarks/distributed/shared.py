@@ -108,11 +108,11 @@ class Arms:
             found: dict[str, Any] = {"cell": f"{self.key} {name}", "torch": torch.__version__}
             began = time.monotonic()
             try:
-                found |= self._arm(baseline, name)
+                self._arm(baseline, name, found)
             except torch.AcceleratorError:
                 raise  # CUDA is unusable after it
             except Exception as error:  # of all ranks; where it is of one, the others wait until `within`
-                if name == baseline:
+                if baseline not in self.ways:
                     raise
                 traceback.print_exc()
                 found["failure"] = first_line(error)
@@ -125,7 +125,8 @@ class Arms:
             gc.collect()
         faulthandler.cancel_dump_traceback_later()
 
-    def _arm(self, baseline: str, name: str) -> dict[str, Any]:
+    def _arm(self, baseline: str, name: str, found: dict[str, Any]) -> None:
+        """What is known stays in `found` where something raises."""
         cuda, rounds = self.device.type == "cuda", self.told.rounds
         before = torch.cuda.memory_allocated() if cuda else 0
         step, more = self.make(name)
@@ -133,8 +134,8 @@ class Arms:
             step()
         self.ways[name] = step
         if not rounds:
-            return {"compiled": True}
-        found = more()
+            return
+        found |= more()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             step()
@@ -144,7 +145,7 @@ class Arms:
         timed = compared(both, self.device, self._in_turns, baseline=baseline)[name]
         for what, value, digits in (("step_us", timed.microseconds, 1), ("speedup", timed.speedup, 4)):
             found[what] = [round(x, digits) for x in (value.value, value.low, value.high)]
-        return found | self._kernels(step, timed.microseconds.value)
+        found |= self._kernels(step, timed.microseconds.value)
 
     def _in_turns(self, ways: Ways, device: torch.device) -> dict[str, list[float]]:
         """Microseconds of a step of four in a row, on an idle device; ranks begin together."""
@@ -175,7 +176,7 @@ class Arms:
         times: dict[str, float] = {}
         spans: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for event in seen.events() or []:
-            if event.device_type == kind and not (cuda and event.is_user_annotation):
+            if event.device_type == kind and not (cuda and getattr(event, "is_user_annotation", False)):
                 at = event.time_range
                 times[event.name] = times.get(event.name, 0.0) + (at.end - at.start) / PROFILED
                 spans[bool(re.search(SENT, event.name))].append((at.start, at.end))
