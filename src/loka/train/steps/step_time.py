@@ -148,6 +148,9 @@ def compiled(model: nn.Module) -> nn.Module:
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILE_LIMIT)
     torch._dynamo.config.accumulated_recompile_limit = 64 * _COMPILE_LIMIT
+    # Gradients of a part travel while the next one goes backward. DDPOptimizer would cut each part, and the
+    # regions in it, where DistributedDataParallel's buckets end.
+    torch._dynamo.config.optimize_ddp = False
     frame = new_frame()
     for part in blocks_of(model):
         compile_in_place(part, frame)

@@ -1,0 +1,118 @@
+"""Steps of TorchRec's DLRM_DCN through its pipeline: the dense part compiled in bf16, against FP8 by LoKA.
+
+    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 8192 --out runs/a.jsonl
+    torchrun --nproc-per-node 2 benchmarks/distributed/torchrec_steps.py --batch-size 64 --shrink 8 \\
+        --narrowest 64 --rounds 6 --device cpu --out runs/tiny.jsonl
+
+MLPerf's dense sizes, 26 tables of 10,000 rows of 128 with one id a bag, in DistributedModelParallel by
+TorchRec's planner; row-wise AdaGrad, Adam for the dense part; TrainPipelineSparseDist from pinned batches.
+Bottom, cross and top are compiled, each by itself. Times are those of steps.py; `groups_us` splits rank 0's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from shared import Arms, Made, options, planned
+
+import loka
+from loka.cli.torchrun import process_group
+from loka.core.signature import ModelSignature
+from loka.distributed.embedding_bags import torchrec
+from loka.distributed.sharded_tables import shard_tables
+from loka.train import TrainConfig
+from loka.train.optim import build_optimizers
+from loka.train.steps.step_time import compiled
+
+FIELDS, DENSE, ROWS = [f"f{i}" for i in range(26)], 13, 10_000
+
+
+def dlrm(told: argparse.Namespace, device: torch.device) -> Any:
+    dim, *sizes = (size // told.shrink for size in (128, 512, 256, 128, 1024, 1024, 512, 256, 512))
+    config, models = torchrec().EmbeddingBagConfig, torchrec("torchrec.models.dlrm")
+    sides = {"embedding_dim": dim, "num_embeddings": ROWS}
+    tables = [config(name=f"t_{f}", feature_names=[f], **sides) for f in FIELDS]
+    torch.manual_seed(0)
+    bags = torchrec().EmbeddingBagCollection(tables=tables, device=device)
+    return models.DLRMTrain(
+        models.DLRM_DCN(bags, DENSE, sizes[:3], [*sizes[3:7], 1], 3, sizes[7], dense_device=device)
+    )
+
+
+def batches(size: int, *, pinned: bool) -> list[Any]:
+    generator, found = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(8):
+        ids = (torch.rand(len(FIELDS) * size, generator=generator) ** 3 * ROWS).long()
+        ones = torch.ones(len(ids), dtype=torch.int32)
+        sparse = torchrec().KeyedJaggedTensor.from_lengths_sync(FIELDS, ids, ones)
+        labels = (torch.rand(size, generator=generator) < 0.2).float()
+        dense = torch.randn(size, DENSE, generator=generator)
+        batch = torchrec("torchrec.datasets.utils").Batch(dense, sparse, labels)
+        found.append(batch.pin_memory() if pinned else batch)
+    return found
+
+
+def signature(told: argparse.Namespace, device: torch.device) -> ModelSignature:
+    """Of one probed step without wrappers: the cross layers are raw parameters, which Probe finds."""
+    model, batch = dlrm(told, device), batches(256, pinned=False)[0].to(device)
+    with loka.Probe(model, every=1, effect_samples=0) as probe:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, _ = model(batch)
+        loss.backward()
+    return probe.stats().model
+
+
+def made(name: str, told: argparse.Namespace) -> Made:
+    device, size = torch.device(told.device), told.batch_size
+    plan = planned(signature(told, device), told, device) if name == "loka" else None
+    model = shard_tables(dlrm(told, device), device=device, batch_size=size, lr=0.02)
+    optimizers = build_optimizers(model, TrainConfig(batch_size=size, sparse_lr=0.02)).values()
+    if plan:
+        loka.convert(model, plan)
+    if told.step == "compile":
+        compiled(next(m for m in model.modules() if type(m).__name__ == "DLRM_DCN"))
+
+    def forward(batch: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(batch)
+
+    both = SimpleNamespace(
+        zero_grad=lambda: [optimizer.zero_grad() for optimizer in optimizers],
+        step=lambda: [optimizer.step() for optimizer in optimizers],
+    )
+    pipeline = torchrec("torchrec.distributed").TrainPipelineSparseDist(
+        model, both, device, custom_model_fwd=forward
+    )
+
+    def more() -> dict[str, Any]:
+        found: dict[str, Any] = {"pipelined": len(pipeline._pipelined_modules), "step": told.step}
+        found["placed"] = sorted({w.sharding_type for p in model.plan.plan.values() for w in p.values()})
+        if plan:
+            found |= {"plan": str(told.plan or "by hand"), "applied": len(loka.regions(model).applied)}
+            found["sites"] = len(plan.decisions)
+        return found
+
+    feed = itertools.cycle(batches(size, pinned=device.type == "cuda"))
+    return partial(pipeline.progress, feed), more
+
+
+def main() -> None:
+    parser = options()
+    parser.add_argument("--shrink", type=int, default=1, help="divides all widths")
+    told = parser.parse_args()
+    with process_group(told.device, of_one=True) as told.device:
+        Arms(f"DLRM_DCN / {told.shrink}", told, partial(made, told=told)).run("bf16", ["loka"])
+
+
+if __name__ == "__main__":
+    main()
