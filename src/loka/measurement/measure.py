@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 
+from loka.compiler.joint_sites import ARMS
 from loka.core.device import fingerprint
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError
 from loka.core.problem import Problem
 from loka.core.recipe import Gemm
-from loka.core.records.report import HP, Measurement, Report, SiteReport, site_name
+from loka.core.records.report import HP, REGION_INT8, Measurement, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.storage.alone import alone_with
 from loka.core.storage.codec import encode
@@ -321,7 +322,11 @@ def _time_region(work: _Work, path: str) -> None:
     report, timer = work.report, work.timer
     if path in report.region_times or not any(site.path == path for site in report.sites.values()):
         return
-    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer)
+    output = report.sites.get(site_name(path, Gemm.OUTPUT))
+    # Without its errors a plan could not choose INT8.
+    integers = output is not None and output.measured(ARMS[REGION_INT8][0]) is not None
+    arms = [arm for arm in ARMS if arm != REGION_INT8 or integers]
+    found = time_in_region(work.stats.layers[path], report.model.layers[path], timer, arms)
     if found is not None:
         work.report = replace(report, region_times={**report.region_times, path: found})
         work.save()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from loka.compiler.joint_sites import ARMS
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
@@ -71,15 +72,17 @@ def time_layer(
     return timed, savings
 
 
-def time_in_region(layer: LinearStats, shape: LinearShape, timer: Timer) -> Mapping[str, Measurement] | None:
-    """By "hp" and the arms in regions; None where it is too late, or there is too little memory."""
-    key = {**_key(layer, timer), **region_key(layer, shape)}
+def time_in_region(
+    layer: LinearStats, shape: LinearShape, timer: Timer, arms: Collection[str] = tuple(ARMS)
+) -> Mapping[str, Measurement] | None:
+    """By "hp" and the `arms` in regions; None where it is too late, or there is too little memory."""
+    key = {**_key(layer, timer), **region_key(layer, shape, arms)}
     known = timer.cache.get(key, Mapping[str, Measurement])
     if known is not None or timer.late:
         return known
     try:
         found = time_region(
-            layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline
+            layer, shape, device=timer.device, settings=timer.settings, deadline=timer.deadline, arms=arms
         )
     except torch.OutOfMemoryError:
         timer.notes.append(f"a layer of {shape.in_features} x {shape.out_features} in a region: {NO_MEMORY}")

@@ -14,7 +14,7 @@ Both arms are compiled, and run under CUDA graphs, on random normal data of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,14 @@ class _Kept(nn.Module):
         return dequantized(self.row, self.scale, weight.dtype)  # which no joined site reads
 
 
-def region_key(layer: LinearStats, shape: LinearShape) -> dict[str, Any]:
+def region_key(layer: LinearStats, shape: LinearShape, arms: Collection[str] = tuple(ARMS)) -> dict[str, Any]:
     """Equal for layers that take equally long."""
     return {
         "sides": [layer.rows, shape.in_features, shape.out_features],
         "bias": shape.bias,
         "dtypes": [layer.dtype, layer.weight_dtype],
         "gradients": [layer.needs_input_grad, layer.needs_weight_grad],
-        "region": [*(name for arm in ARMS.values() for name in arm), LAYERS],
+        "region": [*(name for arm in arms for name in ARMS[arm]), LAYERS],
         **({"over_tokens": True} if _adds_up_few_tokens(layer, shape) else {}),
     }
 
@@ -104,6 +104,7 @@ def time_region(
     device: torch.device,
     settings: Settings,
     deadline: float | None = None,
+    arms: Collection[str] = tuple(ARMS),
 ) -> dict[str, Measurement] | None:
     """By "hp", "region" and "region_int8"; a reason where it cannot be in one; None where the deadline cut it
     short.
@@ -114,9 +115,9 @@ def time_region(
     if reason is not None:
         return {REGION: Measurement(unsupported=reason)}
     install()
-    arms: dict[str, _Cell] = {}
+    cells: dict[str, _Cell] = {}
     refused: dict[str, Measurement] = {}
-    for name in (HP, *ARMS):
+    for name in (HP, *arms):
         if why := _no_kernel(name, layer, shape, device):
             refused[name] = Measurement(unsupported=why)
             continue
@@ -126,7 +127,7 @@ def time_region(
         cell.to(device, DTYPES[layer.weight_dtype])
         if not layer.needs_weight_grad:
             cell.requires_grad_(False)
-        if name in ARMS:
+        if name != HP:
             layers = signature(cell).layers
             attach(cell, layers, dict.fromkeys(layers, ARMS[name]), join=True)
             forget(site.health for site in sites_of(cell).values())
@@ -134,8 +135,8 @@ def time_region(
                 for part in cell.layers:
                     kept = _Kept(part.get_parameter("weight"), integers=name == REGION_INT8)
                     parametrize.register_parametrization(part, "weight", kept, unsafe=True)
-        arms[name] = compile_in_place(cell)
-    found = _race(arms, shape, layer, device=device, settings=settings, deadline=deadline)
+        cells[name] = compile_in_place(cell)
+    found = _race(cells, shape, layer, device=device, settings=settings, deadline=deadline)
     return None if found is None else {**found, **refused}
 
 
