@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from arms import ARMS, BF16, CANDIDATES, INT8, ON_CPU, OURS, How, build, missing, plan_of
 from cells import CELLS, Cell
 from records import append, read
@@ -72,7 +73,11 @@ def main() -> None:
 
 
 def _compile(cell: Cell, names: Sequence[str], how: How) -> None:
-    """Fills the compile caches with what the arms of a cell will ask for; LoKA's where its plan is there."""
+    """Fills the compile caches with what the arms of a cell will ask for; LoKA's where its plan is there.
+
+    Which of a kernel's layouts is fastest is for the process that times: here others share the GPU.
+    """
+    torch._inductor.config.autotune_local_cache = False
     for name in names:
         there = how.plans is not None and (how.plans / f"{cell.name}.plan.json").exists()
         if missing(name) or (name in OURS and not there):

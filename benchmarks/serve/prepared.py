@@ -9,6 +9,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import torch
+import torch._inductor.config
 from arms import LOKA, How, build, missing, plan_of
 from cells import CELLS, Cell
 from living import request_of
@@ -58,7 +59,11 @@ def server_of(cell: Cell, how: How, plans: dict[int, loka.Plan]) -> Server:
 
 
 def warm(model: str, how: How, arguments: Namespace) -> None:
-    """Fills the compile caches for one arm and one bucket, or for what planning measures."""
+    """Fills the compile caches for one arm and one bucket, or for what planning measures.
+
+    Which of a kernel's layouts is fastest is for the process that times: here others share the GPU.
+    """
+    torch._inductor.config.autotune_local_cache = False
     name, (rows,) = arguments.warm, arguments.buckets
     cell = cell_of(model, rows)
     try:

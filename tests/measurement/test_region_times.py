@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -299,6 +299,7 @@ class Regions:
         device: torch.device,
         settings: Settings,
         deadline: float | None = None,
+        arms: Collection[str] = (),
     ) -> dict[str, Measurement] | None:
         self.shapes.append((shape.in_features, shape.out_features))
         self.deadlines.append(deadline)

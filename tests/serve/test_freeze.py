@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from loka.core.numerics.reference import quantize, scale_of
 from loka.core.recipe import RECIPES
 from loka.nn.site import site_forwards
 from loka.serve import freeze
+from loka.serve.card import AnswerError
 from loka.serve.freeze import HEADROOM, LEAST_ROWS
 from loka.serve.rows import form_of, pad
 
@@ -328,3 +330,12 @@ def test_requests_of_another_form_are_refused(named: bool) -> None:
             server(wrong)
     with pytest.raises(ServeRefused, match="without rows"):
         server((dense, 3))
+
+
+@pytest.mark.parametrize(
+    ("mean_abs", "expected"),
+    [(0.0, 20.0), (1e-3, 20.0), (0.1, 20 * math.log10(1 / (0.2 * math.sqrt(math.pi / 2)))), (0.6, 6.0)],
+)
+def test_two_computations_may_be_apart_by_what_eight_bits_cost(mean_abs: float, expected: float) -> None:
+    """An untrained Wukong agreed to 19.1 dB, eager and compiled, where FP8 itself cost as much."""
+    assert AnswerError(max_abs=1.0, mean_abs=mean_abs, rms=1.0).least_db == pytest.approx(expected)

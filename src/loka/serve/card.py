@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from loka.core.device import Fingerprint
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
-from loka.serve.rows import Form
+from loka.serve.rows import LEAST_DB, Form
 from loka.serve.watch.monitor import Range
 
 _KIND, _VERSION = "loka-serve-card", 2
@@ -49,6 +50,18 @@ class AnswerError:
     max_abs: float
     mean_abs: float
     rms: float
+
+    @property
+    def least_db(self) -> float:
+        """What two computations of one answer agree to, in dB, where other kernels round otherwise.
+
+        Each may be as far from high precision as calibration's answers were, and two twice that apart.
+        At most `LEAST_DB`, at least 6: another model agrees to 0 or less.
+        """
+        if self.mean_abs <= 0.0 or self.rms <= 0.0:
+            return LEAST_DB
+        apart = 2 * self.mean_abs * math.sqrt(math.pi / 2)  # a normal error's root mean square
+        return min(max(20 * math.log10(self.rms / apart), 6.0), LEAST_DB)
 
 
 @dataclass(frozen=True, kw_only=True)

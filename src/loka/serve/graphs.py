@@ -35,7 +35,7 @@ from loka.nn.site import install as install_forward
 from loka.nn.site import site_forwards, stand_aside
 from loka.nn.unwrap import named_modules
 from loka.serve.build import frozen_sites
-from loka.serve.rows import LEAST_DB, Form, leaves, mapped
+from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
 from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
@@ -163,8 +163,10 @@ class Capturer:
         buckets: Sequence[int],
         ranges: Mapping[str, Range],
         device: torch.device,
+        least_db: float,
     ) -> None:
-        self._run, self._ranges, self._device = run, ranges, device
+        """`least_db`: what compiled and eager answers agree to at least."""
+        self._run, self._ranges, self._device, self._least_db = run, ranges, device, least_db
         install()  # what joins sites into regions
         self._template = _like(tree)
         self._programs = {rows: compiled_call(self._template) for rows in buckets}
@@ -177,7 +179,7 @@ class Capturer:
         code, and the smallest one with `tree`: requests wait for what the device does here.
 
         Raises ServeRefused where the model cannot be compiled or captured, and WrongResults where compiled
-        and eager answers agree to less than `LEAST_DB`.
+        and eager answers agree to less than `least_db`.
         """
         # Code that several buckets share, behind a graph break, would run as written from the ninth on.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
@@ -192,10 +194,10 @@ class Capturer:
             _plan_for(self._template, rows)
             call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
             graph, made = self._graph("answer", rows, call, streams[0])
-            _check(graph, made)
+            _check(graph, made, self._least_db)
             if not (known and answers):
                 with answering(rows):
-                    _check(graph, self._run(tree, graph.inputs))
+                    _check(graph, self._run(tree, graph.inputs), self._least_db)
             answers[rows] = graph
         looks, sites = {}, {}
         for rows in LOOKS:
@@ -302,10 +304,10 @@ def _stream(device: torch.device, urgent: bool) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
 
 
-def _check(graph: Graph, expected: Any) -> None:
+def _check(graph: Graph, expected: Any, least_db: float) -> None:
     for place, (found, want) in enumerate(zip(leaves(graph.output), leaves(expected), strict=True)):
         agreement = sqnr_db(found, want)
-        if bool(want.isfinite().all()) and not agreement >= LEAST_DB:
+        if bool(want.isfinite().all()) and not agreement >= least_db:
             raise WrongResults(
                 f"the compiled model computes something else than the model for {graph.rows} rows",
                 why=[f"output {place} agrees to {agreement:.1f} dB"],

@@ -30,7 +30,6 @@ from loka.serve.build import frozen_tree, load_precise, on_meta, skeleton_of
 from loka.serve.by_rows import buckets_by_site
 from loka.serve.card import Card, Folder
 from loka.serve.graphs import wants_graphs
-from loka.serve.rows import LEAST_DB
 from loka.serve.saving import CARD, PLAN, PRECISE, WEIGHTS, check_outputs
 from loka.serve.server import Server
 from loka.serve.sites import FrozenWeight, even_weight
@@ -157,7 +156,7 @@ def _check_same(card: Card, tree: nn.Module, saved: Mapping[str, torch.Tensor], 
                 way_out=f"give a {card.model} as it was when it was frozen",
             )
         agreement = sqnr_db(leaf.cpu(), want)
-        if bool(want.isfinite().all()) and not agreement >= LEAST_DB:
+        if bool(want.isfinite().all()) and not agreement >= card.answers.least_db:
             raise ServeRefused(
                 f"this model computes something else than the one in {folder}",
                 why=[f"for the same {leaf.shape[0]} rows output {place} agrees to {agreement:.1f} dB"],

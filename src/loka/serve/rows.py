@@ -24,8 +24,8 @@ Kind = Literal["tensor", "positional", "named"]
 
 CHECK_ROWS = 4
 LEAST_DB = 20.0
-"""Between outputs for such rows, saved and loaded, or eager and compiled: other kernels round otherwise, and
-another model does not come near (about 0 dB)."""
+"""Between outputs, saved and loaded, or eager and compiled: other kernels round otherwise. Where eight bits
+themselves cost more, it is less (card.AnswerError.least_db)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,14 @@ class Server:
             tensor.device for tensor in [*module.parameters(), *module.buffers()] if not tensor.is_meta
         )
         self._capturer = (
-            Capturer(module, run=self._run, buckets=card.buckets, ranges=card.ranges, device=self.device)
+            Capturer(
+                module,
+                run=self._run,
+                buckets=card.buckets,
+                ranges=card.ranges,
+                device=self.device,
+                least_db=card.answers.least_db,
+            )
             if graphs
             else None
         )
