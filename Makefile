@@ -24,7 +24,9 @@ sweep: .venv/ready
 
 # Does a test fail where the code is wrong? 300 small mistakes, an hour; SHARD=2/8 makes every eighth of them.
 SHARD ?= 1/1
+# The tool is in the history (tests/mutation/score.md), and comes back beside its score.
 mutants: .venv/ready
+	test -f tests/mutation/mutants.py || git archive 71fcabd tests/mutation | tar x --skip-old-files
 	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants/$(subst /,of,$(SHARD)).jsonl
 
 # Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md.
