@@ -52,6 +52,15 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.freeze()  # torch and triton stay to the end: no collection of garbage needs to look through them
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    import forked
+
+    if hasattr(config, "workerinput"):
+        forked.join()
+    elif config.getoption("numprocesses", 0) and not config.option.collectonly:
+        forked.share()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or their libraries would report leaks at exit
 

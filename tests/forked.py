@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -22,6 +23,24 @@ SERVER = multiprocessing.get_context("forkserver")
 LATE = ["torch._dynamo", "safetensors.torch", "torch.distributed.checkpoint", "loka.compiler.joint_pass"]
 LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest"]
 SERVER.set_forkserver_preload(LATE)
+_SHARED = "LOKA_TESTS_FORKED"  # the server of the process that starts pytest's workers
+
+
+def share() -> None:
+    """Starts the server for this process and for those that it starts, which call `join`."""
+    forkserver.ensure_running()
+    held = forkserver._forkserver
+    os.environ[_SHARED] = f"{os.getpid()} {held._forkserver_alive_fd} {held._forkserver_address}"
+
+
+def join() -> None:
+    """Workers of pytest fork from one server: its imports take ten seconds. Without one, from their own."""
+    if _SHARED in os.environ and Path("/proc/self/fd").exists():
+        pid, descriptor, address = os.environ[_SHARED].split(" ", 2)
+        held = forkserver._forkserver
+        held._forkserver_address = address
+        held._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY)
+        held.ensure_running = resource_tracker.ensure_running  # it would wait for it as for its own child
 
 
 def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:

@@ -94,8 +94,8 @@ def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers:
             world_size=world,
             timeout=timedelta(seconds=60),
         )
-        # A rank may be connected before the other end of the connection knows it: one that leaves then, as after
-        # a short job, makes the other fail with "connectFullMesh failed: Connection closed by peer".
+        # A rank may be connected before the other end knows it: one that leaves then, as after a short job,
+        # makes the other fail with "connectFullMesh failed: Connection closed by peer".
         dist.barrier()
         answers.put((rank, job(rank, folder)))
     except BaseException:
