@@ -6,6 +6,7 @@ torchrec, and pytest, which files with tests need where a child runs a function 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -68,6 +69,7 @@ def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, o
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
+    gc.freeze()
     torch.set_num_threads(1)
     work(*arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
 import shutil
@@ -85,6 +86,7 @@ def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers:
     with _stderr(meeting, rank).open("w") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)
+    gc.freeze()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
