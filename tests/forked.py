@@ -1,7 +1,7 @@
 """Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
 
 What they are forks of has imported `loka`, what its first optimizer, plan, checkpoint or compilation would,
-torchrec, and pytest, which files with tests need where a child runs a function in them. It has run nothing.
+torchrec, and pytest, which files with tests need where a child runs a function in them. It ran `warmed` alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import torch
 
 SERVER = multiprocessing.get_context("forkserver")
 LATE = ["torch._dynamo", "safetensors.torch", "torch.distributed.checkpoint", "loka.compiler.joint_pass"]
-LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest"]
+LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest", "warmed"]
 SERVER.set_forkserver_preload(LATE)
 _SHARED = "LOKA_TESTS_FORKED"  # the server of the process that starts pytest's workers
 
 
 def share() -> None:
     """Starts the server for this process and for those that it starts, which call `join`."""
-    forkserver.ensure_running()
+    here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    with mock.patch.dict(os.environ, PYTHONPATH=here):  # it finds `warmed`, which other servers do without
+        forkserver.ensure_running()
     held = forkserver._forkserver
     os.environ[_SHARED] = f"{os.getpid()} {held._forkserver_alive_fd} {held._forkserver_address}"
 
