@@ -1,7 +1,8 @@
 """Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
 
 What they are forks of has imported `loka`, what its first optimizer, plan, checkpoint or compilation would,
-torchrec, and pytest, which files with tests need where a child runs a function in them. It ran `warmed` alone.
+torchrec, and pytest, which files with tests need where a child runs a function in them. Of all that it ran
+`warmed` alone.
 """
 
 from __future__ import annotations
