@@ -15,16 +15,19 @@ demo: .venv/ready
 # Halves first: chunks let two make the same fixtures, and start ranks at once. A worker more than cores,
 # since a third of what they do is to wait for ranks and for processes that are to be killed.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Bytecode is kept, whatever the environment says: without it each worker takes 10 s more to read the tests.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # What `make test` leaves out for time: the rest of the sweeps over foreign models and long parametrizations.
 sweep: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow
 
 # Does a test fail where the code is wrong? 300 small mistakes, an hour; SHARD=2/8 makes every eighth of them.
 SHARD ?= 1/1
+# The tool is in the history (tests/mutation/score.md), and comes back beside its score.
 mutants: .venv/ready
+	test -f tests/mutation/mutants.py || git archive 71fcabd tests/mutation | tar x --skip-old-files
 	$(BIN)/python tests/mutation/mutants.py --shard $(SHARD) --out runs/mutants/$(subst /,of,$(SHARD)).jsonl
 
 # Two hundred kills of five commands at random moments; goes on where it stopped. The tally is in docs/hardening.md.

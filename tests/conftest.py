@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -49,11 +50,23 @@ if not torch.cuda.is_available():
 # In every new cache Inductor compiles a file to see whether the machine has the instructions that it names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-gc.freeze()  # torch and triton stay to the end: no collection of garbage needs to look through them
+# What is imported and collected stays to the end: collections of garbage look through it for 0.2 s each.
+gc.disable()
+atexit.register(gc.unfreeze)  # or torch's and triton's libraries would report leaks
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or their libraries would report leaks at exit
+def pytest_configure(config: pytest.Config) -> None:
+    import forked
+
+    if hasattr(config, "workerinput"):
+        forked.join()
+    elif config.getoption("numprocesses", 0) and not config.option.collectonly:
+        forked.share()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,17 +1,20 @@
 """Processes that find torch and loka imported: forks, each made in a tenth of a fresh interpreter's time.
 
 What they are forks of has imported `loka`, what its first optimizer, plan, checkpoint or compilation would,
-torchrec, and pytest, which files with tests need where a child runs a function in them. It has run nothing.
+torchrec, and pytest, which files with tests need where a child runs a function in them. Of all that it ran
+`warmed` alone.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -20,8 +23,28 @@ import torch
 
 SERVER = multiprocessing.get_context("forkserver")
 LATE = ["torch._dynamo", "safetensors.torch", "torch.distributed.checkpoint", "loka.compiler.joint_pass"]
-LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest"]
+LATE += ["torch._dynamo.repro.after_dynamo", "torchrec", "pytest", "warmed"]
 SERVER.set_forkserver_preload(LATE)
+_SHARED = "LOKA_TESTS_FORKED"  # the server of the process that starts pytest's workers
+
+
+def share() -> None:
+    """Starts the server for this process and for those that it starts, which call `join`."""
+    here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    with mock.patch.dict(os.environ, PYTHONPATH=here):  # it finds `warmed`, which other servers do without
+        forkserver.ensure_running()
+    held = forkserver._forkserver
+    os.environ[_SHARED] = f"{os.getpid()} {held._forkserver_alive_fd} {held._forkserver_address}"
+
+
+def join() -> None:
+    """Workers of pytest fork from one server: its imports take ten seconds. Without one, from their own."""
+    if _SHARED in os.environ and Path("/proc/self/fd").exists():
+        pid, descriptor, address = os.environ[_SHARED].split(" ", 2)
+        held = forkserver._forkserver
+        held._forkserver_address = address
+        held._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY)
+        held.ensure_running = resource_tracker.ensure_running  # it would wait for it as for its own child
 
 
 def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
@@ -49,6 +72,7 @@ def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, o
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(cwd)
+    gc.freeze()
     torch.set_num_threads(1)
     work(*arguments)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import os
 import queue
 import shutil
 import tempfile
@@ -19,13 +22,14 @@ from forked import SERVER
 Job = Callable[[int, Path], dict[str, Any]]
 
 _GRACE = 5.0  # seconds that the others have to say how they fail, after one did
+_SAID = 4000  # characters of what a rank without an answer wrote last
 
 
 def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> list[dict[str, Any]]:
     """What `job(rank, folder)` returned, by rank. `job` is pickled, and so is what it returns: no tensors.
 
     Asserts that no rank raised, ended without an answer, or took longer than `seconds`; it says of every rank
-    which of these it was, with its traceback, and leaves no process behind.
+    which of these it was, with its traceback, or the last of its stderr, and leaves no process behind.
     """
     answers = SERVER.Queue()
     # Each call's own: a rank that is early would meet the ranks of the call before at their file.
@@ -55,35 +59,49 @@ def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> lis
             if process.is_alive():
                 process.kill()
                 process.join()
+        failed = {
+            f"rank {rank}": _failure(found.get(rank), process.exitcode, _stderr(meeting, rank))
+            for rank, process in enumerate(processes)
+        }
         shutil.rmtree(meeting.parent, ignore_errors=True)
-    failed = {
-        f"rank {rank}": _failure(found.get(rank), process.exitcode) for rank, process in enumerate(processes)
-    }
     assert not any(failed.values()), "\n".join(
         f"{rank}: {told or 'no error'}" for rank, told in failed.items()
     )
     return [found[rank] for rank in range(world)]
 
 
-def _failure(answer: dict[str, Any] | None, code: int | None) -> str:
+def _stderr(meeting: Path, rank: int) -> Path:
+    return meeting.with_name(f"stderr of rank {rank}")
+
+
+def _failure(answer: dict[str, Any] | None, code: int | None, stderr: Path) -> str:
     """Empty for a rank that did its job."""
     if answer is None:
-        return f"no answer; it ended or was stopped with exit code {code}"
+        said = stderr.read_text(errors="replace").strip()[-_SAID:] if stderr.exists() else ""
+        return f"no answer; it ended or was stopped with exit code {code}" + (f"\n{said}" if said else "")
     return answer.get("error", "")
 
 
 def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers: Any) -> None:
+    with _stderr(meeting, rank).open("w") as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
+    gc.freeze()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
     try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
+        )
+        # A rank may be connected before the other end knows it: one that leaves then, as after a short job,
+        # makes the other fail with "connectFullMesh failed: Connection closed by peer".
+        dist.barrier()
         answers.put((rank, job(rank, folder)))
     except BaseException:
         answers.put((rank, {"error": traceback.format_exc()}))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

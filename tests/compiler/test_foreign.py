@@ -24,10 +24,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
-ALWAYS = (
-    "batchnorm_tower", "used_twice", "encoder_norm_first", "lora_modules", "fuxictr_dcnv2_stacked",
-    "checkpoint_modules", "torchrec_dlrm_dcn",
-)  # fmt: skip
+ALWAYS = ("batchnorm_tower", "used_twice", "lora_modules", "checkpoint_modules", "torchrec_dlrm_dcn")
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

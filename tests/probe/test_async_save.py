@@ -249,7 +249,7 @@ def _let_it_write(folder: Path, step: int) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     """Each kill is some steps and a part of a step or of a save after the start. Every time the
     folder holds a whole record, at most an interval old, or two where a save was under way; the last

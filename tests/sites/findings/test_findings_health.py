@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from forced import plan_of, planned, ran
 from foreign.flops import count_flops
 from foreign.spec import call, train_step
 from small_towers import batch, pair, tower
+from sweeps import sweep
 from torch import nn
 
 import loka
 from loka.core.exceptions import NonFinite
 from loka.nn import reset_health
 
-BAD = [float("nan"), float("inf"), -float("inf")]
+BAD = list(itertools.product((float("nan"), float("inf"), -float("inf")), (False, True)))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("value", BAD, ids=str)
+@pytest.mark.parametrize(("value", "compiled"), sweep(BAD, (*BAD[::2], BAD[1])))
 def test_s5_in_the_input_a_weight_and_a_gradient(value: float, compiled: bool) -> None:
     """The site where it came in is named first, each later one after it, and none before it."""
     found, _ = pair()

@@ -79,11 +79,16 @@ WRITES = [
     _initialized, _multiplied, _divided, _copied, _broadcast, _another_tensor, _loaded_by_dcp, _assigned,
 ]  # fmt: skip
 Write = Callable[[nn.Sequential, Path], None]
+REPLACED = [(True, write) for write in (_multiplied, _another_tensor, _assigned)]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
+@pytest.mark.parametrize(
+    ("compiled", "write"),
+    # Compiled: one that writes in place, and those by which another tensor takes the place.
+    sweep([(c, w) for c in (False, True) for w in WRITES], [(False, w) for w in WRITES] + REPLACED),
+    ids=lambda value: value.__name__.strip("_") if callable(value) else ("eager", "compiled")[value],
+)
 def test_s2_weights_written_in_evaluation(write: Write, compiled: bool, tmp_path: Path) -> None:
     found, expected = pair()
     found.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ def raising(rank: int, folder: Path) -> dict[str, Any]:
 
 def dying(rank: int, folder: Path) -> dict[str, Any]:
     if rank == 0:
+        print("these are its last words", file=sys.stderr, flush=True)
         os._exit(7)
+    time.sleep(600)
+    return {}
+
+
+def crashing(rank: int, folder: Path) -> dict[str, Any]:
+    if rank == 1:
+        os.abort()
     time.sleep(600)
     return {}
 
@@ -32,22 +41,61 @@ def waiting(rank: int, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def answering(rank: int, folder: Path) -> dict[str, Any]:
-    return {}
+def connected(rank: int, folder: Path) -> dict[str, Any]:
+    return {"connected": sorted(path.name for path in folder.iterdir())}
+
+
+class Changed:
+    """Arrives as the job `connected`, at a rank where connecting is another `function` of rank and folder."""
+
+    def __init__(self, function: Any, folder: Path) -> None:
+        self.made_by = function, folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _changed, self.made_by
+
+
+def _changed(function: Any, folder: Path) -> Any:
+    connect = dist.init_process_group
+
+    def other(*args: Any, rank: int, **settings: Any) -> None:
+        connect(*args, rank=rank, **settings)
+        function(rank, folder)
+
+    dist.init_process_group = other
+    return connected
+
+
+def slowly(rank: int, folder: Path) -> None:
+    time.sleep(0.5 * rank)
+    (folder / f"rank {rank}").touch()
+
+
+def unable(rank: int, folder: Path) -> None:
+    if rank == 1:
+        raise ConnectionError("rank 1 reaches nobody")
 
 
 @pytest.mark.parametrize(
     ("job", "told"),
     [
         (raising, ["rank 1: Traceback", "in raising", "ZeroDivisionError: rank 1 is out of luck"]),
-        (dying, ["rank 0: no answer; it ended or was stopped with exit code 7"]),
+        (dying, ["rank 0: no answer; it ended or was stopped with exit code 7\nthese are its last words"]),
+        (crashing, ["rank 1: no answer", "exit code -6\nFatal Python error: Aborted", "in crashing"]),
         (waiting, ["rank 0: no error", "rank 1: no answer"]),
+        (Changed(unable, Path()), ["rank 1: Traceback", "ConnectionError: rank 1 reaches nobody"]),
     ],
 )
 def test_failures_are_told_and_nothing_hangs(job: Any, told: list[str], tmp_path: Path) -> None:
-    on_ranks(answering, 2, tmp_path)  # the server of forks may take seconds to start
+    on_ranks(connected, 2, tmp_path)  # the server of forks may take seconds to start
     begin = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         on_ranks(job, 2, tmp_path, seconds=2.5 if job is waiting else 60)
     assert all(part in str(caught.value) for part in told), str(caught.value)
     assert time.monotonic() - begin < 50
+
+
+def test_a_job_begins_when_all_are_connected(tmp_path: Path) -> None:
+    """Or a short one would leave while others still shake hands, and they would fail."""
+    everybody = {"connected": ["rank 0", "rank 1"]}
+    assert on_ranks(Changed(slowly, tmp_path), 2, tmp_path) == [everybody] * 2
