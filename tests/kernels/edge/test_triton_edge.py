@@ -377,3 +377,23 @@ def test_offsets_beyond_32_bits_on_the_gpu() -> None:
     assert (row[-1].float() == 384).all()
     assert (column.view(torch.uint8)[:, rows - 1] == row.view(torch.uint8)[-1]).all()
     assert column[7, 0].float().item() == 448
+
+
+@pytest.mark.parametrize("name", ["relu", "block_norm", "int8-forward_norm"])
+def test_a_second_call_computes_with_its_own_tensors(name: str, device: torch.device) -> None:
+    """On a GPU its allocations and launches are those of the first call, made again."""
+    case = CASES[name](64)
+    for seed in (0, 1, 2):
+        leaves, given = case.leaves(48, device, seed), case.given(48, device, seed)
+        check(case, leaves, 48, given, exact=name in EXACT)
+        held = leaves  # so that the next ones lie elsewhere
+    assert held
+
+
+def test_one_tensor_in_two_places_is_not_taken_for_two(device: torch.device) -> None:
+    w = Writing(32)
+    a, b = w.leaf(), w.leaf()
+    case = w.done(gradient=w.step("sub", a, b))
+    x, y = (leaf.to(device) for leaf in case.leaves(20, torch.device("cpu")))
+    for leaves in ([x, x], [x, y], [y, x], [y, y]):
+        check(case, leaves, 20, (None, None, None), exact=True)

@@ -116,6 +116,14 @@ class Program:
             kind = self.kinds[value]
             _check(kind in (Kind.FULL, Kind.COLUMN, Kind.BLOCK), f"value {value} cannot leave: it is {kind}")
 
+    def __hash__(self) -> int:
+        """Worked out once: every launch looks a program up, and hashing a long one takes longer than that."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(value for name, value in self.__dict__.items() if name not in _DERIVED))
+
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Of all values, in the order of their places."""
@@ -158,10 +166,12 @@ class Program:
                 [step.op, *(a if isinstance(a, int) else repr(a) for a in step.args)] for step in self.steps
             ],
         }
-        content.pop("kinds", None)
+        for name in _DERIVED:
+            content.pop(name, None)
         return json.dumps(content, separators=(",", ":"))
 
 
+_DERIVED = ("kinds", "_hash")  # what a program's own attributes say already
 GROUP = 128  # rows that one of the tops is of
 
 

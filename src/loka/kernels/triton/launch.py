@@ -161,10 +161,15 @@ def allocated(tensor: torch.Tensor, *, zeroed: bool = False) -> torch.Tensor:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], constants: dict[str, Any], num_warps: int = 4
+    kernel: Any,
+    grid: tuple[int, int],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    **options: int,
 ) -> None:
-    """`kernel[grid](*args, **constants, num_warps=...)`; `args` are tensors and integers, in order."""
-    compiled = kernel[grid](*args, **constants, num_warps=num_warps)
+    """`kernel[grid](*args, **constants, num_warps=..., ...)`; `args` are tensors and integers, in order."""
+    compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
     if _local.recording is not None and not INTERPRETED:
         values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         _local.recording.note_launch(compiled, grid, args, values)

@@ -22,7 +22,7 @@ from loka.kernels.edge.triton.rows import RowLaunch, Sides, row_parameters, row_
 from loka.kernels.edge.triton.tall import TallLaunch, fits, summing, tall_parameters, tall_source
 from loka.kernels.edge.triton.values import Code, power_above, power_below
 from loka.kernels.edge.twin import run_program
-from loka.kernels.triton.launch import cdiv, launching_on
+from loka.kernels.triton.launch import allocated, cdiv, launch, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
 from loka.kernels.triton.source import compiled
@@ -79,7 +79,8 @@ class Launch(NamedTuple):
     warps: int
 
     def run(self, arguments: dict[str, Any], programs: int, registers: int = 0) -> None:
-        self.kernel[(programs,)](*self._values(arguments), **self._options(registers))
+        values, options = self._values(arguments), self._options(registers)
+        launch(self.kernel, (programs, 1), tuple(values), {}, **options)
 
     def resident(self, arguments: dict[str, Any]) -> tuple[int, int]:
         """How many programs the GPU holds at once, and the limit of registers by which it is so many."""
@@ -147,16 +148,53 @@ def run_program_fused(
     gradient_scale: torch.Tensor | None,
     tops: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """edge/twin.run_program. Leaves lie as edge/op.lying has them."""
+    """edge/twin.run_program. Leaves lie as edge/op.lying has them.
+
+    A call on tensors that lie alike makes allocations and launches of the first one again
+    (kernels/triton/launch.py): binding a kernel's arguments takes the host longer than many edges take.
+    """
     if rows == 0:
         return run_program(program, leaves, rows, input_scale, gradient_scale, tops)
+    given = (*leaves, *map(_contiguous, (input_scale, gradient_scale, tops)))
+    if INTERPRETED or not leaves[0].is_cuda:
+        return _run(program, leaves, rows, *given[len(leaves) :])
+    lying = tuple(
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, _alias(tensor, given))
+        for tensor in given
+    )
+    with launching_on(leaves[0]):
+        found: list[torch.Tensor] = recorded(
+            ("edge", program, rows, lying, tuple(TILE.items())),
+            given,
+            lambda: _run(program, leaves, rows, *given[len(leaves) :]),
+            lambda outputs, recording: [recording.slot_of(output) for output in outputs],
+            lambda slots, tensors: [tensors[slot] for slot in slots],
+        )
+    return found
+
+
+def _alias(tensor: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> int:
+    """The first place of what lies at the same address: a recording tells tensors apart by it."""
+    return next(
+        p for p, other in enumerate(given) if other is not None and other.data_ptr() == tensor.data_ptr()
+    )
+
+
+def _run(
+    program: Program,
+    leaves: list[torch.Tensor],
+    rows: int,
+    input_scale: torch.Tensor | None,
+    gradient_scale: torch.Tensor | None,
+    tops: torch.Tensor | None,
+) -> list[torch.Tensor]:
     scales = 0 if input_scale is None else 1 if input_scale.numel() == 1 else 2
     dtypes = tuple(str(leaf.dtype).removeprefix("torch.") for leaf in leaves)
     plan = plan_of(program, dtypes, rows, scales)
-    outputs = unwritten(program, rows, leaves[0].device)
+    outputs = [allocated(output) for output in unwritten(program, rows, leaves[0].device)]
     named = dict(zip(program.outputs, outputs, strict=True))
     given = {"input_scale": input_scale, "gradient_scale": gradient_scale, "given": tops}
-    arguments: dict[str, Any] = {f"{name}_ptr": _contiguous(tensor) for name, tensor in given.items()}
+    arguments: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
     arguments |= {f"{name}_ptr": _words(out, name) for name, out in named.items()}
     device = leaves[0].device
     if plan.copied and not program.row:
@@ -183,7 +221,7 @@ def run_program_fused(
             arguments |= {"span": turns * plan.high, "parts": programs}
             if program.sums:
                 size = len(program.sums), programs, program.features
-                arguments["part_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
+                arguments["part_ptr"] = allocated(torch.empty(size, dtype=torch.float32, device=device))
             plan.rows.run(arguments, programs, registers)
         if plan.tall is not None:
             plan.tall.run(arguments, plan.tall.programs)
@@ -281,7 +319,7 @@ def _tall_kernel(program: Program, dtypes: tuple[str, ...], launch: TallLaunch) 
 
 
 def _bytes(program: Program, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(rows, round_up(program.features, 16), dtype=torch.uint8, device=device)
+    return allocated(torch.empty(rows, round_up(program.features, 16), dtype=torch.uint8, device=device))
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
