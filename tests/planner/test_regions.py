@@ -23,7 +23,7 @@ from loka.compiler.notes import record_text
 from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 from loka.core.records.coverage import Coverage
-from loka.core.records.report import HP, REGION, REGION_INT8, Measurement, Report
+from loka.core.records.report import HP, REGION, Measurement, Report
 from loka.core.storage.codec import decode, encode
 from loka.core.storage.files import read_record, write_record
 from loka.measurement import Settings
@@ -32,7 +32,6 @@ from loka.planner.frontier import base_time, frontier, saved_time
 from loka.planner.ne_budget import cost_of
 from loka.planner.replan import with_effects
 
-INT8 = "loka_int8:int8_row"
 FAST, SLOW = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"
 OUT, GIN, GWT = Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT
 BY_GEMM = dict(zip(Gemm, IN_REGIONS, strict=True))
@@ -82,52 +81,6 @@ def test_a_region_that_is_fastest_is_planned_with_its_times() -> None:
         assert decision.runner_up == HP
         assert decision.saved_us == 0.0
         assert decision.rejected == {FAST: "slower than in a region", SLOW: "slower than in a region"}
-
-
-def with_int8(report: Report, region_us: float, *, kl: tuple[float, float] = (0.0, 0.0)) -> Report:
-    """And its output in INT8, in a region that takes so long; what KL/H FP8 and INT8 cost."""
-    times = report.region_times["fc"]
-    in_int8 = cell(region_us)[REGION]
-    (site,) = [s for s in report.sites.values() if s.problem.gemm is OUT]
-    measurements = dict(site.measurements)
-    measurements[FAST] = measurements[SLOW] = costing(90.0, effect(kl[0]), sqnr=28.5)
-    measurements[INT8] = costing(95.0, effect(kl[1]), sqnr=38.0)
-    return dataclasses.replace(
-        report,
-        sites={**report.sites, site.name: dataclasses.replace(site, measurements=measurements)},
-        region_times={"fc": {**times, REGION_INT8: in_int8}},
-    )
-
-
-def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost() -> None:
-    made = layer(cell(165.0))
-    faster, tied, slower = (with_int8(made, us) for us in (160.0, 165.2, 175.0))
-    assert names(loka.plan(faster)) == names(loka.plan(tied)) == {**BY_GEMM, OUT: INT8}
-    assert names(loka.plan(slower)) == BY_GEMM
-    rejected = loka.plan(slower).decisions["fc/output"].rejected
-    assert rejected[REGION_INT8].startswith("speed-up in a region 1.886")
-    assert "165 [163.3, 166.7] us" not in loka.plan(faster).decisions["fc/output"].reason
-    assert loka.plan(faster).decisions["fc/output"].sqnr_db.value == 38.0
-
-
-def test_a_budget_of_kl_takes_integers_where_fp8_costs_too_much() -> None:
-    slower = with_int8(layer(cell(165.0)), 175.0, kl=(1e-4, 1e-5))
-    assert names(loka.plan(slower, loka.Budget(ne=2e-4))) == BY_GEMM
-    assert names(loka.plan(slower, loka.Budget(ne=5e-5))) == {**BY_GEMM, OUT: INT8}
-    assert names(loka.plan(slower, loka.Budget(ne=5e-6)))[OUT] == HP
-
-
-def test_why_integers_cannot_is_told() -> None:
-    made = layer(cell(165.0))
-    times = {**made.region_times["fc"], REGION_INT8: Measurement(unsupported="is built for sm_90")}
-    plan = loka.plan(dataclasses.replace(made, region_times={"fc": times}))
-    assert names(plan) == BY_GEMM
-    without = with_int8(made, 160.0)
-    output = dataclasses.replace(
-        without.sites["fc/output"], measurements=made.sites["fc/output"].measurements
-    )
-    unmeasured = dataclasses.replace(without, sites={**without.sites, "fc/output": output})
-    assert names(loka.plan(unmeasured)) == BY_GEMM
 
 
 def test_sites_by_themselves_are_kept_where_they_are_faster() -> None:

@@ -201,14 +201,11 @@ def _settle(layer: Layer, report: Report, budget: Budget, limits: Limits, grante
                 rejected[gemm][name] = reason
     if not options:
         return [fixed[site.problem.gemm] for site in layer.sites]
-    regions = [
-        region
-        for region in layer.regions
-        if all(
-            fits(cost_of(site, region.options[site.problem.gemm].name, limits), granted)
-            for site in layer.sites
-        )
-    ]
+
+    def costs(region: Choice, site: SiteReport) -> Cost:
+        return cost_of(site, region.options[site.problem.gemm].name, limits)
+
+    regions = [r for r in layer.regions if all(fits(costs(r, site), granted) for site in layer.sites)]
     choice = choose(options, savings, min_speedup=budget.min_speedup, fixed=set(fixed), regions=regions)
     for region in regions:
         if region.arm == choice.arm:

@@ -74,7 +74,7 @@ class Config:
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """The row and column of a tile: GROUP rows of tiles at a time, column by column."""
     first = tile // (GROUP * tiles_n) * GROUP
     high = tl.minimum(tiles_m - first, GROUP)
@@ -277,7 +277,7 @@ def _gemm(
     # for the epilogue of this one.
     written = begin - PROGRAMS
     for tile in tl.range(begin, tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(tl.cdiv(inner, BLOCK_K)):
             k = step * BLOCK_K
@@ -289,7 +289,7 @@ def _gemm(
                 acc = tl.dot(left, right.T, acc, max_num_imprecise_acc=128)
 
         written += PROGRAMS
-        tile_m, tile_n = _place(written, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_place(written, tiles_m, tiles_n, GROUP)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         if ROWS:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.gemm.triton.gemm import tile_place
 from loka.kernels.triton.launch import launching_on
 from loka.kernels.triton.pack import INTERPRETED
 from loka.kernels.triton.processors import multiprocessors
@@ -69,15 +70,6 @@ def choose(rows: int, columns: int, inner: int, processors: int = 132) -> Config
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """The row and column of a tile: GROUP rows of tiles at a time, column by column."""
-    first = tile // (GROUP * tiles_n) * GROUP
-    high = tl.minimum(tiles_m - first, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    return first + inside % high, inside // high
-
-
-@triton.jit
 def _write(
     out_ptr, acc, scale_a, scale_b_ptr, row, column, rows, columns,
     BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, TMA: tl.constexpr,
@@ -109,7 +101,7 @@ def _multiply(
     # for the epilogue of this one.
     written = begin - PROGRAMS
     for tile in tl.range(begin, tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
         for step in range(tl.cdiv(inner, BLOCK_K)):
             left = a.load([tile_m * BLOCK_M, step * BLOCK_K])
@@ -117,7 +109,7 @@ def _multiply(
             acc = tl.dot(left, right.T, acc, out_dtype=tl.int32)
 
         written += PROGRAMS
-        tile_m, tile_n = _place(written, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_place(written, tiles_m, tiles_n, GROUP)
         row = tile_m * BLOCK_M
         column = tile_n * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)

@@ -289,13 +289,13 @@ def _job(weight: torch.Tensor, copies: Copies) -> _Job:
     if weight.stride(1) != 1 and weight.stride(0) == 1:
         weight, row, column = weight.t(), column, row
     flags = _IS_ROW.value * bool(row.numel()) + _IS_COLUMN.value * bool(column.numel())
-    flags += _IS_ALIGNED.value * _aligned(weight)
+    flags += _IS_ALIGNED.value * is_aligned(weight)
     return _Job(
         weight, row if row.numel() else column, column if column.numel() else row, copies.scale, flags
     )
 
 
-def _aligned(weight: torch.Tensor) -> bool:
+def is_aligned(weight: torch.Tensor) -> bool:
     """Whether rows begin at multiples of 16 bytes, their elements side by side."""
     along, size = weight.stride(0), weight.element_size()
     return weight.stride(1) == 1 and along < _REACH and weight.data_ptr() % 16 == 0 and along * size % 16 == 0

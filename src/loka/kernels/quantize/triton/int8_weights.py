@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from loka.kernels.quantize.triton.cast_kernels import scale_of, scaled
-from loka.kernels.quantize.triton.fp8_weights import HIGH_PRECISION, numbers, plain, starts
+from loka.kernels.quantize.triton.fp8_weights import HIGH_PRECISION, is_aligned, numbers, plain, starts
 from loka.kernels.triton.launch import cdiv, launching_on
 from loka.kernels.triton.pack import integer, magnitude_bits
 
@@ -31,8 +31,11 @@ def _load(weight_ptr, r, c, rows, columns, stride):
 @triton.jit
 def _quantize(
     weights, copies, scales, firsts, all_rows, all_columns, strides,
-    WEIGHTS: tl.constexpr, WEIGHT: tl.constexpr, TINY: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    WEIGHTS: tl.constexpr, WEIGHT: tl.constexpr, ALIGN: tl.constexpr, TINY: tl.constexpr,
+    HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """ALIGN: elements of 16 bytes where all rows begin and end at multiples of them, else 1. The compiler
+    sees it by the factor, and loads that many at once."""
     program = tl.program_id(0)
     weight, copy, scale = weights[0].to(tl.int64), copies[0].to(tl.int64), scales[0].to(tl.int64)
     first, rows, columns, stride = firsts[0], all_rows[0], all_columns[0], strides[0]
@@ -45,9 +48,10 @@ def _quantize(
         rows = tl.where(here, all_rows[place], rows)
         columns = tl.where(here, all_columns[place], columns)
         stride = tl.where(here, strides[place], stride)
-    rows, columns, stride = plain(rows), plain(columns), plain(stride).to(tl.int64)
+    rows, columns = plain(rows), plain(columns) // ALIGN * ALIGN
+    stride = (plain(stride) // ALIGN * ALIGN).to(tl.int64)
     padded_rows, padded_columns = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
-    weight_ptr = tl.multiple_of(weight.to(tl.pointer_type(WEIGHT)), WEIGHT.primitive_bitwidth // 8)
+    weight_ptr = tl.multiple_of(weight.to(tl.pointer_type(WEIGHT)), ALIGN * WEIGHT.primitive_bitwidth // 8)
     copy_ptr = tl.multiple_of(copy.to(tl.pointer_type(tl.uint8)), 16)
     scale_ptr = tl.multiple_of(scale.to(tl.pointer_type(tl.float32)), 16)
     r = (program - plain(first)).to(tl.int64) * HIGH + tl.arange(0, HIGH)
@@ -70,6 +74,9 @@ def quantize_rows_fused(weights: Sequence[torch.Tensor], copies: Sequence[Sequen
     widest = max(weight.shape[1] for weight in weights)
     wide = max(min(triton.next_power_of_2(widest), _WIDE), 16)
     high = _TILE // wide
+    align = 16 // weights[0].element_size()
+    if not all(is_aligned(weight) and weight.shape[1] % align == 0 for weight in weights):
+        align = 1
     begins = starts([cdiv(copy[0].shape[0], high) for copy in copies])
     with launching_on(weights[0]):
         _quantize[(begins[-1],)](
@@ -82,6 +89,7 @@ def quantize_rows_fused(weights: Sequence[torch.Tensor], copies: Sequence[Sequen
             numbers([weight.stride(0) for weight in weights]),
             WEIGHTS=len(weights),
             WEIGHT=HIGH_PRECISION[weights[0].dtype],
+            ALIGN=align,
             TINY=_TINY,
             HIGH=high,
             WIDE=wide,
