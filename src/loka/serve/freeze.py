@@ -37,6 +37,7 @@ from loka.serve.build import (
 from loka.serve.by_rows import buckets_by_site, by_rows, in_fp8
 from loka.serve.card import AnswerError, Calibration, Card, SiteCard
 from loka.serve.graphs import wants_graphs
+from loka.serve.race import fastest
 from loka.serve.rows import Form, Request, digest, form_of, leaves, pad
 from loka.serve.run import Runner, written_attributes
 from loka.serve.server import Server
@@ -61,6 +62,7 @@ def freeze(
     buckets: Sequence[int] = BUCKETS,
     shadow: float = 0.0,
     graphs: bool | None = None,
+    race: bool = False,
 ) -> Server:
     """A server of `model` by `plan`, with FP8 weights that are quantized once.
 
@@ -82,6 +84,8 @@ def freeze(
             high precision stay in memory.
         graphs: whether it is compiled, and answers by one CUDA graph for each bucket; None where the model is
             on CUDA and its forward writes to no attribute.
+        race: each bucket's graph is compiled and timed by every plan given, and in high precision, and takes
+            the fastest (serve/race.py). High-precision weights stay in memory for buckets that choose them.
 
     Raises:
         PlanMismatch, NoKernelFits, WrongResults: as `loka.convert` does; WrongResults, too, where compiled
@@ -129,7 +133,10 @@ def freeze(
     scales = found.scales(fp8)
     plain = [run(precise, batch) for batch in rows]
     _errors(precise, plan, rows, run, found, weights, scales)
-    in_hp = buckets_by_site(buckets, planned.in_hp)
+    chosen = planned.in_hp
+    if race:
+        chosen = fastest(precise, plan, weights, scales, chosen, run, buckets, graphs=graphs)
+    in_hp = buckets_by_site(buckets, chosen)
     tree, dropped, kept = _frozen(precise, plan, weights, scales, in_hp, lambda t: run(t, rows[0]))
     answers = _answer_error([run(tree, batch) for batch in rows], plain)
     _check_independent(tree, run, form, rows[0])
@@ -148,7 +155,7 @@ def freeze(
         form=form,
         autocast=None if autocast is None else dtype_name(autocast),
         buckets=tuple(buckets),
-        in_hp=planned.in_hp,
+        in_hp=chosen,
         sites=read,
         unreached=tuple(path for path in fp8 if path not in weights),
         answers=answers,

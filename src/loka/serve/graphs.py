@@ -185,20 +185,30 @@ class Capturer:
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
             return self._capture(tree)
 
-    def _capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
+    def times(self, tree: nn.Module) -> dict[int, float]:
+        """Microseconds of a replay by bucket, of graphs that are compared as those of `capture` are."""
+        with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
+            graphs = self._answers(tree, _stream(self._device, True))
+        return {rows: graph.microseconds for rows, graph in graphs.items()}
+
+    def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
         _bind(self._template, tree)
-        streams = [_stream(self._device, urgent) for urgent in (True, False)]
         answers: dict[int, Graph] = {}
         known = bool(self._times)
         for rows, program in self._programs.items():
             _plan_for(self._template, rows)
             call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
-            graph, made = self._graph("answer", rows, call, streams[0])
+            graph, made = self._graph("answer", rows, call, stream)
             _check(graph, made, self._least_db)
             if not (known and answers):
                 with answering(rows):
                     _check(graph, self._run(tree, graph.inputs), self._least_db)
             answers[rows] = graph
+        return answers
+
+    def _capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
+        streams = [_stream(self._device, urgent) for urgent in (True, False)]
+        answers = self._answers(tree, streams[0])
         looks, sites = {}, {}
         for rows in LOOKS:
             sites[rows] = found = list[tuple[str, int]]()

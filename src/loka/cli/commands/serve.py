@@ -61,6 +61,10 @@ def freeze(
         float, typer.Option(min=0, max=1, help="Share of requests to answer in high precision too.")
     ] = 0.0,
     graphs: Graphs = None,
+    race: Annotated[
+        bool,
+        typer.Option(help="Time each bucket's graph by every plan and without FP8, and take the fastest."),
+    ] = False,
 ) -> None:
     """Quantize the weights of a checkpoint once, calibrate on held-out rows, and write a folder."""
     opened, built = _model(model, data, schema, rows, seed, device, with_mods)
@@ -79,6 +83,7 @@ def freeze(
         autocast=torch.bfloat16 if autocast else None,
         shadow=shadow,
         graphs=graphs,
+        race=race,
     )
     with alone_in(out, "freezing"):
         server.save(out)

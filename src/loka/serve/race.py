@@ -1,0 +1,73 @@
+"""Which sites each bucket runs in FP8, by the clock: whole graphs against each other.
+
+A plan's times are of layers in cells of their own. What a site saves inside of a graph differs, most at few
+rows: on an H200 Wukong gained 1.16x at 512 rows by a plan made at 2048, and nothing by its own
+(benchmarks/serve/README.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from loka.core.exceptions import ServeRefused
+from loka.core.records.plan import Plan
+from loka.core.timing import TIE
+from loka.nn.unwrap import device_of
+from loka.serve.build import frozen_sites, frozen_tree, share
+from loka.serve.graphs import Capturer
+from loka.serve.run import Runner
+from loka.serve.sites import FrozenWeight
+
+_LEAST_DB = 6.0
+"""What compiled and eager answers agree to here; what is chosen is held to more (card.AnswerError)."""
+
+
+def fastest(
+    precise: nn.Module,
+    plan: Plan,
+    weights: Mapping[str, FrozenWeight],
+    scales: Mapping[str, torch.Tensor],
+    in_hp: Sequence[Sequence[str]],
+    run: Runner,
+    buckets: Sequence[int],
+    *,
+    graphs: bool,
+) -> tuple[tuple[str, ...], ...]:
+    """By bucket the sites that run in high precision there, where its graph takes the least time.
+
+    Raced is what any bucket's plan has in high precision, and all sites. Of times within the noise the
+    bucket's own wins, then fewer sites in FP8.
+
+    Args:
+        in_hp: by bucket, the sites that its plan has in high precision.
+        graphs: whether the server will have any.
+
+    Raises ServeRefused without graphs, and what `Capturer.times` does.
+    """
+    if not graphs:
+        raise ServeRefused(
+            "race=True times CUDA graphs, and this server has none",
+            way_out="leave it out, or graphs=True on CUDA",
+        )
+    tree = frozen_tree(share(precise), plan, weights, scales, (), {})
+    sites = frozen_sites(tree)
+    different = {tuple(sorted(names)) for names in (*in_hp, sites)}
+    choices = sorted(different, key=lambda names: (-len(names), names))
+    times: dict[tuple[str, ...], dict[int, float]] = {}
+    for choice in choices:
+        for name, site in sites.items():
+            site.in_hp = frozenset(buckets if name in choice else ())
+        capturer = Capturer(
+            tree, run=run, buckets=buckets, ranges={}, device=device_of(precise), least_db=_LEAST_DB
+        )
+        times[choice] = capturer.times(tree)
+    found = []
+    for bucket, names in zip(buckets, in_hp, strict=True):
+        own = tuple(sorted(names))
+        least = min(taken[bucket] for taken in times.values())
+        tied = [choice for choice in choices if times[choice][bucket] <= least * (1 + TIE)]
+        found.append(own if own in tied else tied[0])
+    return tuple(found)
