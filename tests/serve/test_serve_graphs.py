@@ -158,39 +158,6 @@ def test_int8_is_joined_from_what_is_kept(
     assert torch.equal(server(inputs(16)).output, compiled_answer(wide(seed=1), inputs(16)))
 
 
-def test_each_bucket_takes_what_is_fastest(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own plan within the noise; answers are those of the compiled model with these sites in FP8."""
-    model = wide()
-    few, many = (plan_for(model, {name: PLAN[name] for name in names}) for names in (["first"], PLAN))
-    # Replays in order: all in high precision, the first plan, the second; 2 rows and 16 of each.
-    taken = iter([5.0, 30.0, 4.98, 20.0, 9.0, 20.1])
-
-    def microseconds(recording: Replayed, device: torch.device) -> float:
-        recording.replay()
-        return next(taken, 1.0)
-
-    monkeypatch.setattr(graphs, "_microseconds", microseconds)
-    rows = [inputs(40, seed) for seed in range(3)]
-    server = freeze(
-        model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True
-    )
-    assert [set(names) for names in server.card.in_hp] == [{"second", "odd"}, set()]
-    assert torch.equal(server(inputs(16)).output, compiled_answer(model, inputs(16)))
-    taken = iter([3.0, 10.0, 4.98, 20.0, 9.0, 20.1])
-    server = freeze(
-        model, {2: few, 16: many}, calibration=rows, autocast=torch.bfloat16, buckets=BUCKETS, race=True
-    )
-    assert [set(names) for names in server.card.in_hp] == [set(PLAN)] * 2
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.allclose(server(inputs(16)).output, model(inputs(16)), rtol=1e-2, atol=1e-2)
-    assert all("first" in names for names in server.card.in_hp)
-
-
-def test_a_race_needs_graphs() -> None:
-    with pytest.raises(ServeRefused, match="race=True times CUDA graphs"):
-        frozen(wide(), graphs=False, race=True)
-
-
 def test_overlong_and_empty_requests(backend: JointBackend) -> None:
     server = frozen(wide())
     whole = server(inputs(37))
