@@ -64,7 +64,7 @@ def batches(size: int, *, pinned: bool) -> list[Any]:
 
 def signature(told: argparse.Namespace, device: torch.device) -> ModelSignature:
     """Of one probed step without wrappers: the cross layers are raw parameters, which Probe finds."""
-    model, batch = dlrm(told, device), batches(256, pinned=False)[0].to(device)
+    model, batch = dlrm(told, device).to(device), batches(256, pinned=False)[0].to(device)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         with torch.autocast(device.type, torch.bfloat16):
             loss, _ = model(batch)
