@@ -241,6 +241,7 @@ def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
         assert said[name].count("1.364 [1.364, 1.364]  FP8") == 2  # 15 over the 11 of the slower rank
         assert "gradients travel as torch sends them" in said[name]
         assert "chosen anew" not in said[name]
+    assert "run without CUDA graphs" in said["began"]
     assert said["elsewhere"].count("chosen anew: the run began on 4 ranks") == 1
     assert said["elsewhere"].count("its unit is not faster so") > 2
     assert "gradients of tables of the model are sparse" in two[0]["of tables"]

@@ -67,6 +67,10 @@ from loka.train.tensorboard import TensorBoard
 
 WithMods = Annotated[bool, typer.Option("--mods/--no-mods", help="Apply NoBias, BlockNorm and HardSwish.")]
 _SEGMENTS = 16
+_UNCAPTURED = (
+    "note: steps of several ranks run without CUDA graphs, by which plans are timed; on two H200s the host "
+    "made them slower than bf16's (docs/distributed.md)"
+)
 _MOST_PARTS = 1 << 16  # of rows; more in a checkpoint is no number of ranks
 
 
@@ -248,7 +252,10 @@ def train(
         if chosen is not None:
             chosen = agree(chosen)
             say(chosen.summary())
-        check_engine(engine, dense, qcomm, config, planned=auto or chosen is not None)
+        planned = auto or chosen is not None
+        check_engine(engine, dense, qcomm, config, planned=planned)
+        if planned and part[1] > 1:
+            say(_UNCAPTURED)
         built = _build(model, opened.train, seed=seed, with_mods=with_mods)
         say(describe(config, Length.of(opened.train, config).steps))
         shared = out is not None and (checkpoints is None or out.resolve() != checkpoints.resolve())
