@@ -115,8 +115,10 @@ def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph() -> Non
         for rows in (48, 33, 100):
             x = torch.randn(rows, 64)
             assert error(step(x), eager(x)) < 1e-3
-    assert backend.count(fp8_weights) == 0
-    assert len(backend.graphs) == 1
+        assert backend.count(fp8_weights) == 0
+        assert len(backend.graphs) == 1
+        x = torch.randn(1, 64)  # whose input has one scale, while its weights have many
+        assert error(torch.compile(joined, backend=JointBackend())(x), eager(x)) < 1e-3
 
 
 def test_what_is_not_finite_shows_and_stays_in_its_row() -> None:

@@ -60,7 +60,7 @@ def _region_gemm(
     note_launch("gemm")
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
-    by_rows = a_scale.numel() > 1
+    by_rows = a_scale.numel() > 1 or not a.is_floating_point()  # one row of INT8 meets scales of b's rows
     problem = Problem(
         gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
     )

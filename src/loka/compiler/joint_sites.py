@@ -82,7 +82,7 @@ class JointSite:
     @property
     def integers(self) -> bool:
         """Whether `output` is INT8."""
-        return self.candidates[0].endswith(f":{_INTEGERS}")
+        return candidate_named(self.candidates[0]).recipe.name == _INTEGERS
 
     @property
     def grad_output(self) -> Node:

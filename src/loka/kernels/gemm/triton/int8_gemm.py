@@ -142,6 +142,7 @@ def int8_gemm(
         config: None chooses.
     """
     (m, k), n = a.shape, b.shape[0]
+    assert (scale_a.numel(), scale_b.numel()) == (m, n), "a scale for each row of both"
     out = torch.empty(m, n, dtype=torch.float32 if INTERPRETED else dtype, device=a.device)
     if out.numel():
         # Triton launches on the current device, which need not be the operand's.
