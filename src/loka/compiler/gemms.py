@@ -60,15 +60,17 @@ def _region_gemm(
     note_launch("gemm")
     if rows == 0:
         return a.new_empty(0, columns, dtype=dtype)
-    by_rows = a_scale.numel() > 1 or not a.is_floating_point()  # one row of INT8 meets scales of b's rows
+    if not a.is_floating_point():
+        recipe = "int8_row"  # of one row, too: it meets scales of b's rows
+    else:
+        recipe = "rowwise_e4m3" if a_scale.numel() > 1 else "tensorwise_e4m3"
     problem = Problem(
         gemm=Gemm(gemm), m=rows, n=columns, k=a.shape[1], dtype=dtype_name(dtype), target=target_of(a.device)
     )
-    recipe = f"{'rowwise' if by_rows else 'tensorwise'}_e4m3" if a.is_floating_point() else "int8_row"
     run = scaled_gemm(f"{kernel}:{recipe}", problem)
     cast = run.casts[0]
     a, b = fit(a, run.padded_a), fit(b, run.padded_b)
-    if not by_rows:
+    if recipe == "tensorwise_e4m3":
         return run(Quantized(a, a_scale.view(1, 1), cast), Quantized(b, b_scale[:1].view(1, 1), cast))
     scale_a = a_scale.reshape(-1, 1)
     if scale_a.shape[0] != a.shape[0]:

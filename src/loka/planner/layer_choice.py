@@ -135,14 +135,14 @@ def region_choice(
     total = sum(option.time.value for option in options.values())
     saved = hp.microseconds.value * (1 - 1 / region.speedup.value)
     left = max(1 - saved / total, 0.01) if total else 1.0
+    names = dict(zip(Gemm, ARMS[arm], strict=True))
     inside = {
         gemm: Option(
-            name=name,
+            name=names[gemm],
             time=Estimate(*(end * left for end in (option.time.value, option.time.low, option.time.high))),
             casts=None,
         )
         for gemm, option in options.items()
-        for name in (ARMS[arm][list(Gemm).index(gemm)],)
     }
     return Choice(options=inside, saved={}, region=region.speedup, arm=arm)
 

@@ -162,9 +162,8 @@ def _open_layer(
             fixed[gemm] = decision
             known = option_of(site, decision.candidate) if decision.candidate in site.measurements else None
             options[gemm] = {decision.candidate: known} if known else {}
-    regions, why_not = regions_of(sites, report, budget, limits)
-    if fixed:
-        regions, why_not = (), {REGION: "a GEMM of it is decided by rule"}
+    by_rule: dict[str, str] = {REGION: "a GEMM of it is decided by rule"}
+    regions, why_not = ((), by_rule) if fixed else regions_of(sites, report, budget, limits)
     if report.timed:
         for reasons in rejected.values():
             reasons.update(why_not)

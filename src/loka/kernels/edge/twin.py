@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from loka.core.numerics.reference import scale_of
+from loka.core.numerics.reference import quantize
 from loka.core.problem import round_up
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.edge.program import GROUP, Kind, Program, Step
@@ -120,9 +120,8 @@ def quantized_by_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     of NaN, and integers that mean nothing."""
     if values.shape[0] == 0:
         return values.to(torch.int8), values.new_ones(0, 1, dtype=torch.float32)
-    step = scale_of(values.abs().amax(dim=1, keepdim=True), _INT8)
-    low = (values * step.reciprocal()).round().nan_to_num(nan=0.0)
-    return low.to(torch.int8), step.where(step < torch.inf, torch.nan)
+    made = quantize(values, _INT8)
+    return made.data, made.scale.where(made.scale < torch.inf, torch.nan)
 
 
 def row_scale(values: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,10 @@ WITHOUT_ADAPTER: dict[str, str] = {
 }
 
 
+def no_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
+
+
 @functools.cache
 def why_missing(library: str) -> str | None:
     """Why `library` cannot be used on this machine, or None. Imports it, once."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loka.core.numerics.reference import LARGEST_STEP
 from loka.kernels.edge.program import GROUP
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
+from loka.kernels.quantize.triton.cast_kernels import scale_of
 from loka.kernels.triton.pack import INTERPRETED, integer, inverse_of_power, magnitude_bits
 
 _CARRY, _EXPONENT, _LEAST = (tl.constexpr(b) for b in (SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST))
-_LARGEST_STEP, _TINY = tl.constexpr(LARGEST_STEP), tl.constexpr(2.0**-126)
+_TINY = tl.constexpr(2.0**-126)
 _COMPILED = tl.constexpr(not INTERPRETED)
 _GROUP = tl.constexpr(GROUP)
 # Casts and conversions, written out for the hardware; the interpreter takes the plain paths. Four columns to
@@ -169,10 +169,7 @@ def scale_above(bits):
 @triton.jit
 def step_above(bits):
     """edge/twin.quantized_by_rows' steps, of the bits of magnitudes."""
-    amax = bits.to(tl.float32, bitcast=True)
-    step = tl.where(amax < _TINY * 127.0, _TINY, tl.div_rn(amax, 127.0))
-    step = tl.where(step > _LARGEST_STEP, _LARGEST_STEP, step)
-    return tl.where(bits < 0x7F800000, step, float("nan"))
+    return tl.where(bits < 0x7F800000, scale_of(bits, 127.0, _TINY, False), float("nan"))
 
 
 @triton.jit

@@ -5,8 +5,6 @@ out [M, N] = float32(A @ B^T) * scale_A [M, 1] * scale_B [N, 1]^T        A [M, K
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from loka.core.numerics.reference import Quantized
@@ -14,6 +12,7 @@ from loka.core.problem import Problem
 from loka.core.recipe import Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.legality import misaligned, not_hopper, undefined
+from loka.kernels.gemm.libraries import no_triton
 
 _ALIGNED = 16  # bytes: the rows of what the tensor memory accelerator loads, whatever M and N are
 
@@ -32,10 +31,6 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     return (1, 1, _ALIGNED)
 
 
-def _missing() -> str | None:
-    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
-
-
 def _run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
     from loka.kernels.gemm.triton.int8_gemm import int8_gemm
 
@@ -50,5 +45,5 @@ LOKA_INT8 = Kernel(
     unsupported=_unsupported,
     multiples=_multiples,
     run=_run,
-    missing=_missing,
+    missing=no_triton,
 )

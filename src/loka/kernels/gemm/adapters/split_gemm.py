@@ -13,7 +13,6 @@ of K, which is no more than all of it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
@@ -23,6 +22,7 @@ from loka.core.recipe import Gemm, Recipe
 from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import vector
 from loka.kernels.gemm.legality import misaligned, undefined
+from loka.kernels.gemm.libraries import no_triton
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2")
 _ALIGNED = 16  # bytes: the rows of what the tensor memory accelerator loads, whatever M and N are
@@ -50,10 +50,6 @@ def _multiples(problem: Problem, recipe: Recipe) -> Multiples:
     return (1, 1, _ALIGNED)
 
 
-def _missing() -> str | None:
-    return None if importlib.util.find_spec("triton") else "triton is not installed (pip install triton)"
-
-
 def _algorithms(problem: Problem, recipe: Recipe, *, fast: bool) -> int:
     from loka.kernels.gemm.triton.split_gemm import EXACT, FAST
 
@@ -75,7 +71,7 @@ LOKA_SPLIT = Kernel(
     unsupported=_unsupported,
     multiples=_multiples,
     run=functools.partial(_run, fast=False),
-    missing=_missing,
+    missing=no_triton,
     algorithms=functools.partial(_algorithms, fast=False),
 )
 
@@ -88,6 +84,6 @@ LOKA_SPLIT_FAST = Kernel(
     unsupported=_unsupported,
     multiples=_multiples,
     run=functools.partial(_run, fast=True),
-    missing=_missing,
+    missing=no_triton,
     algorithms=functools.partial(_algorithms, fast=True),
 )
