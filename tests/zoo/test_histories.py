@@ -76,7 +76,9 @@ def test_every_event_is_read_by_its_own_row(name: str, history: HistoryTable) ->
         assert moved.tolist() == [False, False, True, False, False], place
 
 
-@pytest.mark.parametrize(("name", "ordered"), [("interformer", True), ("hstu", True), ("dhen", False)])
+@pytest.mark.parametrize(
+    ("name", "ordered"), [("interformer", True), ("hstu", True), ("kunlun", True), ("dhen", False)]
+)
 def test_whether_the_order_of_events_matters(name: str, ordered: bool) -> None:
     """DHEN pools events as a set; the others have positions."""
     model = made(name).double()
@@ -206,7 +208,9 @@ def test_mods_and_the_probe_reach_every_layer(name: str) -> None:
     with loka.Probe(model, every=1) as probe:
         functional.binary_cross_entropy_with_logits(model(*inputs), torch.ones(32)).backward()
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert set(probe.stats().layers) == linears
+    # Weights of one kind in one parameter: a site for each, or one that all rows meet.
+    stacked = {path for path, w in model.named_parameters() if w.dim() == 3 and not path.endswith("queries")}
+    assert {site.partition("[")[0] for site in probe.stats().layers} == linears | stacked
 
 
 def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -225,7 +229,8 @@ def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), sweep((("interformer", 100), ("dhen", 60), ("hstu", 70)), [("hstu", 70)])
+    ("name", "steps"),
+    sweep((("interformer", 100), ("dhen", 60), ("hstu", 70), ("kunlun", 300)), [("hstu", 70)]),
 )
 def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) -> None:
     """Labels of which the item and the history alone tell nothing, only both together."""
@@ -253,14 +258,15 @@ def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
 def test_models_learn_from_rows_without_a_history(name: str) -> None:
     vocab = (20, 30, 15, 25)
-    world = SyntheticClicks(rows=5_000, seed=1, vocab_sizes=vocab, dense_features=4)
-    held = SyntheticClicks(rows=4_000, first_row=5_000, seed=1, vocab_sizes=vocab, dense_features=4)
+    rows = 10_000 if name == "kunlun" else 5_000  # its layers narrow the tokens, and learn later
+    world = SyntheticClicks(rows=rows, seed=1, vocab_sizes=vocab, dense_features=4)
+    held = SyntheticClicks(rows=4_000, first_row=rows, seed=1, vocab_sizes=vocab, dense_features=4)
     torch.manual_seed(0)
     model = build(name, dense_features=4, vocab_sizes=vocab)
     train(model, world, config=TrainConfig(batch_size=128, lr=6e-3, precision="fp32"))
     logits, labels = evaluate(model, held, batch_size=2000)
     loss = float(np.mean(np.logaddexp(0, logits) - labels * logits))
-    # Measured: 0.90 to 0.95; the teacher has 0.75.
+    # Measured: 0.84 to 0.95; the teacher has 0.75.
     assert normalized_entropy(loss, float(labels.mean())) < 0.98
 
 

@@ -20,6 +20,7 @@ from loka.zoo.dlrm import DLRM
 from loka.zoo.history import HistoryTable
 from loka.zoo.hstu import HSTU
 from loka.zoo.interformer import InterFormer
+from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
 from loka.zoo.wukong import Wukong
 
@@ -30,9 +31,10 @@ MODELS: dict[str, type[nn.Module]] = {
     "interformer": InterFormer,
     "dhen": DHEN,
     "hstu": HSTU,
+    "kunlun": Kunlun,
 }
 PREDICTION_WIDTH = 8  # as in nn/linears.py, which this plain PyTorch does not import (tests/zoo)
-TAKE_HISTORIES = ("interformer", "dhen", "hstu")
+TAKE_HISTORIES = ("interformer", "dhen", "hstu", "kunlun")
 
 # SiLU and LayerNorm, so that the mods have something to replace.
 _SMALL: dict[str, Any] = {"embedding_dim": 16, "activation": "silu", "norm": True}
@@ -272,6 +274,39 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "top": (512,),
         "reach": 4096,
     },
+    # Over 8 outputs everywhere: fewer are planned as a prediction layer.
+    ("kunlun", "small"): {
+        **_SMALL_TOKENS,
+        "layers": 3,
+        "summary": 12,
+        "seeds": 8,
+        "pooled": 4,
+        "kron_rank": 4,
+        "window": 2,
+        "longest": 8,
+        "experts": 2,
+        "rank": 16,
+        "hidden": 64,
+    },
+    # As accounts quote the paper: S, T, D, k of its SumKron (256, 32, 384, 8), about 1000 events; 3 layers, 8
+    # heads and a window of 100 as for clicks. Its other widths are not published: ours.
+    ("kunlun", "paper"): {
+        "embedding_dim": 384,
+        "bottom": (512, 256),
+        "layers": 3,
+        "heads": 8,
+        "summary": 32,
+        "seeds": 256,
+        "pooled": 32,
+        "kron_rank": 8,
+        "window": 100,
+        "longest": 1000,
+        "experts": 2,
+        "rank": 24,
+        "hidden": 2048,
+        "top": (1024, 512),
+        "norm": True,
+    },
 }
 
 
@@ -287,7 +322,7 @@ def takes_history(name: str) -> bool:
 
 def needs_sequences(name: str) -> bool:
     """Whether the model is made for histories, and so degraded without `history` (docs/zoo.md says how)."""
-    return name in ("interformer", "hstu")
+    return name in ("interformer", "hstu", "kunlun")
 
 
 def build(

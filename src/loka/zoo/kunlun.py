@@ -1,0 +1,229 @@
+"""Kunlun (arXiv 2602.10016): tokens X [n, d] and a history S [T, d], in layers that take turns.
+
+    X_sum = Gate(W_x X)                                      n -> c tokens, every layer
+    HSP, 4.3.2     H = SumKron(MHA(E, S, S))                 even layers; odd ones reuse it (CompSkip, 4.4.1)
+                   SumKron(Z) = sum_i A_i^T Z W_i            more seeds E than tokens; A_i [seeds, pooled]
+    experts, 4.4.3 X' = Wukong experts of [X_sum | H]        each has its share of the tokens
+    GDPA, 4.3.1    S' = S + act(S_h K_h^T / tau) V_h         even layers; K_h, V_h from X_sum, heads h joined
+    window, 4.3.3  S' = LN(S + MHA(S) within |i - j| <= w)   odd layers
+
+Last logit = MLP(X). The paper's own text was not at hand: equations and sections are as public accounts
+quote them, which agree. GDPA is InterFormer's PFFN, a two-layer f(X_sum) applied to S, written as attention:
+queries are S itself, and tau is the longest history, a constant here, so that padding changes nothing.
+
+Ours: Gate, as in InterFormer; seeds without a norm and a query map, which of a constant add nothing; one
+activation for all heads; an expert is LN(X + MLP(flatten(X X^T Y))), Wukong's FMB, without biases; S starts
+as LN(Linear(events)); positions are rotary by place, where the paper turns by log(1 + time between) as well
+(ROTE); a layer after which no even one comes leaves S alone, for nothing would read it. Not here: sizes by
+type of event (4.4.2), as a row has one history. The window is a mask: this computes, and counts, all of T^2.
+
+Weights of one kind lie in one parameter, [experts, in, out] and [k, ...], and are sites of LoKA as they are.
+Rows without a history are degraded as InterFormer's: their categorical features stand for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from loka.zoo.attention import AttentionPool, SelfAttention
+from loka.zoo.interformer import Gate
+from loka.zoo.layers import ACTIVATIONS, Front, TokenLinear, mlp
+
+
+def _stacked(count: int, inputs: int, outputs: int, *, terms: int = 1) -> nn.Parameter:
+    """[count, inputs, outputs], each as a Linear starts; `terms` products are added."""
+    bound = (terms * inputs) ** -0.5
+    return nn.Parameter(nn.init.uniform_(torch.empty(count, inputs, outputs), -bound, bound))
+
+
+class SumKron(nn.Module):
+    """sum_i A_i^T Z W_i: [B, seeds, d] -> [B, pooled, d], with rank (seeds pooled + d^2) weights."""
+
+    def __init__(self, seeds: int, pooled: int, dim: int, *, rank: int) -> None:
+        super().__init__()
+        self.tokens = _stacked(rank, seeds, pooled)
+        self.features = _stacked(rank, dim, dim, terms=rank)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        mixed = torch.einsum("bsd,kst->bktd", z, self.tokens)
+        return torch.einsum("bktd,kde->bte", mixed, self.features)
+
+
+class SeedPool(nn.Module):
+    """HSP: S [B, T, d], seen [B, T] -> [B, pooled, d], through more seeds than that."""
+
+    def __init__(self, dim: int, *, heads: int, seeds: int, pooled: int, rank: int) -> None:
+        super().__init__()
+        self.attention = AttentionPool(dim, heads=heads, outputs=seeds)
+        self.compress = SumKron(seeds, pooled, dim, rank=rank)
+
+    def forward(self, s: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        return self.compress(self.attention(s, seen))
+
+
+class GDPA(nn.Module):
+    """S + act(S_h K_h^T / tau) V_h: S [B, T, d], X_sum [B, c, d] -> [B, T, d]."""
+
+    def __init__(self, dim: int, *, heads: int, longest: int, activation: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.longest = longest
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.activation = ACTIVATIONS[activation]()
+
+    def forward(self, s: torch.Tensor, x_sum: torch.Tensor) -> torch.Tensor:
+        k, v = self.kv(x_sum).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q = s.unflatten(-1, (self.heads, -1)).transpose(1, 2).to(k.dtype)
+        weights = self.activation(torch.matmul(q, k.transpose(2, 3)) / self.longest)
+        return s + torch.matmul(weights, v).transpose(1, 2).flatten(2)
+
+
+class WindowAttention(nn.Module):
+    """LN(S + MHA(S)): S [B, T, d] -> the same; event i sees j where |i - j| <= window, and itself."""
+
+    def __init__(self, dim: int, *, heads: int, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.attention = SelfAttention(dim, heads=heads, rotary=True)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, s: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+        place = torch.arange(s.shape[1], device=s.device)
+        apart = (place.unsqueeze(1) - place).abs()
+        near = (apart <= self.window).unsqueeze(0)
+        if seen is not None:
+            near = near & seen.unsqueeze(1) | (apart == 0)
+        return self.norm(s + self.attention(s, near))
+
+
+class WukongExperts(nn.Module):
+    """[B, experts g, d] -> the same: expert m has tokens m g to (m + 1) g."""
+
+    def __init__(
+        self, dim: int, *, experts: int, tokens: int, rank: int, hidden: int, activation: str
+    ) -> None:
+        super().__init__()
+        if tokens % experts:
+            raise ValueError(f"{experts} experts need a count of tokens that they divide, not {tokens}")
+        share = tokens // experts
+        self.experts = experts
+        self.project = _stacked(experts, share, rank)
+        self.inner_norm = nn.LayerNorm(share * rank)
+        self.up = _stacked(experts, share * rank, hidden)
+        self.activation = ACTIVATIONS[activation]()
+        self.down = _stacked(experts, hidden, share * dim)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, _, dim = x.shape
+        own = x.unflatten(1, (self.experts, -1)).transpose(0, 1)  # [M, B, g, d]
+        rows = own.transpose(2, 3).flatten(1, 2)  # [M, B d, g]
+        projected = torch.bmm(rows, self.project).unflatten(1, (batch, dim))  # X^T Y, [M, B, d, r]
+        pairs = self.inner_norm(torch.matmul(own, projected).flatten(2))
+        found = torch.bmm(self.activation(torch.bmm(pairs, self.up)), self.down)
+        return self.norm(x + found.transpose(0, 1).reshape(x.shape))
+
+
+class KunlunLayer(nn.Module):
+    """X [B, n, d], S [B, T, d], the last H or None -> X' [B, c + pooled, d], S' and H [B, pooled, d]."""
+
+    def __init__(
+        self,
+        tokens: int,
+        dim: int,
+        *,
+        summary: int,
+        pool: SeedPool | None,
+        experts: WukongExperts,
+        personal: GDPA | None,
+        window: WindowAttention | None,
+    ) -> None:
+        super().__init__()
+        self.summary = nn.Sequential(TokenLinear(tokens, summary), Gate(dim))
+        self.pool = pool
+        self.experts = experts
+        self.personal = personal
+        self.window = window
+
+    def forward(
+        self, x: torch.Tensor, s: torch.Tensor, seen: torch.Tensor | None, pooled: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_sum = self.summary(x)
+        if self.pool is not None:
+            pooled = self.pool(s, seen)
+        assert pooled is not None, "the first layer pools"
+        if self.personal is not None:
+            s = self.personal(s, x_sum)
+        if self.window is not None:
+            s = self.window(s, seen)
+        return self.experts(torch.cat([x_sum, pooled], dim=1)), s, pooled
+
+
+class Kunlun(nn.Module):
+    """dense [B, D], sparse [B, F], with a history also sequence [B, L] and lengths [B] -> logits [B].
+
+    `summary` counts the tokens of X_sum, `longest` is tau. Of 3 layers the first pools and has GDPA, the
+    second has the window, the third pools what came of it: the fewest that have every part.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        *,
+        layers: int,
+        heads: int,
+        summary: int,
+        seeds: int,
+        pooled: int,
+        kron_rank: int,
+        window: int,
+        longest: int,
+        experts: int,
+        rank: int,
+        hidden: int,
+        top: Sequence[int],
+        activation: str = "relu",
+        norm: bool = False,
+    ) -> None:
+        super().__init__()
+        dim, tokens = front.dim, summary + pooled
+        self.front = front
+        self.top = mlp(tokens * dim, top, activation=activation, norm=norm)
+        self.enter = nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim))
+        last = (layers - 1) // 2 * 2  # the last layer that reads S
+        self.layers = nn.ModuleList()
+        for index in range(layers):
+            even = index % 2 == 0
+            pool = SeedPool(dim, heads=heads, seeds=seeds, pooled=pooled, rank=kron_rank) if even else None
+            gdpa = even and index < last
+            layer = KunlunLayer(
+                tokens if index else front.tokens,
+                dim,
+                summary=summary,
+                pool=pool,
+                experts=WukongExperts(
+                    dim, experts=experts, tokens=tokens, rank=rank, hidden=hidden, activation=activation
+                ),
+                personal=GDPA(dim, heads=heads, longest=longest, activation=activation) if gdpa else None,
+                window=None if even or index > last else WindowAttention(dim, heads=heads, window=window),
+            )
+            self.layers.append(layer)
+        self.logit = nn.Linear(top[-1], 1)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        sequence: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = self.front(dense, sparse)
+        history = self.front.events(sequence, lengths)
+        events, seen = (x[:, self.front.dense_tokens :], None) if history is None else history
+        s, pooled = self.enter(events), None
+        for layer in self.layers:
+            x, s, pooled = layer(x, s, seen, pooled)
+        return self.logit(self.top(x.flatten(1))).squeeze(1)
