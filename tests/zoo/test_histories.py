@@ -24,12 +24,14 @@ VOCAB = (4, 7, 3, 9)
 ITEM = HistoryTable(column=3)
 OWN = HistoryTable(vocab_size=9)
 # float64, so that what must not matter stands clear of rounding in sums of another order.
+READERS = (*TAKE_HISTORIES, "hstu:hybrid")
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def made(name: str, history: HistoryTable | None = ITEM, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return build(name, dense_features=5, vocab_sizes=VOCAB, history=history)
+    name, _, size = name.partition(":")
+    return build(name, size=size or "small", dense_features=5, vocab_sizes=VOCAB, history=history)
 
 
 def rows(count: int, *, slots: int = 6, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -45,7 +47,7 @@ def padded(sequence: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_padding_is_never_read(name: str, history: HistoryTable) -> None:
     model = made(name, history).double()
     dense, sparse, sequence, lengths = rows(14)
@@ -63,7 +65,7 @@ def test_padding_is_never_read(name: str, history: HistoryTable) -> None:
 
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_every_event_is_read_by_its_own_row(name: str, history: HistoryTable) -> None:
     model = made(name, history).double()
     dense, sparse, sequence, _ = rows(5)
@@ -77,11 +79,12 @@ def test_every_event_is_read_by_its_own_row(name: str, history: HistoryTable) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "ordered"), [("interformer", True), ("hstu", True), ("kunlun", True), ("dhen", False)]
+    ("name", "ordered"),
+    [("interformer", True), ("hstu", True), ("hstu:hybrid", True), ("kunlun", True), ("dhen", False)],
 )
 def test_whether_the_order_of_events_matters(name: str, ordered: bool) -> None:
     """DHEN pools events as a set; the others have positions."""
-    model = made(name).double()
+    model, ordered = made(name).double(), name != "dhen"
     dense, sparse, sequence, _ = rows(5)
     sequence[:] = torch.arange(1, 7)
     lengths = torch.full((5,), 6)
@@ -91,7 +94,7 @@ def test_whether_the_order_of_events_matters(name: str, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_every_parameter_is_trained(name: str, history: HistoryTable) -> None:
     model = made(name, history)
     inputs = rows(64, dtype=torch.float32)
@@ -106,7 +109,7 @@ def test_every_parameter_is_trained(name: str, history: HistoryTable) -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 3])
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_rows_without_a_single_event(name: str, slots: int) -> None:
     model = made(name)
     dense, sparse, _, _ = rows(4, dtype=torch.float32)
@@ -128,7 +131,7 @@ def test_an_items_history_shares_its_table() -> None:
     assert torch.equal(own.front.events(ids, lengths)[0][0], table[[23 + 1, 23 + 8]])
 
 
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_the_dense_part_takes_looked_up_rows(name: str) -> None:
     model = made(name).double()
     dense, sparse, sequence, lengths = rows(9)
@@ -165,7 +168,7 @@ def test_wrong_histories_are_refused() -> None:
         made("hstu", HistoryTable(column=4))
 
 
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_a_seed_gives_the_model(name: str) -> None:
     first, again, other = made(name, seed=3), made(name, seed=3), made(name, seed=4)
     for path, value in first.state_dict().items():
@@ -183,7 +186,7 @@ def test_the_forward_compiles_without_a_break(name: str) -> None:
     torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_bf16_autocast_is_near_float32(name: str) -> None:
     """bf16 has 8 bits: an error of 2^-9 a rounding, of which a logit collects a few dozen at random."""
     model = made(name)
@@ -196,7 +199,7 @@ def test_bf16_autocast_is_near_float32(name: str) -> None:
     assert all(torch.isfinite(p.grad.to_dense()).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", TAKE_HISTORIES)
+@pytest.mark.parametrize("name", READERS)
 def test_mods_and_the_probe_reach_every_layer(name: str) -> None:
     model = made(name)
     changes = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
@@ -230,7 +233,10 @@ def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tenso
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    sweep((("interformer", 100), ("dhen", 60), ("hstu", 70), ("kunlun", 300)), [("hstu", 70)]),
+    sweep(
+        (("interformer", 100), ("dhen", 60), ("hstu", 70), ("hstu:hybrid", 100), ("kunlun", 300)),
+        [("hstu", 70)],
+    ),
 )
 def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) -> None:
     """Labels of which the item and the history alone tell nothing, only both together."""

@@ -50,6 +50,17 @@ _WUKONG: dict[str, Any] = {
 }
 # What the small sequence models share with each other.
 _SMALL_TOKENS: dict[str, Any] = {**_SMALL, "bottom": (64,), "layers": 2, "heads": 2, "top": (128, 64)}
+_SMALL_HSTU: dict[str, Any] = {
+    **_SMALL,
+    "bottom": (64,),
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+    "value_dim": 16,
+    "key_dim": 16,
+    "top": (64,),
+    "reach": 256,
+}
 
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("dlrm", "small"): {**_SMALL, "bottom": (64,), "top": (256, 128, 64)},
@@ -215,17 +226,9 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "top": (2048, 1024, 512),
         "norm": True,
     },
-    ("hstu", "small"): {
-        **_SMALL,
-        "bottom": (64,),
-        "width": 32,
-        "layers": 2,
-        "heads": 2,
-        "value_dim": 16,
-        "key_dim": 16,
-        "top": (64,),
-        "reach": 256,
-    },
+    ("hstu", "small"): _SMALL_HSTU,
+    # small with a chunked scan in place of its first attention: ours.
+    ("hstu", "hybrid"): {**_SMALL_HSTU, "scans": (0,), "chunk": 16},
     # The paper's HSTU-large for MovieLens-1M, from its authors' configuration; the head is ours.
     ("hstu", "large"): {
         "embedding_dim": 50,
