@@ -1,0 +1,90 @@
+"""How often eight bits flip an early exit: a Wukong with a head after each layer.
+
+A row leaves after the first layer if its logit is far enough from 0, which is BranchyNet's rule (arXiv
+1709.01686): the entropy of a click falls with |logit|. The line is the median, so that half the rows leave.
+Rows near it may go the other way in fewer bits. FP8 is emulated; intervals of 95 % (Wilson) are for other
+rows of the same world, of one trained model each: models differ by more.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits as bce
+
+import loka
+from loka.data import SyntheticClicks
+from loka.measurement import Settings
+from loka.train import TrainConfig
+from loka.train.optim import build_optimizers
+from loka.zoo import build
+
+VOCAB = (50, 80, 40)
+ARMS = ("bf16", "rowwise_e4m3", "tensorwise_e4m3")
+
+
+class EarlyExit(nn.Module):
+    """dense [B, D], sparse [B, F] -> logits [B, layers], one after each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wukong = build("wukong", dense_features=4, vocab_sizes=VOCAB)
+        self.front, self.layers = wukong.front, wukong.layers
+        self.heads = nn.ModuleList(nn.Linear(16 * 16, 1) for _ in self.layers)  # 8 + 8 tokens of 16
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        x, logits = self.front(dense, sparse), []
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = layer(x)
+            logits.append(head(x.flatten(1)))
+        return torch.cat(logits, dim=1)
+
+
+def wilson(count: int, rows: int, z: float = 1.96) -> tuple[float, float]:
+    """The interval of a share, also where `count` is 0."""
+    middle = (count + z * z / 2) / (rows + z * z)
+    half = z / (rows + z * z) * (count * (rows - count) / rows + z * z / 4) ** 0.5
+    return max(middle - half, 0.0), middle + half
+
+
+def trained(seed: int, rows: int) -> tuple[EarlyExit, loka.Stats]:
+    torch.manual_seed(seed)
+    model = EarlyExit()
+    optimizers = build_optimizers(model, TrainConfig(batch_size=512, lr=3e-3)).values()
+    world = SyntheticClicks(rows=rows, seed=seed, vocab_sizes=VOCAB, dense_features=4)
+    with loka.Probe(model, every=8) as probe:
+        for batch in world.batches(512):
+            logits = model(batch.dense, batch.sparse)
+            bce(logits, batch.label[:, None].expand_as(logits)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, probe.stats()
+
+
+def main(seeds: int = 1, rows: int = 24_576) -> None:
+    for seed in range(seeds):
+        model, stats = trained(seed, rows)
+        held = SyntheticClicks(rows=rows, first_row=rows, seed=seed, vocab_sizes=VOCAB, dense_features=4)
+        (batch,) = held.batches(rows)
+        with torch.no_grad():
+            exact = model(batch.dense, batch.sparse)[:, 0].abs()
+        line = exact.median()
+        for arm in ARMS:
+            planned = copy.deepcopy(model)
+            if arm != "bf16":
+                names = ["hp", f"emulated:{arm}"]
+                settings = Settings(min_draws=2, max_draws=2)
+                report = loka.measure(stats, device="cpu", candidates=names, settings=settings)
+                loka.convert(planned, loka.plan(report, loka.Budget(min_sqnr_db=10)))
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                found = planned(batch.dense, batch.sparse)[:, 0].float().abs()
+            flipped = int(((exact > line) != (found > line)).sum())
+            low, high = wilson(flipped, rows)
+            print(
+                f"seed {seed}  {arm:16} {flipped:5} of {rows}: {flipped / rows:.3%} [{low:.3%}, {high:.3%}]"
+            )
+
+
+if __name__ == "__main__":
+    main()
