@@ -1,9 +1,8 @@
 """How often eight bits flip an early exit: a Wukong with a head after each layer.
 
-A row leaves after the first layer if its logit is far enough from 0, which is BranchyNet's rule (arXiv
-1709.01686): the entropy of a click falls with |logit|. The line is the median, so that half the rows leave.
-Rows near it may go the other way in fewer bits. FP8 is emulated; intervals of 95 % (Wilson) are for other
-rows of the same world, of one trained model each: models differ by more.
+A row leaves after the first layer if |logit| is large, BranchyNet's rule (arXiv 1709.01686). The
+line is the median: half the rows leave. FP8 is emulated; intervals of 95 % (Wilson) are for other rows of the
+same model, and models differ by more.
 """
 
 import copy
@@ -19,8 +18,7 @@ from loka.train import TrainConfig
 from loka.train.optim import build_optimizers
 from loka.zoo import build
 
-VOCAB = (50, 80, 40)
-ARMS = ("bf16", "rowwise_e4m3", "tensorwise_e4m3")
+VOCAB, ROWS = (50, 80, 40), 24_576
 
 
 class EarlyExit(nn.Module):
@@ -47,43 +45,32 @@ def wilson(count: int, rows: int, z: float = 1.96) -> tuple[float, float]:
     return max(middle - half, 0.0), middle + half
 
 
-def trained(seed: int, rows: int) -> tuple[EarlyExit, loka.Stats]:
-    torch.manual_seed(seed)
-    model = EarlyExit()
-    optimizers = build_optimizers(model, TrainConfig(batch_size=512, lr=3e-3)).values()
-    world = SyntheticClicks(rows=rows, seed=seed, vocab_sizes=VOCAB, dense_features=4)
-    with loka.Probe(model, every=8) as probe:
-        for batch in world.batches(512):
-            logits = model(batch.dense, batch.sparse)
-            bce(logits, batch.label[:, None].expand_as(logits)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return model, probe.stats()
-
-
-def main(seeds: int = 1, rows: int = 24_576) -> None:
+def main(seeds: int = 1) -> None:
     for seed in range(seeds):
-        model, stats = trained(seed, rows)
-        held = SyntheticClicks(rows=rows, first_row=rows, seed=seed, vocab_sizes=VOCAB, dense_features=4)
-        (batch,) = held.batches(rows)
+        torch.manual_seed(seed)
+        model, world = EarlyExit(), {"seed": seed, "vocab_sizes": VOCAB, "dense_features": 4}
+        optimizers = build_optimizers(model, TrainConfig(batch_size=512, lr=3e-3)).values()
+        with loka.Probe(model, every=8) as probe:
+            for batch in SyntheticClicks(rows=ROWS, **world).batches(512):
+                logits = model(batch.dense, batch.sparse)
+                bce(logits, batch.label[:, None].expand_as(logits)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        (held,) = SyntheticClicks(rows=ROWS, first_row=ROWS, **world).batches(ROWS)
         with torch.no_grad():
-            exact = model(batch.dense, batch.sparse)[:, 0].abs()
+            exact = model(held.dense, held.sparse)[:, 0].abs()
         line = exact.median()
-        for arm in ARMS:
-            planned = copy.deepcopy(model)
+        for arm in ("bf16", "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"):
+            planned, settings = copy.deepcopy(model), Settings(min_draws=2, max_draws=2)
             if arm != "bf16":
-                names = ["hp", f"emulated:{arm}"]
-                settings = Settings(min_draws=2, max_draws=2)
-                report = loka.measure(stats, device="cpu", candidates=names, settings=settings)
+                report = loka.measure(probe.stats(), device="cpu", candidates=["hp", arm], settings=settings)
                 loka.convert(planned, loka.plan(report, loka.Budget(min_sqnr_db=10)))
             with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-                found = planned(batch.dense, batch.sparse)[:, 0].float().abs()
-            flipped = int(((exact > line) != (found > line)).sum())
-            low, high = wilson(flipped, rows)
-            print(
-                f"seed {seed}  {arm:16} {flipped:5} of {rows}: {flipped / rows:.3%} [{low:.3%}, {high:.3%}]"
-            )
+                found = planned(held.dense, held.sparse)[:, 0].float().abs()
+            flips = int(((exact > line) != (found > line)).sum())
+            low, high = wilson(flips, ROWS)
+            print(f"seed {seed}  {arm:24} {flips} of {ROWS}: {flips / ROWS:.2%} [{low:.2%}, {high:.2%}]")
 
 
 if __name__ == "__main__":

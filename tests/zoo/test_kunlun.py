@@ -81,20 +81,23 @@ def rows(count: int) -> tuple[torch.Tensor, ...]:
 
 
 def test_layers_take_turns() -> None:
-    """Even layers pool and personalize, odd ones see a window; the last changes no history."""
+    """Even layers pool and personalize, odd ones see a window; after the last pooling S stays."""
     model = small()
-    assert [layer.pool is not None for layer in model.layers] == [True, False, True]
-    assert [layer.personal is not None for layer in model.layers] == [True, False, False]
-    assert [layer.window is not None for layer in model.layers] == [False, True, False]
+    assert [len(parts) for parts in (model.experts, model.seeds, model.personal, model.windows)] == [
+        3,
+        2,
+        1,
+        1,
+    ]
     dense, sparse, sequence, lengths = rows(9)
     events, seen = model.front.events(sequence, lengths)
     x, s = model.front(dense, sparse), model.enter(events)
-    first, second, third = model.layers
-    sums, pooled = [first.summary(x)], first.pool(s, seen)
-    x = first.experts(torch.cat([sums[0], pooled], dim=1))
-    s = second.window(first.personal(s, sums[0]), seen)
-    x = second.experts(torch.cat([second.summary(x), pooled], dim=1))
-    x = third.experts(torch.cat([third.summary(x), third.pool(s, seen)], dim=1))
+    first, second, third = zip(model.summaries, model.experts, strict=True)
+    pooled = [model.compress[0](model.seeds[0](s, seen))]
+    s = model.windows[0](model.personal[0](s, first[0](x)), seen)
+    pooled += [pooled[0], model.compress[1](model.seeds[1](s, seen))]
+    for (summary, experts), h in zip((first, second, third), pooled, strict=True):
+        x = experts(torch.cat([summary(x), h], dim=1))
     expected = model.logit(model.top(x.flatten(1))).squeeze(1)
     torch.testing.assert_close(model(dense, sparse, sequence, lengths), expected)
 
@@ -117,8 +120,8 @@ def test_stacked_weights_run_in_fp8() -> None:
     after = model(*inputs)
     after.square().mean().backward()
     runs = {site for site, counts in loka.health_of(model).items() if counts["runs"]}
-    stacks = [f"experts.{name}[{m}]" for name in ("project", "up", "down") for m in (0, 1)]
-    for stack in (*stacks, "pool.compress.tokens", "pool.compress.features", "personal.kv"):
-        assert f"layers.0.{stack}/output" in runs, stack
+    stacks = [f"experts.0.{name}[{m}]" for name in ("project", "up", "down") for m in (0, 1)]
+    for stack in (*stacks, "compress.0.tokens", "compress.0.features", "personal.0.kv"):
+        assert f"{stack}/output" in runs, stack
     assert "logit/output" not in runs
     assert 0 < (after - before).norm() < 0.2 * before.norm()

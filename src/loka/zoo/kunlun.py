@@ -9,16 +9,15 @@
 
 Last logit = MLP(X). The paper's own text was not at hand: equations and sections are as public accounts
 quote them, which agree. GDPA is InterFormer's PFFN, a two-layer f(X_sum) applied to S, written as attention:
-queries are S itself, and tau is the longest history, a constant here, so that padding changes nothing.
+queries are S itself; tau is the longest history, here a constant, so that padding changes nothing.
 
 Ours: Gate, as in InterFormer; seeds without a norm and a query map, which of a constant add nothing; one
 activation for all heads; an expert is LN(X + MLP(flatten(X X^T Y))), Wukong's FMB, without biases; S starts
-as LN(Linear(events)); positions are rotary by place, where the paper turns by log(1 + time between) as well
-(ROTE); a layer after which no even one comes leaves S alone, for nothing would read it. Not here: sizes by
-type of event (4.4.2), as a row has one history. The window is a mask: this computes, and counts, all of T^2.
+as LN(Linear(events)); positions are rotary by place, without the paper's log(1 + time between) (ROTE); S ends
+with the last layer that reads it. Not here: sizes by type of event (4.4.2), as a row has one history. The
+window is a mask: this computes, and counts, all of T^2. Without a history: degraded, as InterFormer.
 
 Weights of one kind lie in one parameter, [experts, in, out] and [k, ...], and are sites of LoKA as they are.
-Rows without a history are degraded as InterFormer's: their categorical features stand for it.
 """
 
 from __future__ import annotations
@@ -50,18 +49,6 @@ class SumKron(nn.Module):
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         mixed = torch.einsum("bsd,kst->bktd", z, self.tokens)
         return torch.einsum("bktd,kde->bte", mixed, self.features)
-
-
-class SeedPool(nn.Module):
-    """HSP: S [B, T, d], seen [B, T] -> [B, pooled, d], through more seeds than that."""
-
-    def __init__(self, dim: int, *, heads: int, seeds: int, pooled: int, rank: int) -> None:
-        super().__init__()
-        self.attention = AttentionPool(dim, heads=heads, outputs=seeds)
-        self.compress = SumKron(seeds, pooled, dim, rank=rank)
-
-    def forward(self, s: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-        return self.compress(self.attention(s, seen))
 
 
 class GDPA(nn.Module):
@@ -118,48 +105,12 @@ class WukongExperts(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, _, dim = x.shape
         own = x.unflatten(1, (self.experts, -1)).transpose(0, 1)  # [M, B, g, d]
         rows = own.transpose(2, 3).flatten(1, 2)  # [M, B d, g]
-        projected = torch.bmm(rows, self.project).unflatten(1, (batch, dim))  # X^T Y, [M, B, d, r]
+        projected = torch.bmm(rows, self.project).unflatten(1, (len(x), -1))  # X^T Y, [M, B, d, r]
         pairs = self.inner_norm(torch.matmul(own, projected).flatten(2))
         found = torch.bmm(self.activation(torch.bmm(pairs, self.up)), self.down)
         return self.norm(x + found.transpose(0, 1).reshape(x.shape))
-
-
-class KunlunLayer(nn.Module):
-    """X [B, n, d], S [B, T, d], the last H or None -> X' [B, c + pooled, d], S' and H [B, pooled, d]."""
-
-    def __init__(
-        self,
-        tokens: int,
-        dim: int,
-        *,
-        summary: int,
-        pool: SeedPool | None,
-        experts: WukongExperts,
-        personal: GDPA | None,
-        window: WindowAttention | None,
-    ) -> None:
-        super().__init__()
-        self.summary = nn.Sequential(TokenLinear(tokens, summary), Gate(dim))
-        self.pool = pool
-        self.experts = experts
-        self.personal = personal
-        self.window = window
-
-    def forward(
-        self, x: torch.Tensor, s: torch.Tensor, seen: torch.Tensor | None, pooled: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x_sum = self.summary(x)
-        if self.pool is not None:
-            pooled = self.pool(s, seen)
-        assert pooled is not None, "the first layer pools"
-        if self.personal is not None:
-            s = self.personal(s, x_sum)
-        if self.window is not None:
-            s = self.window(s, seen)
-        return self.experts(torch.cat([x_sum, pooled], dim=1)), s, pooled
 
 
 class Kunlun(nn.Module):
@@ -193,24 +144,20 @@ class Kunlun(nn.Module):
         self.front = front
         self.top = mlp(tokens * dim, top, activation=activation, norm=norm)
         self.enter = nn.Sequential(nn.Linear(dim, dim), nn.LayerNorm(dim))
-        last = (layers - 1) // 2 * 2  # the last layer that reads S
-        self.layers = nn.ModuleList()
-        for index in range(layers):
-            even = index % 2 == 0
-            pool = SeedPool(dim, heads=heads, seeds=seeds, pooled=pooled, rank=kron_rank) if even else None
-            gdpa = even and index < last
-            layer = KunlunLayer(
-                tokens if index else front.tokens,
-                dim,
-                summary=summary,
-                pool=pool,
-                experts=WukongExperts(
-                    dim, experts=experts, tokens=tokens, rank=rank, hidden=hidden, activation=activation
-                ),
-                personal=GDPA(dim, heads=heads, longest=longest, activation=activation) if gdpa else None,
-                window=None if even or index > last else WindowAttention(dim, heads=heads, window=window),
-            )
-            self.layers.append(layer)
+        self.summaries = nn.ModuleList(
+            nn.Sequential(TokenLinear(count, summary), Gate(dim))
+            for count in [front.tokens, *[tokens] * (layers - 1)]
+        )
+        mix = {"experts": experts, "tokens": tokens, "rank": rank, "hidden": hidden}
+        self.experts = nn.ModuleList(WukongExperts(dim, **mix, activation=activation) for _ in range(layers))
+        even = range(0, layers, 2)
+        self.seeds = nn.ModuleList(AttentionPool(dim, heads=heads, outputs=seeds) for _ in even)
+        self.compress = nn.ModuleList(SumKron(seeds, pooled, dim, rank=kron_rank) for _ in even)
+        between = range(len(even) - 1)  # after the last even layer nothing reads S
+        self.personal = nn.ModuleList(
+            GDPA(dim, heads=heads, longest=longest, activation=activation) for _ in between
+        )
+        self.windows = nn.ModuleList(WindowAttention(dim, heads=heads, window=window) for _ in between)
         self.logit = nn.Linear(top[-1], 1)
 
     def forward(
@@ -223,7 +170,12 @@ class Kunlun(nn.Module):
         x = self.front(dense, sparse)
         history = self.front.events(sequence, lengths)
         events, seen = (x[:, self.front.dense_tokens :], None) if history is None else history
-        s, pooled = self.enter(events), None
-        for layer in self.layers:
-            x, s, pooled = layer(x, s, seen, pooled)
+        s, pooled = self.enter(events), x
+        for index, (summary, experts) in enumerate(zip(self.summaries, self.experts, strict=True)):
+            x_sum, turn = summary(x), index // 2
+            if index % 2 == 0:
+                pooled = self.compress[turn](self.seeds[turn](s, seen))
+            x = experts(torch.cat([x_sum, pooled], dim=1))
+            if turn < len(self.personal):
+                s = self.windows[turn](s, seen) if index % 2 else self.personal[turn](s, x_sum)
         return self.logit(self.top(x.flatten(1))).squeeze(1)
