@@ -69,34 +69,24 @@ def test_experts_are_factorization_machines_over_their_own_tokens() -> None:
         WukongExperts(4, experts=4, tokens=6, rank=2, hidden=5, activation="silu")
 
 
-def small() -> nn.Module:
+def small(count: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The small size and rows for it, some of them without an event."""
     torch.manual_seed(0)
-    return build("kunlun", dense_features=5, vocab_sizes=(4, 7, 9), history=HistoryTable(column=2))
-
-
-def rows(count: int) -> tuple[torch.Tensor, ...]:
-    lengths = torch.arange(count) % 7
     sparse = torch.stack([torch.randint(size, (count,)) for size in (4, 7, 9)], dim=1)
-    return torch.randn(count, 5), sparse, torch.randint(1, 9, (count, 6)), lengths
+    inputs = torch.randn(count, 5), sparse, torch.randint(1, 9, (count, 6)), torch.arange(count) % 7
+    return build("kunlun", dense_features=5, vocab_sizes=(4, 7, 9), history=HistoryTable(column=2)), inputs
 
 
 def test_layers_take_turns() -> None:
     """Even layers pool and personalize, odd ones see a window; after the last pooling S stays."""
-    model = small()
-    assert [len(parts) for parts in (model.experts, model.seeds, model.personal, model.windows)] == [
-        3,
-        2,
-        1,
-        1,
-    ]
-    dense, sparse, sequence, lengths = rows(9)
+    model, (dense, sparse, sequence, lengths) = small(9)
+    assert (len(model.seeds), len(model.personal), len(model.windows)) == (2, 1, 1)
     events, seen = model.front.events(sequence, lengths)
     x, s = model.front(dense, sparse), model.enter(events)
-    first, second, third = zip(model.summaries, model.experts, strict=True)
-    pooled = [model.compress[0](model.seeds[0](s, seen))]
-    s = model.windows[0](model.personal[0](s, first[0](x)), seen)
-    pooled += [pooled[0], model.compress[1](model.seeds[1](s, seen))]
-    for (summary, experts), h in zip((first, second, third), pooled, strict=True):
+    h = model.compress[0](model.seeds[0](s, seen))
+    s = model.windows[0](model.personal[0](s, model.summaries[0](x)), seen)
+    pooled = [h, h, model.compress[1](model.seeds[1](s, seen))]
+    for summary, experts, h in zip(model.summaries, model.experts, pooled, strict=True):
         x = experts(torch.cat([summary(x), h], dim=1))
     expected = model.logit(model.top(x.flatten(1))).squeeze(1)
     torch.testing.assert_close(model(dense, sparse, sequence, lengths), expected)
@@ -104,7 +94,7 @@ def test_layers_take_turns() -> None:
 
 def test_stacked_weights_run_in_fp8() -> None:
     """Experts and both halves of the compression are sites that a plan puts in FP8, and run there."""
-    model, inputs = small(), rows(64)
+    model, inputs = small(64)
     with loka.Probe(model, every=1) as probe:
         model(*inputs).square().mean().backward()
     report = loka.measure(

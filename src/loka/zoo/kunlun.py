@@ -8,14 +8,14 @@
     window, 4.3.3  S' = LN(S + MHA(S) within |i - j| <= w)   odd layers
 
 Last logit = MLP(X). The paper's own text was not at hand: equations and sections are as public accounts
-quote them, which agree. GDPA is InterFormer's PFFN, a two-layer f(X_sum) applied to S, written as attention:
-queries are S itself; tau is the longest history, here a constant, so that padding changes nothing.
+quote them, which agree in these. GDPA is InterFormer's PFFN, a two-layer f(X_sum) applied to S, written as
+attention: queries are S itself; tau is the longest history, here a constant, so that padding changes nothing.
 
 Ours: Gate, as in InterFormer; seeds without a norm and a query map, which of a constant add nothing; one
 activation for all heads; an expert is LN(X + MLP(flatten(X X^T Y))), Wukong's FMB, without biases; S starts
-as LN(Linear(events)); positions are rotary by place, without the paper's log(1 + time between) (ROTE); S ends
-with the last layer that reads it. Not here: sizes by type of event (4.4.2), as a row has one history. The
-window is a mask: this computes, and counts, all of T^2. Without a history: degraded, as InterFormer.
+as LN(Linear(events)) and ends with the last layer that reads it; positions are rotary by place, without the
+paper's log(1 + time between) (ROTE). Not here: sizes by type of event (4.4.2), as a row has one history. The
+window is a mask: all of T^2 is computed, and counted. Without a history: degraded, as InterFormer.
 
 Weights of one kind lie in one parameter, [experts, in, out] and [k, ...], and are sites of LoKA as they are.
 """

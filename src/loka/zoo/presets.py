@@ -43,15 +43,10 @@ _SMALL: dict[str, Any] = {"embedding_dim": 16, "bottom": (64,), "activation": "s
 _WUKONG: dict[str, Any] = {"embedding_dim": 160, "bottom": (512, 256), "top": (1024, 512), "norm": True}
 # What the small sequence models share with each other.
 _SMALL_TOKENS: dict[str, Any] = {**_SMALL, "layers": 2, "heads": 2, "top": (128, 64)}
-_SMALL_WUKONG: dict[str, Any] = {
-    **_SMALL,
-    "layers": 2,
-    "fm_tokens": 8,
-    "lc_tokens": 8,
-    "rank": 8,
-    "hidden": (128,),
-    "top": (128, 64),
-}
+
+
+def _wukong(layers: int, tokens: int, rank: int, *hidden: int) -> dict[str, Any]:
+    return {"layers": layers, "fm_tokens": tokens, "lc_tokens": tokens, "rank": rank, "hidden": hidden}
 
 
 def _hstu(
@@ -70,6 +65,7 @@ def _hstu(
     return {"embedding_dim": dim, "bottom": (bottom,), **size, "top": (top,), "reach": reach}
 
 
+_SMALL_WUKONG = {**_SMALL, **_wukong(2, 8, 8, 128), "top": (128, 64)}
 _SMALL_HSTU = _hstu(16, 32, layers=2, each=16, heads=2, bottom=64, top=64, reach=256) | _SMALL
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("dlrm", "small"): {**_SMALL, "top": (256, 128, 64)},
@@ -96,14 +92,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "small"): _SMALL_WUKONG,
     # 22gf has the size of the FP8 experiments in the LoKA paper (24 GFLOP a sample, batch 6144 a GPU).
     **{
-        ("wukong", size): {
-            **_WUKONG,
-            "layers": layers,
-            "fm_tokens": tokens,
-            "lc_tokens": tokens,
-            "rank": rank,
-            "hidden": (width,) * 3,
-        }
+        ("wukong", size): {**_WUKONG, **_wukong(layers, tokens, rank, width, width, width)}
         for size, layers, tokens, rank, width in (
             ("0.5gf", 2, 8, 24, 2048),
             ("1gf", 4, 32, 24, 2048),
@@ -122,11 +111,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "criteo"): {
         "embedding_dim": 128,
         "bottom": (512, 256),
-        "layers": 4,
-        "fm_tokens": 16,
-        "lc_tokens": 16,
-        "rank": 24,
-        "hidden": (512, 512),
+        **_wukong(4, 16, 24, 512, 512),
         "top": (2048, 2048, 2048, 2048),
     },
     # TorchEasyRec, examples/wukong_criteo.config. Its dense MLP is written to end in 128, which its model
@@ -134,11 +119,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "torcheasyrec"): {
         "embedding_dim": 16,
         "bottom": (512, 256),
-        "layers": 2,
-        "fm_tokens": 16,
-        "lc_tokens": 16,
-        "rank": 24,
-        "hidden": (512,),
+        **_wukong(2, 16, 24, 512),
         "top": (512, 64),
     },
     # FuxiCTR, WuKong model_config.yaml: each of 39 fields is a token. Its ReLU after an FMB's last Linear and
@@ -146,11 +127,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "fuxictr"): {
         "embedding_dim": 64,
         "bottom": None,
-        "layers": 3,
-        "fm_tokens": 40,
-        "lc_tokens": 40,
-        "rank": 8,
-        "hidden": (512, 256),
+        **_wukong(3, 40, 8, 512, 256),
         "top": (512, 256),
     },
     ("interformer", "small"): {

@@ -5,9 +5,9 @@
     y_t = S_t c_t + skip x_t
     Y = W2 LN(y * silu(z)) + X                heads P -> D
 
-The recurrence runs in chunks of `chunk` tokens: inside of one it is a product with a matrix of decays, and
-between chunks the same recurrence over their last states. All are products of two activations, which no
-plan puts in FP8: only W1 and W2 are sites. Under autocast the products are bf16, the decays float32.
+Inside a chunk of tokens it is a product with a matrix of decays, between chunks the same recurrence over
+their last states. These are products of activations, which no plan puts in FP8: W1 and W2 are the sites.
+Under autocast the products are bf16, the decays float32.
 
 Ours: no short convolution before the scan, LayerNorm for RMSNorm, one group of b and c; rates and steps
 start spaced over the ranges that Mamba-2 draws them from.
@@ -55,10 +55,7 @@ def chunked_scan(
 
 
 class ScanLayer(nn.Module):
-    """x [B, T, D] -> the same; token t reads those up to t, in their order, whatever `sees` says.
-
-    Called as an HSTU layer is; what it is told of sight and times it does not need.
-    """
+    """x [B, T, D] -> the same; token t reads those up to t. Called as an HSTU layer is."""
 
     def __init__(self, width: int, *, heads: int, value_dim: int, state_dim: int, chunk: int) -> None:
         super().__init__()
