@@ -39,7 +39,6 @@ class EarlyExit(nn.Module):
 
 
 def wilson(count: int, rows: int, z: float = 1.96) -> tuple[float, float]:
-    """The interval of a share, also where `count` is 0."""
     middle = (count + z * z / 2) / (rows + z * z)
     half = z / (rows + z * z) * (count * (rows - count) / rows + z * z / 4) ** 0.5
     return max(middle - half, 0.0), middle + half

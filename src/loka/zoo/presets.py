@@ -60,7 +60,6 @@ def _hstu(
     top: int = 512,
     reach: int = 4096,
 ) -> dict[str, Any]:
-    """Heads of `each` for keys and values; `bottom` and `top` are MLPs of one layer."""
     size = {"width": width, "layers": layers, "heads": heads, "value_dim": each, "key_dim": each}
     return {"embedding_dim": dim, "bottom": (bottom,), **size, "top": (top,), "reach": reach}
 
