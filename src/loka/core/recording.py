@@ -7,6 +7,7 @@ what the host did is the caller's to take back.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -17,6 +18,20 @@ T = TypeVar("T")
 
 class Recording(Protocol):
     def replay(self) -> None: ...
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this process captures what trains on `device`, one of CUDA.
+
+    Autograd adds a gradient up on the stream on which it first saw the parameter, and a capture may not wait
+    for another one. DistributedDataParallel sees parameters when it is built: build it on this stream.
+    """
+    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @contextlib.contextmanager
