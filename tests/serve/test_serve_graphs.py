@@ -27,8 +27,8 @@ from loka.kernels.quantize.int8_weights import int8_weights
 from loka.serve import Server, freeze, graphs, load
 from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
-from loka.serve.sites import frozen_gemm
-from loka.serve.watch.monitor import EVERY
+from loka.serve.sites import frozen_gemm, observed_by
+from loka.serve.watch.monitor import EVERY, look, octaves_of
 
 BUCKETS = (2, 16)
 
@@ -76,7 +76,9 @@ class Replayed:
             kept.copy_(made)
 
 
-def recorded(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+def recorded(
+    function: Callable[[], Any], device: torch.device, stream: object, pool: object
+) -> tuple[Replayed, Any]:
     made = Replayed(function)
     return made, made.output
 
@@ -234,21 +236,40 @@ def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
     assert server.alarms() == ()
 
 
-def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_looks_see_what_the_sites_get(backend: JointBackend, count: int) -> None:
+    """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
     server = frozen(wide())
-    seen: list[tuple[str, Any]] = []
-    looks = server.current.looks
-    assert looks is not None
-    x = inputs(70)
-    for _ in range(2 * EVERY):
-        looks([x], 100.0, lambda name, look: seen.append((name, look)))
-    assert [name for name, _ in seen] == ["first", "second", "odd"]
-    first = seen[0][1]
-    assert first.rows == 32  # the most of 1, 8, 32, 128 that there are
-    kept = x[::2][:32].bfloat16().float().abs().amax(dim=1)
-    assert first.octaves == pytest.approx(float(kept.median().log2()), rel=1e-6)
-    looks([inputs(0)], 100.0, lambda name, look: seen.append((name, look)))
-    assert len(seen) == 3
+    replays, x = server.current.replays, inputs(count) * torch.logspace(-3, 3, count)[:, None]
+    assert replays is not None
+    seen: dict[str, torch.Tensor] = {}
+    plain = replays([x], 16)
+    replays.note(seen.__setitem__)
+    assert not seen
+    assert torch.equal(replays([x], 16, looking=True), plain)
+    replays.note(seen.__setitem__)
+    assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
+    eager: dict[str, torch.Tensor] = {}
+    with (
+        observed_by(lambda name, rows: eager.update({name: look(rows)})),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        server.current.module(x)
+    for name, maxima in seen.items():
+        apart = (octaves_of(maxima) - octaves_of(eager[name])).abs()
+        assert apart.max() <= (name != "first"), "behind FP8 a maximum may cross over to the next octave"
+        assert apart.sum() <= 1
+    replays([inputs(0)], 2, looking=True)
+    replays.note(lambda name, maxima: pytest.fail("a request of no rows shows none"))
+
+
+def test_what_is_not_finite_is_seen_where_it_comes_first(backend: JointBackend) -> None:
+    server = frozen(wide())
+    x = inputs(9)
+    x[3, 2] = torch.nan
+    for _ in range(EVERY + 1):
+        server(x)
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "nonfinite")]
 
 
 def test_shadowed_requests_are_compared_with_high_precision(backend: JointBackend) -> None:
@@ -268,7 +289,7 @@ def test_compiled_code_that_computes_something_else_is_refused(
             for leaf in leaves(self.output):
                 leaf.mul_(1.2)
 
-    def off(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+    def off(function: Callable[[], Any], *where: object) -> tuple[Replayed, Any]:
         made = Off(function)
         return made, made.output
 
@@ -278,7 +299,7 @@ def test_compiled_code_that_computes_something_else_is_refused(
 
 
 def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(function: Callable[[], Any], device: torch.device, stream: object) -> None:
+    def fails(function: Callable[[], Any], *where: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(graphs, "record", fails)
