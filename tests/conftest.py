@@ -1,7 +1,5 @@
 """Fixtures for all tests. Triton kernels run in its interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Whether anything waits for the device, by CUDA's own debug mode."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What reaches the disk in which order: a power cut loses renames and bytes that were not flushed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -5,8 +5,6 @@ torchrec, and pytest, which files with tests need where a child runs a function 
 `warmed` alone.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Models that are not ours, with sides that fit nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

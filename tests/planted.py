@@ -1,7 +1,5 @@
 """Bugs of the kind that adapters have, planted in a kernel that is right without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

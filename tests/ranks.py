@@ -1,7 +1,5 @@
 """Several processes of one gloo group, each of which runs a job and answers."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

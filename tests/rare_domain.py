@@ -5,8 +5,6 @@ are a few hundred times smaller, and those tell: with one scale a row and even s
 to nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Converting layers of a model by candidates, without a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn

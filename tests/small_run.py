@@ -4,8 +4,6 @@ Dropout (random state), a table with sparse gradients, Adam moments, and a buffe
 the state dict that scales the next forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Races on given times, without a GPU, for the GEMM benchmark."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A folder that several files of tests start from."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

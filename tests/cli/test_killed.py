@@ -1,8 +1,6 @@
 """Commands that are killed and started again end in the same numbers. `make kills` does it at random
 moments."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -47,7 +45,7 @@ def content_of(path: Path) -> dict[str, Any]:
     return timeless(json.loads(path.read_bytes())["content"])
 
 
-def test_killed_training_ends_with_the_same_numbers(measured: Path, tmp_path: Path) -> None:
+def test_killed_training_ends_with_the_same_numbers(measured, tmp_path):
     """SIGKILL after the first checkpoints, twice; then the same command, by plan."""
     loka("plan", measured / "report.json", cwd=tmp_path)
     arguments = ["train", "--model", "dlrm", *SMALL, "--plan", "plan.json", "--checkpoint-every", 2]
@@ -86,9 +84,7 @@ class _Dying:
             yield item
 
 
-def test_a_killed_measurement_ends_with_the_same_report(
-    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_measurement_ends_with_the_same_report(measured, tmp_path, monkeypatch):
     """SIGKILL twice: after three layers, and at once, when what the first one saved is still there."""
     command = ("measure", measured / "stats", "--candidate=emulated:rowwise_e4m3")
     found = []
@@ -109,7 +105,7 @@ def test_a_killed_measurement_ends_with_the_same_report(
 
 
 @pytest.mark.slow
-def test_a_killed_validation_ends_with_the_same_verdict(tmp_path: Path) -> None:
+def test_a_killed_validation_ends_with_the_same_verdict(tmp_path):
     """SIGKILL twice, while the first run trains and while the second one does."""
     command = ("validate", "--arm", "naive", "--model", "dlrm", *SMALL, "--pairs", 1, "--segment", "none")
     for at in (4, 18):  # ten steps a run, three batches to judge it by, and once more by the mean
@@ -128,9 +124,7 @@ def test_a_killed_validation_ends_with_the_same_verdict(tmp_path: Path) -> None:
             assert (other / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_sigterm_saves_what_was_measured(
-    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_saves_what_was_measured(measured, tmp_path, monkeypatch):
     """A scheduler's notice ends a measurement as Ctrl-C does: with the report so far, and 143."""
     whole = Report.load(measured / "report.json").sites
     sent: list[str] = []
@@ -162,9 +156,7 @@ def test_sigterm_saves_what_was_measured(
 
 
 @pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.parse_args"])
-def test_sigterm_before_a_command_begins_is_told_too(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_before_a_command_begins_is_told_too(place, tmp_path, monkeypatch):
     """A traceback there, or click's "Aborted!", would say that something broke."""
 
     def sent(*_: object, **__: object) -> None:
@@ -175,9 +167,7 @@ def test_sigterm_before_a_command_begins_is_told_too(
     assert text.startswith("interrupted; ")
 
 
-def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(tmp_path, monkeypatch):
     """Kills found such ends, one in ten of SIGTERM's."""
 
     def library(target: object) -> None:
@@ -190,9 +180,7 @@ def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(
     loka("doctor", cwd=tmp_path, fails=143)
 
 
-def test_a_killed_demo_watches_every_step_again(
-    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_demo_watches_every_step_again(net, tmp_path, monkeypatch):
     """SIGKILL during the probed run, after a checkpoint; the rerun's statistics cover all of its steps."""
     command = ("demo", "--model", net, "--rows", 18_000, "--batch-size", 64, "--pairs", 1, "--out", "out")
     process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed", _CHECKPOINT_EVERY=20)

@@ -1,7 +1,5 @@
 """`loka bench step`: which arms there are, what each does to the model, and what is written; no GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
@@ -121,21 +119,21 @@ def never(*args: object, **options: object) -> None:
     raise AssertionError("nothing has to be probed or measured")
 
 
-def test_an_unknown_arm_is_told_all_that_exist(steps: FakeSteps, data: Data, tmp_path: Path) -> None:
+def test_an_unknown_arm_is_told_all_that_exist(steps, data, tmp_path):
     with pytest.raises(UnknownName, match="no arm is called magic, more of it") as caught:
         run_step_bench(config_in(tmp_path / "out", arms=("magic", DISPATCH, "more of it")), data)
     assert caught.value.way_out == f"one of {', '.join(ALL)}"
     assert not (tmp_path / "out").exists(), "it is refused before anything is probed"
 
 
-def test_a_cpu_is_refused(data: Data, tmp_path: Path) -> None:
+def test_a_cpu_is_refused(data, tmp_path):
     with pytest.raises(LokaError, match="cpu has none") as caught:
         run_step_bench(config_in(tmp_path / "out"), data)
     assert caught.value.way_out == "run this on a machine with a GPU"
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written(steps, tmp_path, monkeypatch):
     """The command from end to end; a failing arm stands in the table with its reason."""
     broken = f"{EVERYWHERE[1]} everywhere"
     steps.failures = {broken: "RuntimeError: no kernel image"}
@@ -181,9 +179,7 @@ def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "report.json").read_bytes() == before, "a report that is there is used"
 
 
-def test_results_are_kept_as_they_come(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_kept_as_they_come(steps, data, tmp_path, monkeypatch):
     """What was timed before an unusable GPU ends the run is in the record."""
 
     def dies(baseline: Arm, arms: object, batch: object, **options: Any) -> None:
@@ -201,9 +197,7 @@ def test_results_are_kept_as_they_come(
     assert list(arms) == ["bf16"]
 
 
-def test_torchao_alone_needs_no_report(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchao_alone_needs_no_report(steps, data, tmp_path, monkeypatch):
     for name in ("Probe", "measure", "plan_report"):
         monkeypatch.setattr(step, name, never)
     found = run_step_bench(config_in(tmp_path, arms=(TORCHAO[2], TORCHAO[0])), data)
@@ -215,7 +209,7 @@ def test_torchao_alone_needs_no_report(
     assert summary is None
 
 
-def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) -> None:
+def test_one_candidate_everywhere(measured, data, tmp_path):
     """At every site that runs it, whatever the budget says; hp where it cannot run and at narrow outputs."""
     refused, absent = "top.0/output", "top.3/grad_input"
     sites = dict(measured.sites)
@@ -243,7 +237,7 @@ def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) 
         step._everywhere(measured, "cutlass:rowwise")
 
 
-def test_every_planned_arm_is_of_its_own_candidate(measured: Report, data: Data, tmp_path: Path) -> None:
+def test_every_planned_arm_is_of_its_own_candidate(measured, data, tmp_path):
     """The arms are closures made in a loop: none may run another's plan."""
     fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
     decided = plan(measured)
@@ -255,9 +249,7 @@ def test_every_planned_arm_is_of_its_own_candidate(measured: Report, data: Data,
     assert built == {DISPATCH: decided, **{f"{name} everywhere": f"all {name}" for name in EVERYWHERE}}
 
 
-def test_without_torchao_its_arms_say_how_to_get_it(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch):
     """In the exception, and in the table of the real `time_steps`; bf16 is timed all the same."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     config = config_in(tmp_path, arms=tuple(TORCHAO))
@@ -283,9 +275,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(
         assert reason in table
 
 
-def test_torchao_gets_the_layers_that_its_recipe_runs(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatch):
     """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
     taken: dict[str, list[str]] = {}
 
@@ -330,7 +320,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(
     assert list(arms) == list(expected)
 
 
-def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
+def test_the_same_weights_for_every_arm(data, tmp_path):
     """Arms start from one model with the mods of the demo, ready to train, whatever was drawn before."""
     config = config_in(tmp_path, seed=3)
     first = step._fresh(config, data.train)
@@ -344,9 +334,7 @@ def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
     assert not torch.equal(other.logit.weight, first.logit.weight)
 
 
-def test_effects_are_by_the_labels_or_by_the_given_rate(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):
     told: list[Any] = []
 
     def probe(model: nn.Module, **options: Any) -> Probe:
@@ -361,9 +349,7 @@ def test_effects_are_by_the_labels_or_by_the_given_rate(
     assert told == [pytest.approx(labels.mean().item()), 0.25]
 
 
-def test_statistics_in_the_folder_are_not_gathered_again(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_in_the_folder_are_not_gathered_again(steps, data, tmp_path, monkeypatch):
     config = config_in(tmp_path)
     model = step._fresh(config, data.train)
     batch = next(iter(data.train.batches(32)))

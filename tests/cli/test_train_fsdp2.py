@@ -1,7 +1,5 @@
 """`loka train --dense fsdp2` on two ranks over gloo: against one process quantized alike, and resumed."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -186,7 +184,7 @@ def alone(plan: loka.Plan, names: set[str]) -> list[float]:
     return losses
 
 
-def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], plan: loka.Plan) -> None:
+def test_two_ranks_train_what_one_process_does(two, plan):
     told = two[0]["trained"]["said"]
     names = set(re.findall(r"^(\S+\.weight) .* FP8 *$", told, re.MULTILINE))
     assert {f"{site.rpartition('/')[0]}.weight" for site in plan.decisions} == names
@@ -198,7 +196,7 @@ def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], plan: 
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two: list[dict[str, Any]]) -> None:
+def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two):
     first, second = two
     assert f"continued from step {STEPS}" in first["goes on"]["said"]
     assert "(160 rows" in held_out(first["trained"]["said"])
@@ -206,7 +204,7 @@ def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two: list[dict[str,
     assert not second["trained"]["said"]
 
 
-def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]], folder: Path) -> None:
+def test_other_ranks_go_on_with_as_many_rows_in_a_step(two, folder):
     for rank in two:
         assert "config.batch_size: 128 in the checkpoint, 64 now" in rank["half a step"]
     shutil.copytree(folder / "kept", folder / "one")
@@ -220,13 +218,13 @@ def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]]
     assert "config.batch_size: 128 in the checkpoint, 64 now" in few
 
 
-def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], folder: Path) -> None:
+def test_one_process_probes_the_model_of_all_ranks(two, folder):
     common = ("--model", "dlrm", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "kept", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
 
 
-def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
+def test_what_ranks_choose_is_held(two):
     """Looking at gradients and timing steps trains nothing: losses are those of --gather fp8, bit for bit."""
     for rank in two:
         began, asked = rank["chosen began"], rank["chosen asked began"]
@@ -247,7 +245,7 @@ def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
     assert "gradients of tables of the model are sparse" in two[0]["of tables"]
 
 
-def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
+def test_what_cannot_be_is_refused(two, folder):
     for rank in two:
         assert "is of one process, and 2 ranks are here" in rank["of one"]
         assert "one of ddp, fsdp2" in rank["engine"]
@@ -258,7 +256,7 @@ def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_of_four_dies_and_two_go_on(tmp_path: Path) -> None:
+def test_a_rank_of_four_dies_and_two_go_on(tmp_path):
     (tmp_path / "dying.py").write_text(test_torchrun.DYING)
     arguments = ("train", "--rows", 3200, "--device", "cpu", "--dense", "fsdp2", "--checkpoints", "kept")
     arguments = (*arguments, "--checkpoint-every", 3)
@@ -298,7 +296,7 @@ def automatic(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_from_bf16_to_fp8_as_under_ddp(tmp_path: Path) -> None:
+def test_from_bf16_to_fp8_as_under_ddp(tmp_path):
     """The same effects on KL/H, bit for bit: sampled steps see whole weights. And so the same plan."""
     for found in on_ranks(automatic, 2, tmp_path):
         ddp, fsdp2 = found["ddp"], found["fsdp2"]
@@ -318,7 +316,7 @@ def held_out(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["eager", "compile"])
-def test_by_torchrun_in_bf16(tmp_path: Path, step: str) -> None:
+def test_by_torchrun_in_bf16(tmp_path, step):
     arguments = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", BATCH, "--device", "cpu", "--step", step)
     done = test_torchrun.torchrun(tmp_path, "train", *arguments, "--dense", "fsdp2")
     assert done.returncode == 0, done.stderr

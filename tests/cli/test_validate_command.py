@@ -1,7 +1,5 @@
 """`loka validate` and `loka report`: exit statuses, messages, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

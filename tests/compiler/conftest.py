@@ -1,7 +1,5 @@
 """Each test compiles anew: Dynamo counts how often it compiled a frame, and gives up after eight times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

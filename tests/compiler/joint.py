@@ -3,8 +3,6 @@
 It takes a second where Inductor takes ten, and runs the same graphs. Tests of Inductor itself are few.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models as people write them, small: what lies between their layers differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

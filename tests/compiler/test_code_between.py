@@ -1,7 +1,5 @@
 """Code between sites that a program must not take for something else."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -90,7 +88,7 @@ class SummedUp(Between):
 
 
 @pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp])
-def test_joined_computes_what_the_model_says(model: type[Between]) -> None:
+def test_joined_computes_what_the_model_says(model):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""
     torch.manual_seed(0)
@@ -109,7 +107,7 @@ def test_joined_computes_what_the_model_says(model: type[Between]) -> None:
         assert error(mine, right) <= 1.3 * error(other, right) + 0.02
 
 
-def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu() -> None:
+def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu():
     graph = Graph()
     with FakeTensorMode():
         values = torch.empty(32, 64, device="cuda"), torch.empty(())
@@ -144,7 +142,7 @@ class Cross(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [3, 8])
-def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layers: int) -> None:
+def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layers):
     """A float32 matrix, written and read, is as many bytes as four of bfloat16."""
     plain = Cross(layers)
     x = torch.randn(48, 64).bfloat16()
@@ -162,7 +160,7 @@ def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layer
 
 
 @pytest.mark.parametrize("name", sweep(("residual", "gated"), ("gated",)))
-def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -> None:
+def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
     """What a norm makes of it, and copies in float32, are computed anew; sums for norms come out of edges."""
     plain = nn.Sequential(made(name), made(name))
     x = torch.randn(48, 64).bfloat16()
@@ -184,7 +182,7 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -
 
 
 @pytest.mark.parametrize("width", [512, 2048])
-def test_readers_scale_products_of_short_sums_to_the_last_bit(width: int) -> None:
+def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
     """Scales are powers of two; a GEMM of long sums has them of its own, and gives what it gives eagerly."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))

@@ -1,7 +1,5 @@
 """The pass inside of Inductor: beside other passes, in caches and other processes; what `regions` tells."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil
@@ -47,7 +45,7 @@ class Counting(CustomGraphPass):
 
 
 @pytest.mark.slow  # test_a_second_process trains by Inductor in every run of the tests
-def test_a_training_step_by_inductor() -> None:
+def test_a_training_step_by_inductor():
     plain = made("gated")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -70,7 +68,7 @@ def test_a_training_step_by_inductor() -> None:
 
 
 @pytest.mark.slow
-def test_a_users_pass_stays_and_comes_first() -> None:
+def test_a_users_pass_stays_and_comes_first():
     own = Counting()
     config.joint_custom_pre_pass = own
     model = made("relu")
@@ -86,7 +84,7 @@ def test_a_users_pass_stays_and_comes_first() -> None:
     assert config.joint_custom_pre_pass is ours
 
 
-def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
+def test_a_function_as_a_pass_is_run_and_nothing_is_cached():
     seen = []
     config.joint_custom_pre_pass = seen.append
     install()
@@ -98,7 +96,7 @@ def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
 
 
 @pytest.mark.parametrize("file", ["compiler/lower.py", "compiler/edges/cones.py", "kernels/edge/twin.py"])
-def test_what_the_pass_is_made_of_decides_its_uuid(file: str, tmp_path: Path) -> None:
+def test_what_the_pass_is_made_of_decides_its_uuid(file, tmp_path):
     """Else a compiler's cache gives graphs that an earlier version of this code wrote."""
     package = Path(joint_pass.__file__).parents[1]
     for room in ("compiler", "kernels"):
@@ -111,7 +109,7 @@ def test_what_the_pass_is_made_of_decides_its_uuid(file: str, tmp_path: Path) ->
     assert joint_pass._digest(tmp_path) != before
 
 
-def test_switched_off_every_site_runs_by_itself() -> None:
+def test_switched_off_every_site_runs_by_itself():
     model = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(model), x)
@@ -124,7 +122,7 @@ def test_switched_off_every_site_runs_by_itself() -> None:
     assert all(count["runs"] for count in loka.health_of(model).values())
 
 
-def test_a_graph_from_the_cache_is_joined_and_says_so() -> None:
+def test_a_graph_from_the_cache_is_joined_and_says_so():
     plain = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -160,7 +158,7 @@ print(int(hits > 0), y.double().sum().item())
 
 
 @pytest.mark.slow  # the same process finds a graph in the cache in every run of the tests
-def test_a_second_process(tmp_path: Path) -> None:
+def test_a_second_process(tmp_path):
     """It finds the graph in the cache on disk, computes the same, and knows the regions."""
     here, shared = Path(__file__).parent, tmp_path / "shared"
     shared.mkdir()
@@ -194,7 +192,7 @@ class Broken(nn.Module):
         return self.third(x)
 
 
-def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
+def test_a_graph_break_makes_smaller_regions_and_is_named():
     model = Broken()
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(model), x)
@@ -214,7 +212,7 @@ def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
+def test_sites_that_do_not_fit_are_told_with_their_reason():
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
     whole = nn.Sequential(nn.Identity(), model)
     x = torch.randn(64, 13)
@@ -229,7 +227,7 @@ def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
     assert all("multiple of 16" in reason for reason in loka.regions(whole).apart.values())
 
 
-def test_parts_compiled_by_themselves_and_within_each_other() -> None:
+def test_parts_compiled_by_themselves_and_within_each_other():
     outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(outer), x)

@@ -1,7 +1,5 @@
 """Joined sites inside DistributedDataParallel, whose optimizer splits graphs; convert first or wrap first."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class Job:
 
 
 @pytest.mark.parametrize("order", sweep(("convert first", "wrap first"), ("wrap first",)))
-def test_two_ranks_train_what_one_process_does(tmp_path: Path, order: str) -> None:
+def test_two_ranks_train_what_one_process_does(tmp_path, order):
     plan = plan_for(copy.deepcopy(made("relu")), torch.randn(64, 64))
     for found in on_ranks(Job(plan, order), 2, tmp_path, seconds=200):
         assert not found["apart"]

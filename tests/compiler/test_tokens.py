@@ -4,8 +4,6 @@ Both ways add the same products in float32. A weight's gradient rounds every row
 before the rows are added, so that it may be off by 2^-9 of the root of the sum of their squares.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -107,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], _Base], int]] = {
 
 
 @pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs", "twice")))
-def test_nothing_is_copied_and_nothing_changes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     make, in_forward = CASES[case]
     plain = make()
     x = _input(plain.first.in_features)
@@ -148,7 +146,7 @@ def _products(model: nn.Module, plan: loka.Plan, x: torch.Tensor, **options: boo
     return [sum(node.target is aten.mm.default for node in graph.nodes) for graph in backend.graphs]
 
 
-def test_stays_as_it_is_where_that_is_no_loss() -> None:
+def test_stays_as_it_is_where_that_is_no_loss():
     """Keys that only a GEMM reads across; few columns; what is not LoKA's to compile."""
     x, few = _input(), _input(columns=16)
     keys, narrow, base = _Keys(), _Base(columns=16), _Base()
@@ -157,7 +155,7 @@ def test_stays_as_it_is_where_that_is_no_loss() -> None:
     assert _products(base, _planned(copy.deepcopy(base), x), x, regions=False) == [2, 4]
 
 
-def test_large_sides_leave_the_weight_gradient_as_it_is() -> None:
+def test_large_sides_leave_the_weight_gradient_as_it_is():
     """Products of 6 rows of [64, 64] would be more than the rows of [64, 48] that they are made of."""
     model = nn.Sequential(_Wide(), nn.Flatten(1), nn.Linear(64 * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 32))
     x = _input(64)
@@ -177,7 +175,7 @@ class _Wide(nn.Module):
         return F.relu(self.linear(x.transpose(1, 2)).transpose(1, 2))
 
 
-def test_batches_of_any_size_and_rows_that_are_not_finite() -> None:
+def test_batches_of_any_size_and_rows_that_are_not_finite():
     plain = _Base()
     plan = _planned(copy.deepcopy(plain), _input())
     torch._dynamo.reset()
@@ -198,7 +196,7 @@ def test_batches_of_any_size_and_rows_that_are_not_finite() -> None:
     assert not backend.count(aten.mm.default)
 
 
-def test_inductor_takes_it() -> None:
+def test_inductor_takes_it():
     """One weight for all of a batch, operands that lie transposed, a stack of two weights."""
     plain = _Base(tokens=27)
     x = _input(27)

@@ -1,7 +1,5 @@
 """What replicas do in the tests of row_sync: train tables on rows of their own, and tell what came of it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ one process bit for bit as long as the master weights are. Those get the sum of 
 another order than autograd adds them, so from the second step on losses agree within roundings of float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,9 +193,7 @@ def expected() -> tuple[list[list[float]], nn.Module]:
     return alone(model, NAMES, 3), model
 
 
-def test_three_ranks_train_what_one_process_does(
-    three: list[dict[str, Any]], expected: tuple[list[list[float]], nn.Module]
-) -> None:
+def test_three_ranks_train_what_one_process_does(three, expected):
     losses, _ = expected
     for order, units in CASES:
         for rank, found in enumerate(three):
@@ -211,9 +207,7 @@ def test_three_ranks_train_what_one_process_does(
             assert case["runs"] == [STEPS] * 11  # the first layer's input wants no gradient
 
 
-def test_weights_stay_what_they_are_outside_of_forward(
-    three: list[dict[str, Any]], expected: tuple[list[list[float]], nn.Module]
-) -> None:
+def test_weights_stay_what_they_are_outside_of_forward(three, expected):
     """Master weights: those of one process; after remove and revert the model is the plain one."""
     _, model = expected
     plain = uneven()
@@ -228,12 +222,12 @@ def test_weights_stay_what_they_are_outside_of_forward(
             assert case["reverted"] == pytest.approx(reverted, abs=1e-3)
 
 
-def test_weights_that_stay_gathered_for_backward(three: list[dict[str, Any]]) -> None:
+def test_weights_that_stay_gathered_for_backward(three):
     for found in three:
         assert found["kept"] == found["convert first, layer"]["losses"]
 
 
-def test_bytes_on_the_wire(three: list[dict[str, Any]]) -> None:
+def test_bytes_on_the_wire(three):
     """Biases travel in bf16, and rows are padded to the same number on each rank."""
     for found in three:
         sent = found["bytes"]
@@ -242,13 +236,13 @@ def test_bytes_on_the_wire(three: list[dict[str, Any]]) -> None:
         assert sent["bf16"] == sent["bf16 told"]
 
 
-def test_a_mode_that_watches_ops_changes_nothing(three: list[dict[str, Any]]) -> None:
+def test_a_mode_that_watches_ops_changes_nothing(three):
     for found in three:
         assert found["watched"]["watched"] == found["watched"]["plain"]
 
 
 @pytest.mark.parametrize("what", ["parts", "written"])
-def test_scales_are_of_the_weights_as_they_are(three: list[dict[str, Any]], what: str) -> None:
+def test_scales_are_of_the_weights_as_they_are(three, what):
     """In a part that is called by itself after an update, and after a write that no version counter sees."""
     model = loka.convert(uneven(), plan_of(uneven))
     alone(model, NAMES, 3, steps=1)
@@ -263,7 +257,7 @@ def test_scales_are_of_the_weights_as_they_are(three: list[dict[str, Any]], what
         torch.testing.assert_close(torch.tensor(found[what]), y, atol=1e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_is_refused_on_all_ranks(three: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_is_refused_on_all_ranks(three):
     for found in three:
         assert "0.bias" in found["refused"]["table"]
         assert "it is no matrix" in found["refused"]["table"]

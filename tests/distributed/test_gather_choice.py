@@ -1,8 +1,6 @@
 """The gather of each unit, chosen by times: two ranks whose clocks differ end with one choice, and train what
 one process does whose weights are quantized alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +69,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven)), 2, tmp_path_factory.mktemp("choice"))
 
 
-def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]]) -> None:
+def test_ranks_that_see_other_times_end_with_one_choice(two):
     first, second = two
     assert set(first["fp8"]) == set(second["fp8"]) == CHOSEN
     for name in ("told", "by time"):
@@ -82,7 +80,7 @@ def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]
     assert len(first["by time"][1].splitlines()) == 1 + len(CLOCKS) + 1
 
 
-def test_units_of_either_kind_train_what_one_process_does(two: list[dict[str, Any]]) -> None:
+def test_units_of_either_kind_train_what_one_process_does(two):
     """Of two ranks sums have one order, so losses are those of one process bit for bit."""
     losses = alone(loka.convert(uneven(), plan_of(uneven)), CHOSEN, 2)
     for rank, found in enumerate(two):
@@ -90,7 +88,7 @@ def test_units_of_either_kind_train_what_one_process_does(two: list[dict[str, An
         assert found["untouched"]
 
 
-def test_scales_that_take_longer_than_all_units_save(two: list[dict[str, Any]]) -> None:
+def test_scales_that_take_longer_than_all_units_save(two):
     told, units = two[0]["dear"]
     assert units == ()
     assert "FP8 saves no more than 64.0 us" in told

@@ -1,7 +1,5 @@
 """FP8 gathers on two ranks, eager and compiled: equal to one process, and what regions read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,19 +112,19 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(Exact(plan_of(uneven), plan_of(joinable)), 2, tmp_path_factory.mktemp("two"))
 
 
-def test_two_ranks_equal_one_process_at_every_step(two: list[dict[str, Any]]) -> None:
+def test_two_ranks_equal_one_process_at_every_step(two):
     losses = alone(loka.convert(uneven(), plan_of(uneven)), NAMES, 2)
     for rank, found in enumerate(two):
         assert found["uneven"] == [each[rank] for each in losses]
 
 
-def test_one_all_reduce_for_all_weights_and_none_in_backward(two: list[dict[str, Any]]) -> None:
+def test_one_all_reduce_for_all_weights_and_none_in_backward(two):
     for found in two:
         assert found["checkpointed"]["losses"] == found["uneven"]
         assert found["checkpointed"]["agreed"] == [len(NAMES)] * STEPS
 
 
-def test_regions_read_the_gathered_bytes(two: list[dict[str, Any]]) -> None:
+def test_regions_read_the_gathered_bytes(two):
     """A unit for the model: one region, nothing quantized in the graph, transposes made in backward; and the
     losses of one process whose regions quantize their weights themselves, bit for bit."""
     model = loka.convert(joinable(), plan_of(joinable))
@@ -141,7 +139,7 @@ def test_regions_read_the_gathered_bytes(two: list[dict[str, Any]]) -> None:
         assert root["losses"] == [each[rank] for each in losses]
 
 
-def test_a_unit_of_several_modules_cuts_regions(two: list[dict[str, Any]]) -> None:
+def test_a_unit_of_several_modules_cuts_regions(two):
     """FSDP2 stands before each of them, and Dynamo compiles what is between: what the docs say of units."""
     for found in two:
         assert found["group"]["regions"] == [["layers.0"], ["layers.1"], ["layers.2"]]

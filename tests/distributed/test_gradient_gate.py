@@ -1,8 +1,6 @@
 """The gate of eight-bit gradients on two ranks: what it finds against numbers worked out here, one decision
 for both, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +101,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_one_decision_by_the_slower_ranks_times(two: list[dict[str, Any]], engine: str) -> None:
+def test_one_decision_by_the_slower_ranks_times(two, engine):
     """INT8 is the faster on the first rank and the slower on the second; matrices then travel by e4m3."""
     first, second = (found[engine] for found in two)
     assert first["taken"] == second["taken"] == ("e4m3",)
@@ -113,7 +111,7 @@ def test_one_decision_by_the_slower_ranks_times(two: list[dict[str, Any]], engin
         assert (away < 1e-6) if name.endswith("bias") else (0.002 < away < 0.04)
 
 
-def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
+def test_shares_are_those_of_the_equation(two):
     """One weight [64, 128], whose rows are the codec's blocks: INT8 rounds each rank's, and their mean."""
     model, parts = single(), []
     for number in range(STEPS):
@@ -136,14 +134,14 @@ def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
         assert found["as torch sends"]
 
 
-def test_numbers_that_vanish_beside_others_are_not_admitted(two: list[dict[str, Any]]) -> None:
+def test_numbers_that_vanish_beside_others_are_not_admitted(two):
     _, int8, e4m3, _ = two[0]["faint"].splitlines()
     assert re.search(r" [12]\d\.\d\d%  tower.0.weight .*- +its error is more than 1% of", int8)
     assert " 0." in e4m3
     assert " 90 " in e4m3
 
 
-def test_what_cannot_be_decided_is_refused_on_all_ranks(two: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_decided_is_refused_on_all_ranks(two):
     for found in two:
         for name in ("zero", "nan", "nothing"):
             assert "not finite, or zeros, or none came" in found["refused"][name]

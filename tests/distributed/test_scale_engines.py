@@ -1,8 +1,6 @@
 """Collectives that are told before training are those that real ranks send: the same ones, in the same order,
 of the same bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -161,9 +159,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
-def test_bytes_and_order_are_those_of_real_ranks(
-    real: list[dict[str, Any]], name: str, engine: str, formats: Formats
-) -> None:
+def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     key = f"{name} {engine} {formats}"
     step = traced(engine, SIDES[name])
     told = step_of(
@@ -179,7 +175,7 @@ def test_bytes_and_order_are_those_of_real_ranks(
             assert rank[key]["to others"] == sent * (RANKS - 1) / RANKS
 
 
-def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str, Any]]) -> None:
+def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real):
     found = loka.scale(uneven(), torch.randn(4, 24), batch_size=8192)
     names = {f"{layer.path}.weight" for layer in layers_in_fp8(found, plan_of(uneven))}
     assert names == set(real[0]["uneven fsdp2 Formats(gather='fp8', gradients='bf16')"]["fp8"])
@@ -189,14 +185,14 @@ def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str,
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])
-def test_padding_is_the_engines_at_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_the_engines_at_any_number_of_ranks(ranks, monkeypatch):
     for module in (engines, wires):
         monkeypatch.setattr(module, "TRACED", ranks)
     for engine in ENGINES:
         check_traced(traced(engine, SIDES["uneven"]))
 
 
-def test_bytes_that_are_not_the_engines_are_refused() -> None:
+def test_bytes_that_are_not_the_engines_are_refused():
     step = traced("fsdp2", SIDES["uneven"])
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
@@ -208,7 +204,7 @@ def test_bytes_that_are_not_the_engines_are_refused() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
+def test_gemms_stand_where_the_engine_runs_them(engine):
     """Backward: grad_input and grad_weight of the last layer first; its bucket or unit behind them."""
     step = traced(engine, SIDES["buckets"])
     products = [(e.backward, e.m, e.n, e.k) for e in step.events if isinstance(e, Matmul)]
@@ -222,7 +218,7 @@ def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
         assert kinds.count("Gathered") == kinds.count("CopiedOut") == 2 * 4 - 1 + 1
 
 
-def test_units_by_pattern_and_tables() -> None:
+def test_units_by_pattern_and_tables():
     class Tables(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -249,7 +245,7 @@ def test_units_by_pattern_and_tables() -> None:
         traced_step(model, batch, mode=mode, engine="fsdp2", units=["towers.*"])
 
 
-def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path: Path) -> None:
+def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path):
     traced("ddp", SIDES["uneven"])
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
@@ -261,7 +257,7 @@ def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_p
         dist.destroy_process_group()
 
 
-def test_what_does_not_run_without_numbers_is_told() -> None:
+def test_what_does_not_run_without_numbers_is_told():
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -289,7 +285,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
-def test_what_codecs_read_and_write(name: str) -> None:
+def test_what_codecs_read_and_write(name):
     codec, x = codec_named(name), torch.randn(8, 128 * 100)
     with Moved() as encode:
         code = codec.encode(x)
@@ -299,7 +295,7 @@ def test_what_codecs_read_and_write(name: str) -> None:
     assert DECODED[name] == pytest.approx(decode.size / x.numel(), abs=1)
 
 
-def test_eight_bits_send_fewer_bytes() -> None:
+def test_eight_bits_send_fewer_bytes():
     step = traced("fsdp2", SIDES["uneven"])
     names = frozenset(p.name for p in step.params if len(p.shape) == 2)
     matrices = [p for p in step.params if len(p.shape) == 2]

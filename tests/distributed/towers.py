@@ -1,8 +1,6 @@
 """Towers whose layers shard unevenly, and one process that quantizes weights as ranks that gather them in FP8
 do."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The equations and the calls are that library's, the code is not. ids [B, 4] -> probabilities [B, 1].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

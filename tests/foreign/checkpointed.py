@@ -4,8 +4,6 @@ Without reentrance backward computes again only as far as it needs: a block's la
 checkpoint_sequential leaves its last segment alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ parallel DNN, logits of one output without bias, a sigmoid at the end); the code
 float tensor, [B, 5]: three columns of ids, two dense ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 """A diffusion transformer (arXiv 2212.09748): x + gate * f(norm(x) (1 + scale) + shift), a block's six by one
 map of time and class. Its gates start at zero; here they do not, as after some training."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

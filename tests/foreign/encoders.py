@@ -1,7 +1,5 @@
 """nn.TransformerEncoder and nn.MultiheadAttention, whose projections are raw parameters; and an LSTM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Stacked experts: one parameter [E, in, out] in `bmm`, `einsum`, `baddbmm`, and behind a dispatch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

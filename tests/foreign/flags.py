@@ -3,8 +3,6 @@
 A flag is set if the step under it has the loss of the eager one, and its gradients under torch.compile.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

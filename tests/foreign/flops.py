@@ -8,8 +8,6 @@ parameters. A weight that is computed (by a product of parameters, a mask, a nor
 Trade-off: memory is told by its address, so every copy of a parameter is kept until counting ends.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator

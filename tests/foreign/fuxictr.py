@@ -4,8 +4,6 @@ The equations and the calls are that library's (a dict of features goes in, a di
 sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fields of 16 are an input of 64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

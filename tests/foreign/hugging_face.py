@@ -1,7 +1,5 @@
 """Hugging Face's GPT-2, BERT and Llama in tiny configurations with random weights: nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

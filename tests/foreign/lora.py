@@ -3,8 +3,6 @@
 In the last two a GEMM's weight is computed from parameters: that GEMM has no parameter as its operand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Raw parameters: slices, chunks, splits, transposes, matmul, addmm, and weights that are used twice."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """What a foreign model is: how it is built, fed and trained, and what PyTorch can do with it as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

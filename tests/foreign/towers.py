@@ -1,7 +1,5 @@
 """Towers by hand, and the shapes that an output can have: a tensor, a dict, a dataclass, features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

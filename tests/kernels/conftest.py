@@ -1,7 +1,5 @@
 """What the tests of Triton kernels share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

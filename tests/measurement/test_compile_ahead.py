@@ -1,7 +1,5 @@
 """Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,7 +68,7 @@ def compiling(name: str, compiler: Compiler, missing: str | None = None, *recipe
     )
 
 
-def test_each_kernel_compiles_all_problems_once() -> None:
+def test_each_kernel_compiles_all_problems_once():
     """One that has two recipes is asked once; one that is missing, or compiles nothing, never."""
     first, second, absent, unasked = Compiler(), Compiler(), Compiler(), Compiler()
     kernels = (
@@ -94,7 +92,7 @@ def test_each_kernel_compiles_all_problems_once() -> None:
 
 
 @pytest.mark.parametrize("ticks", [0, 2, 5])
-def test_a_kernel_that_miscounts(ticks: int) -> None:
+def test_a_kernel_that_miscounts(ticks):
     """Ticks beyond the problems are no error; with fewer the bar goes no further than one more."""
     bars, compiler = Bars(), Compiler(ticks)
     with registered(compiling("first", compiler)):
@@ -104,7 +102,7 @@ def test_a_kernel_that_miscounts(ticks: int) -> None:
     assert bars.steps == [min(ticks + 1, 3)]
 
 
-def test_nothing_to_compile() -> None:
+def test_nothing_to_compile():
     bars, compiler = Bars(), Compiler()
     with registered(compiling("first", compiler)):
         compile_ahead((), ["first:rowwise_e4m3"], bars)
@@ -116,7 +114,7 @@ def test_nothing_to_compile() -> None:
         compile_ahead(PROBLEMS, ["magic"], bars)
 
 
-def test_a_compiler_that_fails_is_heard() -> None:
+def test_a_compiler_that_fails_is_heard():
     def broken(problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
         raise RuntimeError("nvcc is not here")
 
@@ -134,7 +132,7 @@ def stats() -> loka.Stats:
     return probe.stats()
 
 
-def test_measuring_on_a_cpu_compiles_nothing(stats: loka.Stats) -> None:
+def test_measuring_on_a_cpu_compiles_nothing(stats):
     compiler = Compiler()
     with registered(compiling("first", compiler)):
         report = loka.measure(stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=Settings())
@@ -142,9 +140,7 @@ def test_measuring_on_a_cpu_compiles_nothing(stats: loka.Stats) -> None:
     assert compiler.calls == []
 
 
-def test_measuring_where_times_are_taken_compiles_what_is_left(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_measuring_where_times_are_taken_compiles_what_is_left(stats, monkeypatch, tmp_path):
     """At the 40 rows of the layers and at the 8 that errors are drawn with; nothing when all is measured."""
     install(monkeypatch, FakeTimer())
     compiler, out = Compiler(), tmp_path / "report.json"

@@ -1,7 +1,5 @@
 """Weights that a wrapper frees after the call: a backward that reads them would end the process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import nn
 import loka
 
 
-def test_effects_are_refused_where_a_weight_is_gone() -> None:
+def test_effects_are_refused_where_a_weight_is_gone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 1))
     layer = model[2]

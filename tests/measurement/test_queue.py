@@ -1,7 +1,5 @@
 """What a limited time is spent on; the order changes no result."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -51,16 +49,14 @@ def timed(stats: loka.Stats, **options) -> loka.Report:
 LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
 
 
-def test_from_the_largest_on_each_with_errors_and_times(stats: loka.Stats) -> None:
+def test_from_the_largest_on_each_with_errors_and_times(stats):
     assert agenda(stats, timed=True) == [
         Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times", "region")
     ]
     assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
 
 
-def test_a_limited_time_goes_to_the_largest_layer(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_limited_time_goes_to_the_largest_layer(stats, monkeypatch, tmp_path):
     """Ten seconds a race: the first layer is done when time is up, and the rest waits for the next call."""
     timer, now, out = install(monkeypatch, FakeTimer()), [1000.0], tmp_path / "report.json"
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -82,7 +78,7 @@ def test_a_limited_time_goes_to_the_largest_layer(
     ]
 
 
-def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_changes_no_result(stats, monkeypatch):
     install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
     ordered = timed(stats)
 

@@ -1,7 +1,5 @@
 """A timer without a GPU: it calls every function once, and then races on times that are given."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page: whole without a network, safe with any name, the same bytes for the same records."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

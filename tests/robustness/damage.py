@@ -3,8 +3,6 @@
 Each takes a seeded `random.Random`, so that a case can be made again by its number.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import hashlib

@@ -8,8 +8,6 @@ A case is a number: it says which kind of record, which damage, and where. It en
 one of LoKA's errors, or returns what means the same as what is written under a checksum that fits.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -4,8 +4,6 @@ Each case writes something into an empty folder and says how it is opened. Text 
 has: every one of them has to come back as a row or as a malformed line.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Folders of npy files and of prepared rows that somebody made to be wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -4,8 +4,6 @@
 times: bytes of shards, weights, optimizers, random state, records.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

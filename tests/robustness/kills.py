@@ -8,8 +8,6 @@ moments of a uniform draw, started again each time, and then let go to its end. 
 with a run that nobody disturbed, value by value (`killed.ends`). A line a story, in a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

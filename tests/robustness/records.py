@@ -1,7 +1,5 @@
 """A whole record of every kind that LoKA reads, and how each is read and would be written again."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Small models with plans by hand, their rows, and what they convert to."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -36,21 +34,21 @@ def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Al
 
 @pytest.mark.parametrize("count", [1, 33])
 @pytest.mark.parametrize("scale", [20.0, 1 / 20])
-def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale: float, count: int) -> None:
+def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale, count):
     batch, (alarm,) = first_alarm(ROW, scale, count)
     assert batch <= EVERY * (WINDOW // 2 + 1)
     assert (alarm.site, alarm.kind) == ("0", "shift")  # behind the norm nothing has moved
     assert scale / 2 < float(alarm.text.split()[2]) < scale * 2
 
 
-def test_saturation_of_a_static_scale_is_named() -> None:
+def test_saturation_of_a_static_scale_is_named():
     batch, (alarm,) = first_alarm(TENSOR, 20.0, 16)
     assert batch <= EVERY
     assert (alarm.site, alarm.kind) == ("0", "saturation")
 
 
 @pytest.mark.parametrize("spread", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, 2.0])
-def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float) -> None:
+def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread):
     """Batches of one row, the hardest: log-normal maxima whose deviation is up to 2 octaves."""
     generator = np.random.default_rng(0)
     known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
@@ -66,7 +64,7 @@ def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float)
     assert known.blind == (spread == 2.0)  # 1.25 * 2.58 * 2 octaves hide a shift of 4.3, and it says so
 
 
-def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
+def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     draws = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1.7
     known = range_of(torch.exp2(draws), ceiling=None)
     assert float(((draws - known.median).abs() > known.limit).double().mean()) < 0.01
@@ -78,7 +76,7 @@ def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
     return Look.of(look(rows), ceiling)
 
 
-def test_looks() -> None:
+def test_looks():
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
     assert seen(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
     many = torch.ones(1000, 2)
@@ -87,7 +85,7 @@ def test_looks() -> None:
     assert seen(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
 
 
-def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
     model = tower()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     dense, ids = rows(16)
@@ -102,7 +100,7 @@ def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCap
     assert server.alarms() == ()
 
 
-def test_few_saturated_rows_are_no_alarm() -> None:
+def test_few_saturated_rows_are_no_alarm():
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
     for _ in range(WINDOW):
         monitor.note("site", Look(octaves=0.0, rows=1000, saturated=9, nonfinite=0))

@@ -5,12 +5,9 @@ that were there then and writes to those that the recording returned. Compiled g
 run op by op.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,7 +111,7 @@ def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", sweep([1, 2, 5, 16], always=[1, 16]))
-def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int) -> None:
+def test_it_answers_as_the_compiled_model_does(backend, count):
     """Bit for bit, padded rows included, though its weights were quantized before; sites are joined."""
     model = wide()
     server = frozen(model)
@@ -132,9 +129,7 @@ def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int
     assert torch.equal(answer.output, compiled_answer(model, padded)[:count])
 
 
-def test_int8_is_joined_from_what_is_kept(
-    backend: JointBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_int8_is_joined_from_what_is_kept(backend, monkeypatch, tmp_path):
     """Bit for bit, by graphs and eagerly; a folder holds what is kept, and refresh compiles nothing."""
     monkeypatch.setattr(sys.modules[__name__], "PLAN", dict.fromkeys(PLAN, "emulated:int8_row"))
     model = wide()
@@ -158,7 +153,7 @@ def test_int8_is_joined_from_what_is_kept(
     assert torch.equal(server(inputs(16)).output, compiled_answer(wide(seed=1), inputs(16)))
 
 
-def test_overlong_and_empty_requests(backend: JointBackend) -> None:
+def test_overlong_and_empty_requests(backend):
     server = frozen(wide())
     whole = server(inputs(37))
     assert whole.buckets == (16, 16, 16)
@@ -173,7 +168,7 @@ def test_overlong_and_empty_requests(backend: JointBackend) -> None:
     assert torch.equal(answer.output[others], server(inputs(5)).output[others])
 
 
-def test_new_weights_are_captured_and_not_compiled(backend: JointBackend) -> None:
+def test_new_weights_are_captured_and_not_compiled(backend):
     model, newer = wide(), wide(seed=1)
     server = frozen(model)
     before, count = server(inputs(9)).output, len(backend.graphs)
@@ -188,7 +183,7 @@ def test_new_weights_are_captured_and_not_compiled(backend: JointBackend) -> Non
     assert torch.equal(server(inputs(9)).output, before)
 
 
-def test_refresh_refuses_and_goes_on(backend: JointBackend) -> None:
+def test_refresh_refuses_and_goes_on(backend):
     server = frozen(wide())
     before = server(inputs(3)).output
     bad = wide(seed=1).state_dict() | {"second.weight": torch.full((32, 64), torch.nan)}
@@ -199,9 +194,7 @@ def test_refresh_refuses_and_goes_on(backend: JointBackend) -> None:
     assert server.refresh(wide(seed=1).state_dict()) == 2
 
 
-def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
-    backend: JointBackend, tmp_path: Path
-) -> None:
+def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(backend, tmp_path):
     model = wide()
     server = frozen(model)
     server.save(tmp_path)
@@ -221,7 +214,7 @@ def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
         assert torch.equal(site.weight.low.scale, site_before.weight.low.scale)
 
 
-def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
+def test_the_alarm_looks_by_graphs(backend):
     """At rows of the request alone, whatever the bucket; a shift is named, and healthy rows are not."""
     server = frozen(wide())
     for turn in range(40 * EVERY):
@@ -234,7 +227,7 @@ def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
     assert server.alarms() == ()
 
 
-def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
+def test_looks_see_what_the_sites_get(backend):
     server = frozen(wide())
     seen: list[tuple[str, Any]] = []
     looks = server.current.looks
@@ -251,7 +244,7 @@ def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
     assert len(seen) == 3
 
 
-def test_shadowed_requests_are_compared_with_high_precision(backend: JointBackend) -> None:
+def test_shadowed_requests_are_compared_with_high_precision(backend):
     server = frozen(wide(), shadow=1.0)
     server(inputs(5))
     found = server.shadow()
@@ -259,9 +252,7 @@ def test_shadowed_requests_are_compared_with_high_precision(backend: JointBacken
     assert 0 < found.max_abs < 0.1
 
 
-def test_compiled_code_that_computes_something_else_is_refused(
-    backend: JointBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_that_computes_something_else_is_refused(backend, monkeypatch):
     class Off(Replayed):
         def replay(self) -> None:
             super().replay()
@@ -277,7 +268,7 @@ def test_compiled_code_that_computes_something_else_is_refused(
         frozen(wide())
 
 
-def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_is_refused(backend, monkeypatch):
     def fails(function: Callable[[], Any], device: torch.device, stream: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -286,13 +277,13 @@ def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: 
         frozen(wide())
 
 
-def test_where_graphs_cannot_be() -> None:
+def test_where_graphs_cannot_be():
     assert not frozen(wide()).graphs  # on a CPU, where nobody asked
     with pytest.raises(ServeRefused, match="need a CUDA device"):
         frozen(wide(), graphs=True)
 
 
-def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None:
+def test_a_forward_that_writes_to_itself_has_none(backend):
     class Counting(Wide):
         calls = 0
 
@@ -308,7 +299,7 @@ def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None
     assert copy.deepcopy(model).calls == model.calls
 
 
-def test_programs_of_plans_by_rows(backend: JointBackend) -> None:
+def test_programs_of_plans_by_rows(backend):
     """A bucket whose plan has a site in high precision is compiled so, for new weights as well."""
     model = wide()
     plans = {2: plan_for(model, {"odd": ROW}), 16: plan_for(model, PLAN)}
@@ -341,7 +332,7 @@ class Raw(nn.Module):
         return (torch.relu(x @ self.pair[0]) - torch.relu(x @ self.pair[1])).sum(dim=1).float()
 
 
-def test_new_weights_of_raw_parameters_are_taken(backend: JointBackend) -> None:
+def test_new_weights_of_raw_parameters_are_taken(backend):
     """A compiled site finds its weight by its parameter, which is another one in each version."""
     torch.manual_seed(0)
     model, newer = Raw().eval(), Raw().eval()
@@ -360,7 +351,7 @@ def test_new_weights_of_raw_parameters_are_taken(backend: JointBackend) -> None:
     assert server.apart() == {}
 
 
-def test_what_forward_makes_once_is_no_hindrance(backend: JointBackend) -> None:
+def test_what_forward_makes_once_is_no_hindrance(backend):
     """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
 
     class Lazy(Wide):

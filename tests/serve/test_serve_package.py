@@ -1,7 +1,5 @@
 """A package answers without loka as the server does; what cannot go into one is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -43,9 +41,7 @@ def served(candidate: str = ROW, **options: object) -> Server:
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TENSOR, TORCH])
-def test_a_packaged_site_computes_what_a_frozen_one_does(
-    candidate: str, autocast: torch.dtype | None
-) -> None:
+def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
     server = served(candidate, autocast=autocast)
     for name, site in frozen_sites(server.current.module).items():
         x = torch.randn(5, 3, site.weight.sides[1])
@@ -55,7 +51,7 @@ def test_a_packaged_site_computes_what_a_frozen_one_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("candidate", "autocast"), [(TENSOR, torch.bfloat16), (TORCH, None)])
-def test_a_package_runs_without_loka(candidate: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
+def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     server = served(candidate, autocast=autocast, shadow=0.5)
     server.refresh(tower(1).state_dict())
     found = server.package(tmp_path / "ranker.pt2", batch=(1, 300))
@@ -72,7 +68,7 @@ def test_a_package_runs_without_loka(candidate: str, autocast: torch.dtype | Non
 
 
 @pytest.mark.slow
-def test_raw_parameters_and_several_outputs(tmp_path: Path) -> None:
+def test_raw_parameters_and_several_outputs(tmp_path):
     torch.manual_seed(0)
     model = Cross().eval()
     server = freeze(model, cross_plan(model, ROW), calibration=[torch.randn(64, 24)])
@@ -84,7 +80,7 @@ def test_raw_parameters_and_several_outputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_in_cpp(tmp_path: Path) -> None:
+def test_the_example_in_cpp(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     example = Path(__file__).parents[2] / "examples" / "serve_cpp"
@@ -100,7 +96,7 @@ def test_the_example_in_cpp(tmp_path: Path) -> None:
     assert done.stdout.startswith("64 rows, 1 outputs")
 
 
-def test_what_cannot_go_into_a_package() -> None:
+def test_what_cannot_go_into_a_package():
     model = tower()
     plan = plan_for(model, {"first": ROW, "second": "deep_gemm:blockwise_e4m3"})
     assert list(unpackaged(plan)) == ["second"]
@@ -123,7 +119,7 @@ def test_what_cannot_go_into_a_package() -> None:
         other.package("x.pt2")
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingLibrary, match=r"C\+\+ compiler"):
         served().package("x.pt2")
@@ -135,7 +131,7 @@ class Branches(Tower):
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_export(tmp_path: Path) -> None:
+def test_a_model_that_does_not_export(tmp_path):
     torch.manual_seed(0)
     model = Branches().eval()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
@@ -145,9 +141,7 @@ def test_a_model_that_does_not_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_that_answers_otherwise_is_not_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
     """The file holds another version than the server that it is compared with."""
     import loka.serve.packaging.aot as package
 

@@ -1,10 +1,7 @@
 """Buckets that take what is fastest, with the stand-in for graphs of test_serve_graphs.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from joint import JointBackend
 from served import plan_for
 from test_serve_graphs import BUCKETS, PLAN, Replayed, backend, compiled_answer, frozen, inputs, wide
 
@@ -14,7 +11,7 @@ from loka.serve import freeze, graphs
 __all__ = ["backend"]  # a fixture
 
 
-def test_each_bucket_takes_what_is_fastest(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bucket_takes_what_is_fastest(backend, monkeypatch):
     """Its own plan within the noise; answers are those of the compiled model with these sites in FP8."""
     model = wide()
     few, many = (plan_for(model, {name: PLAN[name] for name in names}) for names in (["first"], PLAN))
@@ -42,6 +39,6 @@ def test_each_bucket_takes_what_is_fastest(backend: JointBackend, monkeypatch: p
     assert all("first" in names for names in server.card.in_hp)
 
 
-def test_a_race_needs_graphs() -> None:
+def test_a_race_needs_graphs():
     with pytest.raises(ServeRefused, match="race=True times CUDA graphs"):
         frozen(wide(), graphs=False, race=True)

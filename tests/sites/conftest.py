@@ -1,7 +1,5 @@
 """Each test compiles from nothing: Dynamo stops compiling a function after eight versions of it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 first, which is what finding E1 needs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that are probed, measured and planned, with every site forced into FP8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

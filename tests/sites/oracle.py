@@ -13,8 +13,6 @@ falls to the other side: one step of 2^-4 of that value, in one of thousands. `C
 GEMM that is not quantized at all, or twice, is off by 2e-2 to 4e-2 (28 dB).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any

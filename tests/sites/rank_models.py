@@ -1,7 +1,5 @@
 """A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any

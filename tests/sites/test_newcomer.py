@@ -1,10 +1,7 @@
 """A model that is not ours goes from the first probe to the last revert, as a newcomer would write it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -96,7 +93,7 @@ def train(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_newcomers_model_goes_through_all_of_it(tmp_path: Path) -> None:
+def test_a_newcomers_model_goes_through_all_of_it(tmp_path):
     """Each part reads what the part before has saved; the numbers are held against the oracle and the plain
     run.
     """

@@ -1,7 +1,5 @@
 """Parameters that are multiplied by somewhere else than in the forward of the module that owns them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -41,7 +39,7 @@ class Heads(nn.Module):
         return self.lazy(self.attention(x)) @ self.items.weight.T  # whose owner is never called
 
 
-def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
+def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs():
     """Fails where parameters are noted in their owner's call alone, at the first sampled step alone, or where
     a function of torch that multiplies inside is run with the mode off."""
     torch.manual_seed(0)
@@ -71,7 +69,7 @@ def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
     assert torch.equal(model(x), reference)
 
 
-def test_a_site_is_forced_and_kept_by_its_very_name() -> None:
+def test_a_site_is_forced_and_kept_by_its_very_name():
     """Fails where brackets in names are read as patterns alone: `w[:16]` would match nothing."""
 
     class Slices(nn.Module):

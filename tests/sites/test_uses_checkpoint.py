@@ -5,8 +5,6 @@ A recomputed GEMM that is no site gives other saved tensors than forward did: gr
 says that the recomputation does not match.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +40,7 @@ AROUND = (
 
 @KINDS
 @pytest.mark.parametrize("name", AROUND)
-def test_around_a_converted_model(name: str, reentrant: bool) -> None:
+def test_around_a_converted_model(name, reentrant):
     """Gradients are those without a checkpoint, and the `output` GEMMs ran once more (but for those at the
     end, which a recomputation that stops early does not reach)."""
     known = planned(name)
@@ -101,7 +99,7 @@ class ViewsByHand(Views):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @KINDS
-def test_views_made_before_the_checkpoint(reentrant: bool, compiled: bool) -> None:
+def test_views_made_before_the_checkpoint(reentrant, compiled):
     """They are no attributes of anything, and known by the mode alone that saw them made."""
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     bare = Views(reentrant)
@@ -118,7 +116,7 @@ def test_views_made_before_the_checkpoint(reentrant: bool, compiled: bool) -> No
 
 
 @KINDS
-def test_a_probe_plans_gradients_inside_checkpoints(reentrant: bool) -> None:
+def test_a_probe_plans_gradients_inside_checkpoints(reentrant):
     """The plan of a checkpointed model is that of the same model without, and probing changes no bit."""
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     stats, grads = {}, {}
@@ -158,7 +156,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-def test_checkpoints_inside_checkpoints(outer: bool, inner: bool) -> None:
+def test_checkpoints_inside_checkpoints(outer, inner):
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     plain, bare = Nested(outer, inner), Nested(outer, inner)
     stats = probe(bare, lambda: bare(x.clone().requires_grad_()).square().mean().backward())

@@ -4,8 +4,6 @@ Layers that are converted, dropout between them, a table with sparse gradients, 
 state dict.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

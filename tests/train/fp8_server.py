@@ -4,8 +4,6 @@ What every process would do first (imports, self-checks of kernels) is done once
 In: folders. Out: `pid N`, `step N` after each, `end {..}` where it gets that far, `gone`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -41,7 +40,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
     return Writer.made
 
 
-def test_log_lines_become_scalars(tmp_path: Path, writers: list[Writer]) -> None:
+def test_log_lines_become_scalars(tmp_path, writers):
     lines = []
     segments = Segments.of_column(0, ids=(1,), name="site")
     with TensorBoard(tmp_path) as board:
@@ -64,7 +63,7 @@ def test_log_lines_become_scalars(tmp_path: Path, writers: list[Writer]) -> None
     assert "segment auc/site = 1" not in {name for name, _ in writer.scalars}
 
 
-def test_a_resumed_run_replaces_what_it_does_again(tmp_path: Path, writers: list[Writer]) -> None:
+def test_a_resumed_run_replaces_what_it_does_again(tmp_path, writers):
     def stop(step: int) -> None:
         if step == 7:
             raise KeyboardInterrupt
@@ -85,7 +84,7 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path: Path, writers: list
     assert [writer.purge_step for writer in writers] == [4, 8]
 
 
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingLibrary, match=r"loka\[tensorboard\]"):
         TensorBoard(tmp_path)

@@ -194,7 +194,7 @@ def test_a_difference_is_json():
     assert json.loads(json.dumps(asdict(pair), allow_nan=False))["ne_percent"]["value"] == 0.01
 
 
-def test_kl_is_what_labels_of_the_first_model_would_lose() -> None:
+def test_kl_is_what_labels_of_the_first_model_would_lose():
     """Over labels drawn by model a, NE changes by KL/H in the mean: the first-order term vanishes."""
     rng = np.random.default_rng(0)
     a = rng.normal(-1.5, 1.0, 400_000)

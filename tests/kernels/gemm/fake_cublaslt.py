@@ -1,7 +1,5 @@
 """A stand-in for nvmath's bindings of cuBLASLt, on CPU tensors; see fake_libraries.py."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import sys

@@ -4,8 +4,6 @@ Each checks what the real one checks (types, shapes, strides, alignment) and rea
 way the real one documents, so an adapter that swaps arguments or lays scales out wrongly fails.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Models whose effects are known, samples of them, and what a probe of them predicts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ What made them fail: copies in eight bits whose version was set before they were
 threads shared, and serving scales that came from the first batches.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -66,7 +64,7 @@ class Crowd:
 
 @pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["fewer", "all"])
 @pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool, share: int) -> None:
+def test_d1_twenty_thousand_calls_from_eight_threads(compiled, share):
     """Right after convert, and right after each of nine loads of other weights, 30 times as large or small.
 
     Compiled, the first calls of all threads race for the compiler too. A call that used the weights of
@@ -94,7 +92,7 @@ def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool, share: int)
     assert not any(site["bad_a"] or site["bad_b"] for site in counts.values())
 
 
-def test_d1_converted_anew_under_threads_of_another_model() -> None:
+def test_d1_converted_anew_under_threads_of_another_model():
     """Two models of one plan share nothing: while one serves, the other is converted, trained and
     reverted.
     """
@@ -119,7 +117,7 @@ def test_d1_converted_anew_under_threads_of_another_model() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_e2_narrower_batches_first(compiled: bool) -> None:
+def test_e2_narrower_batches_first(compiled):
     """Twenty batches with values 20 times narrower, then the usual ones, then 50 times wider ones."""
     found = loka.convert(_small(), plan_of(_small(), torch.randn(64, 16))).eval()
     model = torch.compile(found, backend="aot_eager") if compiled else found
@@ -130,7 +128,7 @@ def test_e2_narrower_batches_first(compiled: bool) -> None:
             assert_close(model(x), oracle(x))
 
 
-def test_e2_an_update_between_batches() -> None:
+def test_e2_an_update_between_batches():
     """Refreshed weights are served at once."""
     found = loka.convert(_small(), plan_of(_small(), torch.randn(64, 16))).eval()
     for seed in range(1, 6):

@@ -4,8 +4,6 @@ As under FSDP2 (test_ranks_fsdp2.py), one process that takes both halves of the 
 sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,14 +123,12 @@ def check(rank: int, found: dict[str, Any], make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_ranks_train_as_one_process(
-    eager: list[dict[str, Any]], order: str, options: str, make: Callable[..., Any]
-) -> None:
+def test_two_ranks_train_as_one_process(eager, order, options, make):
     for rank in range(2):
         check(rank, eager[rank][f"{order}, {options}, {make.__name__}"], make)
 
 
-def test_sites_that_a_step_leaves_out(eager: list[dict[str, Any]]) -> None:
+def test_sites_that_a_step_leaves_out(eager):
     for rank in range(2):
         found = eager[rank]["skipping"]
         out = {site for site, count in found["runs"].items() if not count}
@@ -143,7 +139,7 @@ def test_sites_that_a_step_leaves_out(eager: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow  # tests/compiler/test_joined_ddp.py compiles under DDP in every run
-def test_compiled_in_parts(tmp_path: Path) -> None:
+def test_compiled_in_parts(tmp_path):
     for rank, found in enumerate(on_ranks(Compiled(bare_plan()), 2, tmp_path)):
         for one in found.values():
             check(rank, one, sgd)

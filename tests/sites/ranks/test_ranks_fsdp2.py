@@ -6,8 +6,6 @@ after the other does the same arithmetic, up to the one addition that makes two 
 losses agree within the rounding of float32. Against one batch of all rows the bound is derived below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,15 +160,13 @@ def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("units", UNITS)
-def test_two_ranks_train_as_one_process(
-    eager: list[dict[str, Any]], units: str, order: str, make: Callable[..., Any]
-) -> None:
+def test_two_ranks_train_as_one_process(eager, units, order, make):
     for rank in range(2):
         check(rank, eager[rank][f"{units}, {order}, {make.__name__}"], units, make)
 
 
 @pytest.mark.slow  # tests/distributed has regions under FSDP2 in every run
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled(tmp_path):
     found = on_ranks(Compiled(bare_plan()), 2, tmp_path)
     for rank in range(2):
         for case, one in found[rank].items():
@@ -178,7 +174,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_what_is_left_after_revert_is_the_plain_model(eager: list[dict[str, Any]], units: str) -> None:
+def test_what_is_left_after_revert_is_the_plain_model(eager, units):
     """R1: the weights of the run, in a model that LoKA never saw."""
     for rank in range(2):
         found = eager[rank][f"{units}, shard first, sgd"]
@@ -187,7 +183,7 @@ def test_what_is_left_after_revert_is_the_plain_model(eager: list[dict[str, Any]
         assert found["reverted"] == pytest.approx(loss_of(plain, *rows(9)).item(), abs=ROUNDING, rel=0)
 
 
-def test_revert_after_weight_norm_and_sharding(eager: list[dict[str, Any]]) -> None:
+def test_revert_after_weight_norm_and_sharding(eager):
     plain = mixed()
     weight_norm(plain.bottom)
     for rank in range(2):
@@ -199,7 +195,7 @@ def test_revert_after_weight_norm_and_sharding(eager: list[dict[str, Any]]) -> N
         assert found["loss"] == pytest.approx(loss_of(plain, *rows(0)).item(), abs=ROUNDING, rel=0)
 
 
-def test_evaluation_gives_the_outputs_of_one_process(eager: list[dict[str, Any]]) -> None:
+def test_evaluation_gives_the_outputs_of_one_process(eager):
     model = loka.convert(mixed(), bare_plan()).eval()
     with torch.no_grad():
         expected = model(rows(0)[0]).tolist()
@@ -207,9 +203,7 @@ def test_evaluation_gives_the_outputs_of_one_process(eager: list[dict[str, Any]]
         assert eager[rank]["frozen"] == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
-    eager: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch):
     """An e4m3 value is within u = 2^-4 of itself, or within 2^-10 of a scale that is amax / 448. So
 
         |dW^ - dW| <= r |dY| |X|,   r = 2 u + u^2 + 2^-9,   for all rows, and by Cauchy-Schwarz for two halves
@@ -250,7 +244,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
     assert bound < 0.2, "a bound that anything passes says nothing"
 
 
-def test_attention_whose_input_comes_as_three_tensors_fits_either_plan() -> None:
+def test_attention_whose_input_comes_as_three_tensors_fits_either_plan():
     """Probed within FSDP2 it is three sites, and without it one: both plans run all of theirs in both."""
     three = mixed()
     three.apart = True

@@ -4,8 +4,6 @@ Tables lie whole on either rank and learn by SGD in their backward, dense parame
 half of the rows, so one process that takes the halves in turn does the same sums (test_ranks_fsdp2.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,9 +201,7 @@ def alone(plan: Plan) -> list[list[float]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_ranks_train_as_one_process(
-    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str, way: str
-) -> None:
+def test_two_ranks_train_as_one_process(ranks, alone, plan, order, way):
     for rank in range(2):
         found = ranks[rank][f"{order}, {way}"]
         assert found["losses"] == pytest.approx([both[rank] for both in alone], abs=ROUNDING, rel=0)
@@ -216,9 +212,7 @@ def test_two_ranks_train_as_one_process(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_dlrm_dcn_by_itself_with_a_plan_from_within(
-    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str
-) -> None:
+def test_dlrm_dcn_by_itself_with_a_plan_from_within(ranks, alone, plan, order):
     """Its names are those of DLRMTrain without `model`, its losses the same."""
     for rank in range(2):
         found = ranks[rank][f"{order}, DLRM_DCN"]
@@ -227,9 +221,7 @@ def test_dlrm_dcn_by_itself_with_a_plan_from_within(
         assert not found["left"]
 
 
-def test_a_probe_through_the_wrapper_has_the_bare_names(
-    ranks: list[dict[str, Any]], stats: loka.Stats
-) -> None:
+def test_a_probe_through_the_wrapper_has_the_bare_names(ranks, stats):
     assert stats.coverage is not None
     assert stats.coverage.seen == 1
     assert {layer.no_effect for layer in stats.layers.values()} == {""}

@@ -4,8 +4,6 @@ Losses by plan are compared with those of tables that lie whole on one rank each
 in docs/torchrec.md is of this file.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +58,7 @@ def tried(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SHARDINGS, *CODECS])
-def test_converted_layers_run_behind_any_tables(tried: list[dict[str, Any]], plan: Plan, name: str) -> None:
+def test_converted_layers_run_behind_any_tables(tried, plan, name):
     """What exchanges in 16 or 8 bits moves losses by what its rounding does to embeddings of 0.1."""
     atol = {"fp16": 1e-3, "bf16": 1e-3, "int8": 1e-2}.get(name, ROUNDING)
     for rank in tried:

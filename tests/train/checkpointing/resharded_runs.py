@@ -1,7 +1,5 @@
 """A run of several ranks that is killed, and what as many or other ranks, or one process, make of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs, for tests of what is around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Small models, batches and steps, and a stand-in for CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable

@@ -1,14 +1,11 @@
 """What rules a graph out, is found while it is captured, or is taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from graphed_cases import (
-    Fake,
     assert_same_training,
     batches,
     module,
@@ -22,7 +19,7 @@ from torch import nn
 from loka.train import GraphedStep, RowwiseAdagrad, graphed
 
 
-def test_a_failed_capture_leaves_no_trace(fake: Callable[..., Fake]) -> None:
+def test_a_failed_capture_leaves_no_trace(fake):
     """The step asserts that the gradients it finds were computed; those of a capture are not."""
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
@@ -100,9 +97,7 @@ class Noisy(nn.Linear):
         (lambda: Noisy(6, 1), torch.optim.SGD, "draws random numbers on the host"),
     ],
 )
-def test_work_on_the_host_is_found_and_taken_back(
-    fake: Callable[..., Fake], make: Callable[[], nn.Module], optim: type[torch.optim.SGD], reason: str
-) -> None:
+def test_work_on_the_host_is_found_and_taken_back(fake, make, optim, reason):
     data = batches(*[8] * 5)
     trained = []
     for is_graphed in (True, False):
@@ -134,7 +129,7 @@ def test_work_on_the_host_is_found_and_taken_back(
 
 
 @pytest.mark.parametrize("since", [1, 2])
-def test_a_schedule_inside_the_step_is_found(fake: Callable[..., Fake], since: int) -> None:
+def test_a_schedule_inside_the_step_is_found(fake, since):
     """By the value that the next step finds, and in the capture if it starts no sooner."""
     model, twin = small(), small()
     optimizer, other = (Decaying(each.parameters(), lr=0.1) for each in (model, twin))
@@ -153,7 +148,7 @@ def test_a_schedule_inside_the_step_is_found(fake: Callable[..., Fake], since: i
     assert recorder.captures == since - 1
 
 
-def test_what_rules_a_graph_out_is_named(fake: Callable[..., Fake]) -> None:
+def test_what_rules_a_graph_out_is_named(fake):
     def reason(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str | None:
         fake(model, optimizers[0])
         return graphed(lambda x: x, torch.zeros(1), model=model, optimizers=optimizers).reason
@@ -181,7 +176,7 @@ def _with_lr(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> torch.optim.
     return optimizer
 
 
-def test_sparse_gradients_of_any_module_are_found_after_a_step(fake: Callable[..., Fake]) -> None:
+def test_sparse_gradients_of_any_module_are_found_after_a_step(fake):
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +203,7 @@ def test_sparse_gradients_of_any_module_are_found_after_a_step(fake: Callable[..
     assert "gradient of rows" in step.reason
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_what_cannot_be_asked_for():
     model = small()
     optimizer, (batch,) = sgd(model), batches(4)
     make = step_of(model, optimizer)

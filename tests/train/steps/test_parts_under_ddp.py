@@ -1,7 +1,5 @@
 """Parts that are compiled one by one stay one graph each in DistributedDataParallel, whatever its buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -24,7 +22,7 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_buckets_cut_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_cut_no_part(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096)

@@ -1,13 +1,10 @@
 """Timing a model's step, with a stand-in for the race: what runs, what is kept, what fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +48,7 @@ def wukong() -> nn.Module:
     return build("wukong", dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
 
 
-def test_a_step_is_that_of_training_but_for_the_tables(losses: list[dict[str, float]]) -> None:
+def test_a_step_is_that_of_training_but_for_the_tables(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     built: list[nn.Module] = []
 
@@ -74,7 +71,7 @@ def test_a_step_is_that_of_training_but_for_the_tables(losses: list[dict[str, fl
             assert torch.equal(parameter.grad, expected[name].grad), name
 
 
-def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses: list[dict[str, float]]) -> None:
+def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
     def broken() -> nn.Module:
@@ -94,9 +91,7 @@ def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses: list[dict[st
     assert list(losses[-1]) == ["bf16", "other"], "each arm races against the baseline alone"
 
 
-def test_the_looked_up_rows_get_the_gradient_of_training(
-    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_looked_up_rows_get_the_gradient_of_training(losses, monkeypatch):
     """The race calls the step twice, on the same rows: gradients are those of one call, bit for bit."""
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     rows: list[torch.Tensor] = []
@@ -127,9 +122,7 @@ def test_the_looked_up_rows_get_the_gradient_of_training(
 
 
 @pytest.mark.slow
-def test_an_arm_is_freed_before_the_next_is_built(
-    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_is_freed_before_the_next_is_built(losses, monkeypatch):
     """Compiled parts are reference cycles (the eager backend makes the same ones): weights of the last
     arm must be gone all the same, also of one that failed. Python's own collector is off meanwhile.
     """
@@ -159,7 +152,7 @@ def test_an_arm_is_freed_before_the_next_is_built(
     assert alive == [[], [True], [True, False], [True, False, False], [True, False, False, False]]
 
 
-def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
     asked: list[tuple[list[str], dict[str, object]]] = []
     times = {"bf16": 10.0, "again": 11.0, "fast": 5.0}
@@ -194,7 +187,7 @@ def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch: pyte
     assert found["fast"].low_precision == 3
 
 
-def test_an_unusable_gpu_ends_it(losses: list[dict[str, float]]) -> None:
+def test_an_unusable_gpu_ends_it(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
     def poisoned() -> nn.Module:
@@ -208,7 +201,7 @@ def test_an_unusable_gpu_ends_it(losses: list[dict[str, float]]) -> None:
     assert [result.name for result in told] == ["bf16"], "what was found before is told"
 
 
-def test_off_a_gpu_it_says_so() -> None:
+def test_off_a_gpu_it_says_so():
     batch = next(iter(SyntheticClicks(rows=8, seed=0).batches(8)))
     with pytest.raises(ValueError, match="CUDA graphs"):
         time_steps(Arm(name="bf16", build=wukong), {}, batch, device=CPU)
@@ -218,7 +211,7 @@ def asked(model: nn.Module) -> set[int]:
     return {id(module) for module in model.modules() if module._compiled_call_impl is not None}
 
 
-def test_blocks_are_compiled_and_tables_are_not() -> None:
+def test_blocks_are_compiled_and_tables_are_not():
     model = compiled(wukong())
     assert asked(model) == {id(m) for m in (*model.layers, model.top)}
     layer = nn.TransformerEncoderLayer(16, 2, 32)
@@ -230,7 +223,7 @@ def test_blocks_are_compiled_and_tables_are_not() -> None:
     assert not asked(uncompiled(parts))
 
 
-def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_of_torch_are_compiled_too(monkeypatch):
     """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
     graphs, real = [], torch.compile
 
@@ -248,9 +241,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_bench_step_from_the_command_line(
-    losses: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
     monkeypatch.setattr(step, "measure", measure_coarsely)
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
@@ -267,7 +258,7 @@ def test_bench_step_from_the_command_line(
     assert (tmp_path / "plan.json").exists()
 
 
-def test_bench_step_refuses_an_unknown_arm(tmp_path: Path, losses: list[dict[str, float]]) -> None:
+def test_bench_step_refuses_an_unknown_arm(tmp_path, losses):
     command = ["bench", "step", "--model", "dlrm", "--device", "cpu", "--batch-size", "32"]
     done = CliRunner().invoke(app, [*command, "--arm", "magic", "--out", str(tmp_path)])
     assert "no arm is called magic" in str(done.exception)

@@ -1,10 +1,7 @@
 """However a step runs, it trains alike; what cannot run as asked says why and runs on."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +40,7 @@ def close(found: torch.Tensor, exact: torch.Tensor) -> None:
     assert ((found - exact).abs() < 1e-5).double().mean() > 0.99
 
 
-def test_parts_of_a_batch_add_up() -> None:
+def test_parts_of_a_batch_add_up():
     exact, _ = weights_after(CONFIG)
     found, result = weights_after(replace(CONFIG, accumulate=3))
     assert result.rows == ROWS.rows
@@ -51,7 +48,7 @@ def test_parts_of_a_batch_add_up() -> None:
     assert not torch.equal(found, exact)  # it did go in parts
 
 
-def test_parts_are_one_update_on_their_rows() -> None:
+def test_parts_are_one_update_on_their_rows():
     sizes, steps = [], []
     model = small_model()
     model.mlp.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
@@ -61,7 +58,7 @@ def test_parts_are_one_update_on_their_rows() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_each_row_counts_alike_in_a_short_batch(accumulate: int) -> None:
+def test_each_row_counts_alike_in_a_short_batch(accumulate):
     """Gradients are the rows' sum over the 64 of a whole batch, for dense weights and for tables."""
     model, before = of_zoo(), {}
 
@@ -93,7 +90,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_compiled_step_trains_alike() -> None:
+def test_a_compiled_step_trains_alike():
     exact, _ = weights_after(CONFIG)
     model = of_zoo()
     found, result = weights_after(replace(CONFIG, step="compile"), model)
@@ -102,7 +99,7 @@ def test_a_compiled_step_trains_alike() -> None:
     assert all(part._compiled_call_impl is None for part in model.modules()), "it is left as it was found"
 
 
-def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
@@ -123,7 +120,7 @@ def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_graph_needs_a_gpu() -> None:
+def test_a_graph_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("here is one")
     exact, _ = weights_after(replace(CONFIG, step="compile"))
@@ -140,7 +137,7 @@ def tables_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_tables_beside_the_graph_learn_as_inside_of_the_model() -> None:
+def test_tables_beside_the_graph_learn_as_inside_of_the_model():
     found, exact = (weights_after(replace(CONFIG, step=step))[0] for step in ("graph", "eager"))
     assert torch.equal(found, exact)
     parts = replace(CONFIG, accumulate=2)  # a table's rows are then added up in another order
@@ -163,7 +160,7 @@ def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> n
     ("name", "history"),
     [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)],
 )
-def test_histories_are_looked_up_beside_the_graph_too(name: str, history: HistoryTable | None) -> None:
+def test_histories_are_looked_up_beside_the_graph_too(name, history):
     """To the bits, the table of both included; a model that does not read them gets them as they are."""
     found, exact = (
         weights_after(replace(CONFIG, step=step), reading_history(name, history), rows=HISTORIES)[0]
@@ -173,7 +170,7 @@ def test_histories_are_looked_up_beside_the_graph_too(name: str, history: Histor
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
+def test_histories_go_in_parts_and_resume_exactly(tmp_path):
     def stop(step: int) -> None:
         if step == 3:
             raise KeyboardInterrupt
@@ -190,14 +187,14 @@ def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_tables_of_an_unknown_model_are_a_reason() -> None:
+def test_tables_of_an_unknown_model_are_a_reason():
     _, result = weights_after(replace(CONFIG, step="graph"), small_model())
     assert "sparse gradients" in result.step_reason
     assert "SmallModel has no `front`" in result.step_reason
 
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
-def test_the_precision_of_matrices_is_put_back(precision) -> None:
+def test_the_precision_of_matrices_is_put_back(precision):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
@@ -211,21 +208,21 @@ def test_the_precision_of_matrices_is_put_back(precision) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_tf32_is_fp32_on_a_cpu() -> None:
+def test_tf32_is_fp32_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("here is a GPU")
     assert torch.equal(weights_after(CONFIG)[0], weights_after(replace(CONFIG, precision="tf32"))[0])
 
 
 @pytest.mark.parametrize("wrong", [{"step": "fast"}, {"accumulate": 0}, {"accumulate": 65}, {"window": 0}])
-def test_config_refuses(wrong) -> None:
+def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainConfig(**{"batch_size": 64, **wrong})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> None:
+def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
     config = replace(CONFIG, device="cuda", step="graph", accumulate=accumulate, checkpoint_every=4)
     exact, _ = weights_after(replace(config, step="eager"))
     found, result = weights_after(config)
@@ -244,7 +241,7 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dhen", "interformer", "hstu"])
-def test_a_graph_with_a_history_trains_alike(name: str) -> None:
+def test_a_graph_with_a_history_trains_alike(name):
     config = replace(CONFIG, device="cuda", step="graph")
     rows = SyntheticClicks(rows=64 * 8, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
     found, result = weights_after(config, reading_history(name, ITEM).cuda(), rows=rows)
@@ -254,6 +251,6 @@ def test_a_graph_with_a_history_trains_alike(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_tf32_differs_from_fp32_on_a_gpu() -> None:
+def test_tf32_differs_from_fp32_on_a_gpu():
     config = replace(CONFIG, device="cuda")
     assert not torch.equal(weights_after(config)[0], weights_after(replace(config, precision="tf32"))[0])
