@@ -5,7 +5,6 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def _without_repeated_work() -> None:
     language, builder = interpreter.tl, interpreter.interpreter_builder
     patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope
 
-    def once(function: Callable[..., object]) -> object:
+    def once(function):
         visible = [module for module in (language, language.core) if module in function.__globals__.values()]
         patched = visible and not any(language.core.is_builtin(module.load) for module in visible)
         return nothing_to_restore() if patched else patch(function)
@@ -68,7 +67,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def overflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def overflow_is_an_error(monkeypatch) -> None:
     """In the interpreter, for a test whose integers need more than 32 bits."""
     if torch.cuda.is_available():
         return
@@ -87,5 +86,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request) -> torch.device:
     return torch.device(request.param)

@@ -43,7 +43,7 @@ def two_libraries() -> Iterator[None]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> GemmConfig:
+def config(tmp_path) -> GemmConfig:
     (tmp_path / "suite.csv").write_text(SUITE)
     return GemmConfig(
         out=tmp_path / "out",

@@ -18,7 +18,7 @@ from loka.core.storage.files import write_record
 
 
 @pytest.fixture(scope="module")
-def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(measured, tmp_path_factory) -> Path:
     """A folder in which probe, measure and plan ran."""
     folder = shutil.copytree(measured, tmp_path_factory.mktemp("cli") / "folder")
     loka("plan", "report.json", "--out", "plan.json", cwd=folder)

@@ -15,7 +15,7 @@ pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 2 if name == "label" else 9, 200) for name in CRITEO.columns}
     path = tmp_path / "rows.parquet"

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def kill_at_step(step: int, checkpoints: Path, process: BaseProcess) -> None:
 def content_of(path: Path) -> dict[str, Any]:
     """Of a record, without what was measured by the clock."""
 
-    def timeless(found: Any) -> Any:
+    def timeless(found):
         if isinstance(found, dict):
             return {key: timeless(entry) for key, entry in found.items() if key != "rows_per_second"}
         return [timeless(entry) for entry in found] if isinstance(found, list) else found
@@ -57,7 +56,7 @@ def test_killed_training_ends_with_the_same_numbers(measured, tmp_path):
     resumed = loka(*arguments, "--checkpoints", "killed", cwd=tmp_path)
     assert "continued from step" in resumed
 
-    def judged(text: str) -> list[str]:
+    def judged(text):
         return [line for line in text.splitlines() if line.startswith(("held out", "ran "))]
 
     assert judged(resumed) == judged(whole)
@@ -74,10 +73,10 @@ def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: obj
 class _Dying:
     """Progress bars that end the process with SIGKILL before item `at` of all that they count."""
 
-    def __init__(self, at: int, *_: object) -> None:
+    def __init__(self, at, *_):
         self._left = itertools.count(at, -1)
 
-    def __call__(self, items: Iterable[object], what: str, total: int) -> Iterator[object]:
+    def __call__(self, items, what, total):
         for item in items:
             if next(self._left) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -129,8 +128,8 @@ def test_sigterm_saves_what_was_measured(measured, tmp_path, monkeypatch):
     whole = Report.load(measured / "report.json").sites
     sent: list[str] = []
 
-    def progress(*_: object) -> Callable[..., Iterator[object]]:
-        def track(items: Iterable[object], what: str, total: int) -> Iterator[object]:
+    def progress(*_):
+        def track(items, what, total):
             for place, item in enumerate(items):
                 if place == 2 and not sent:
                     sent.append(what)
@@ -159,7 +158,7 @@ def test_sigterm_saves_what_was_measured(measured, tmp_path, monkeypatch):
 def test_sigterm_before_a_command_begins_is_told_too(place, tmp_path, monkeypatch):
     """A traceback there, or click's "Aborted!", would say that something broke."""
 
-    def sent(*_: object, **__: object) -> None:
+    def sent(*_, **__):
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(place, sent)
@@ -170,7 +169,7 @@ def test_sigterm_before_a_command_begins_is_told_too(place, tmp_path, monkeypatc
 def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(tmp_path, monkeypatch):
     """Kills found such ends, one in ten of SIGTERM's."""
 
-    def library(target: object) -> None:
+    def library(target):
         try:
             signal.raise_signal(signal.SIGTERM)
         except KeyboardInterrupt:
@@ -188,7 +187,7 @@ def test_a_killed_demo_watches_every_step_again(net, tmp_path, monkeypatch):
     kill_at_step(20, arm / "checkpoints", process)
     assert not (arm / "arm.json").exists(), "the probed run had ended"
 
-    def enough(*args: object, **options: object) -> None:
+    def enough(*args, **options):
         raise LokaError("what comes after it, other tests run")
 
     monkeypatch.setattr(arms, "_CHECKPOINT_EVERY", 20)

@@ -18,7 +18,7 @@ def probed(folder: Path, seed: int, *options: str) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Stats, Stats]:
+def two(tmp_path_factory) -> tuple[Path, Path, Stats, Stats]:
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     return first, second, probed(first, 0), probed(second, 1, "--base-rate", "0.31")
 

@@ -15,7 +15,7 @@ from loka.core.records.stats import Stats
 
 
 @pytest.fixture(scope="module")
-def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(measured, tmp_path_factory) -> Path:
     return shutil.copytree(measured, tmp_path_factory.mktemp("ne") / "folder")
 
 

@@ -26,7 +26,7 @@ def write(path: Path, rows: int, seed: int, extra: str = "") -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     write(tmp_path / "train.csv", 400, 0)
     write(tmp_path / "test.csv", 120, 1)
     (tmp_path / "schema.json").write_text(json.dumps(COLUMNS))
@@ -37,7 +37,7 @@ def commands_with(option: str) -> set[str]:
     """By name, those of the groups too."""
     found = set()
 
-    def walk(group: typer.core.TyperGroup, before: str) -> None:
+    def walk(group, before):
         for name, command in group.commands.items():
             if isinstance(command, typer.core.TyperGroup):
                 walk(command, f"{before}{name} ")

@@ -13,7 +13,7 @@ FEW = ("--model", "dlrm", "--rows", "3000", "--batch-size", "128")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("probed")
     text = loka("train", *FEW, "--checkpoints", "run", cwd=folder)
     assert "held out" in text

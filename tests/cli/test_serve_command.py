@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import loka
 
 import loka as library
@@ -19,7 +18,7 @@ FEW = ("--model", "dlrm", "--rows", "3000")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A checkpoint, a plan and a server."""
     folder = tmp_path_factory.mktemp("served")
     loka("train", *FEW, "--batch-size", "512", "--no-mods", "--checkpoints", "run", cwd=folder)
@@ -56,7 +55,7 @@ def test_a_folder_is_checked(folder):
 def test_rows_that_moved_fail_the_check(folder, monkeypatch):
     import loka.cli.commands.serve as command
 
-    def moved(batch: object) -> tuple[torch.Tensor, ...]:
+    def moved(batch):
         dense, *others = arguments(batch)
         return dense * 1000, *others
 

@@ -5,7 +5,7 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,14 @@ ALL = [DISPATCH, *(f"{name} everywhere" for name in EVERYWHERE), *TORCHAO]
 class FakeSteps:
     """Stands in for `time_steps`: builds no arm, and says what it was told to say of each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.arms: dict[str, Arm] = {}
         self.baseline: Arm | None = None
         self.rows = 0
         self.options: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
 
-    def __call__(
-        self,
-        baseline: Arm,
-        arms: Mapping[str, Arm],
-        batch: Any,
-        *,
-        on_result: Callable[[StepTime], None],
-        **options: Any,
-    ) -> dict[str, StepTime]:
+    def __call__(self, baseline, arms, batch, *, on_result, **options):
         self.baseline, self.arms, self.rows, self.options = baseline, dict(arms), len(batch), options
         for place, name in enumerate((baseline.name, *arms)):
             if name in self.failures:
@@ -80,7 +72,7 @@ def measured_coarsely() -> Iterator[None]:
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> FakeSteps:
+def steps(monkeypatch) -> FakeSteps:
     """The CPU passes for a device with CUDA graphs; probing and measuring are real."""
     fake = FakeSteps()
     monkeypatch.setattr(step, "time_steps", fake)
@@ -109,7 +101,7 @@ def data() -> Data:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, data: Data) -> Report:
+def measured(tmp_path_factory, data) -> Report:
     """A report over emulated kernels at all sites of a small DLRM."""
     config = config_in(tmp_path_factory.mktemp("measured"))
     return step._report(config, data)
@@ -182,7 +174,7 @@ def test_what_is_written(steps, tmp_path, monkeypatch):
 def test_results_are_kept_as_they_come(steps, data, tmp_path, monkeypatch):
     """What was timed before an unusable GPU ends the run is in the record."""
 
-    def dies(baseline: Arm, arms: object, batch: object, **options: Any) -> None:
+    def dies(baseline, arms, batch, **options):
         options["on_result"](StepTime(name=baseline.name, microseconds=Estimate(9.0, 8.0, 10.0)))
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
@@ -260,7 +252,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch)
             arm.build()
         assert caught.value.way_out == "pip install 'loka[torchao]'"
 
-    def race(functions: Mapping[str, object], **options: object) -> Any:
+    def race(functions, **options):
         timing = types.SimpleNamespace(microseconds=Estimate(1.0, 1.0, 1.0), speedup=Estimate(1.0, 1.0, 1.0))
         return types.SimpleNamespace(timings=dict.fromkeys(functions, timing), failures={})
 
@@ -279,7 +271,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatc
     """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
     taken: dict[str, list[str]] = {}
 
-    def convert(model: nn.Module, *, config: str, module_filter_fn: Callable[..., bool]) -> nn.Module:
+    def convert(model, *, config, module_filter_fn):
         taken[config] = [path for path, module in model.named_modules() if module_filter_fn(module, path)]
         return model
 
@@ -291,7 +283,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "torchao.float8", library)
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.odd = nn.Linear(13, 32)
             self.bottom = nn.Linear(32, 32)
@@ -299,7 +291,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatc
             self.top = nn.Linear(32, 32)
             self.logit = nn.Linear(32, 1)
 
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             x = self.bottom(self.odd(dense)).unflatten(1, (16, 2)).transpose(1, 2)
             return self.logit(self.top(self.tokens(x).flatten(1))).squeeze(1)
 
@@ -337,7 +329,7 @@ def test_the_same_weights_for_every_arm(data, tmp_path):
 def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):
     told: list[Any] = []
 
-    def probe(model: nn.Module, **options: Any) -> Probe:
+    def probe(model, **options):
         told.append(options["base_rate"])
         return Probe(model, **options)
 

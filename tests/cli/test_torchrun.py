@@ -53,7 +53,7 @@ def planned(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def two(tmp_path_factory) -> list[dict[str, str]]:
     return on_ranks(trained, 2, tmp_path_factory.mktemp("torchrun"))
 
 

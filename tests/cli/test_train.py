@@ -33,7 +33,7 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def made(tmp_path_factory) -> tuple[Path, str]:
     """A run from a cold start."""
     folder = tmp_path_factory.mktemp("auto")
     return folder, loka(*AUTO, "--out", folder, "--no-cache")
@@ -137,7 +137,7 @@ def test_what_it_refuses(tmp_path):
 def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
     sent: list[object] = []
 
-    def send(model: object) -> None:
+    def send(model):
         if not sent:
             sent.append(model)
             signal.raise_signal(number)
@@ -155,7 +155,7 @@ def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
 
 
 def test_an_interrupt_without_checkpoints_promises_nothing(tmp_path, monkeypatch):
-    def press(*others: object, **named: object) -> None:
+    def press(*others, **named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("loka.cli.commands.train.check_finite", press)

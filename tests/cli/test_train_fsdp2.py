@@ -20,9 +20,9 @@ from torch import nn
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
-from loka.distributed import GradientWire, choose_gather, choose_gradients, send_gradients
+from loka.distributed import choose_gather, choose_gradients, send_gradients
 from loka.measurement.settings import Settings
-from loka.train import TrainConfig, TrainLog, loop, run, train
+from loka.train import TrainConfig, loop, run, train
 from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
 
@@ -58,7 +58,7 @@ def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, A
     """What the command says, and the sum of the losses of this rank's rows after each step."""
     losses: list[float] = []
 
-    def note(line: TrainLog) -> None:
+    def note(line):
         losses.append(line.reading.lifetime.logloss * line.rows)
 
     if dist.is_initialized():
@@ -72,7 +72,7 @@ def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, A
 class Job:
     folder: Path
 
-    def __call__(self, rank: int, _: Path) -> dict[str, Any]:
+    def __call__(self, rank, _):
         kept = ("--checkpoints", "kept", "--checkpoint-every", "2")
         refused = {
             "engine": ("--dense", "fsdp1"),
@@ -95,25 +95,25 @@ class Job:
         ]
         return found
 
-    def chosen(self, rank: int) -> dict[str, Any]:
+    def chosen(self, rank):
         """Gathers in FP8, gradients in torch's own way, as the clock says; on from a checkpoint; and as if
         four ranks had chosen units, and two a codec."""
         fp8, asked = 10.0 + rank, 0
         sent: list[str] = []
 
-        def timer(ways: Any, device: torch.device) -> dict[str, list[float]]:
+        def timer(ways, device):
             nonlocal asked
             asked += 1
             times = {"fp8": fp8, "hp": 15.0, "int8": 1.0, "e4m3": 20.0}
             return {name: [1.0 if len(ways) == 1 else times[name]] * 11 for name in ways}
 
-        def elsewhere(*arguments: Any, **options: Any) -> Any:
+        def elsewhere(*arguments, **options):
             found = load_newest(*arguments, **options)
             gather = (4, *found.state["choices"]["gather"][1:])
             choices = {"gather": gather, "gradients": (2, ("e4m3",), "held")}
             return replace(found, state={**found.state, "choices": choices})
 
-        def send(model: nn.Module, wire: GradientWire) -> None:
+        def send(model, wire):
             sent.append(f"{wire.scatter} {wire.gather}")
             send_gradients(model, wire)
 
@@ -138,17 +138,17 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fsdp2")
 
 
 @pytest.fixture(scope="module")
-def plan(folder: Path) -> loka.Plan:
+def plan(folder) -> loka.Plan:
     return make_plan(folder)
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, plan: loka.Plan) -> list[dict[str, Any]]:
+def two(folder, plan) -> list[dict[str, Any]]:
     logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "alone")
     return on_ranks(Job(folder), 2, folder)
 
@@ -158,7 +158,7 @@ def alone(plan: loka.Plan, names: set[str]) -> list[float]:
     gathered; the masters get the mean gradients."""
     real = steps._backward
 
-    def backward(model: nn.Module, *arguments: Any) -> Any:
+    def backward(model, *arguments):
         masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
         for name, p in model.named_parameters():
             if name in names:

@@ -7,7 +7,7 @@ the checkpoint's files hold, bit for bit.
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from loka.data.batch import Source
 from loka.distributed import EmbeddingBags, shard_tables, with_embedding_bags
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.sharded import read_tensors
-from loka.train.run import Callback, Run
+from loka.train.run import Callback
 from loka.train.steps import step as steps
 from loka.train.steps.pipelined import Ahead
 from loka.zoo import HistoryTable, build
@@ -123,10 +123,10 @@ def saved_again(folder: Path, rank: int, ranks: int) -> None:
 
 
 class Saves(Callback):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def start(self, run: Run) -> None:
+    def start(self, run):
         if run.step == run.steps:
             run.save(self.folder, beside={}, identity={})
 
@@ -166,12 +166,12 @@ def losses_of(model: nn.Module, rows: Source, config: TrainConfig) -> list[float
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("torchrec")
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
+def two(folder) -> list[dict[str, Any]]:
     (folder / "criteo").mkdir()
     write_rows(folder / "criteo")
     make_plan(folder)
@@ -179,7 +179,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one(two: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+def one(two, folder) -> dict[str, Any]:
     return on_ranks(on_one, 1, folder)[0]
 
 
@@ -224,7 +224,7 @@ def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(two, one, folder):
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     into: dict[str, torch.Tensor] = {}
 
-    def wanted(there: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def wanted(there):
         into.update({n: torch.zeros(found.size, dtype=found.properties.dtype) for n, found in there.items()})
         return into
 
@@ -337,7 +337,7 @@ def joined(rank: int, folder: Path) -> dict[str, Any]:
 
 
 class Regions(Callback):
-    def after(self, run: Run) -> None:
+    def after(self, run):
         self.joined = {site for region in loka.regions(run.model).applied for site in region}
 
 

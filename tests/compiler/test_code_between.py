@@ -1,7 +1,6 @@
 """Code between sites that a program must not take for something else."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -26,33 +25,33 @@ aten = torch.ops.aten
 class Between(nn.Module):
     """Two layers of 64 features, and `code` between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y: torch.Tensor = self.second(self.code(self.first(x)))
         return y
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         raise NotImplementedError
 
 
 class CastToBool(Between):
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.relu(h).bool() * 2.0 + h
 
 
 class CastToEightBits(Between):
     """A quantizer of the user's own: near 100 two e4m3 numbers are 8 apart."""
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         coarse = (h.detach().float() * 8 + 100).to(torch.float8_e4m3fn).float()
         return (coarse - 100) / 8 + h
 
 
 class CastToIntegers(Between):
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return (h.detach() * 4).to(torch.int32).to(h.dtype) + h
 
 
@@ -60,30 +59,30 @@ class AddedWithItsOwnGradient(torch.autograd.Function):
     """x [T, N] + p [N], where p's gradient is a sum over rows of a product with another such sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, p):
         return x + p
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx, grad):
         return grad, (grad * grad.sum(0)).sum(0)
 
 
 class SumOfSums(Between):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(64))
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.tanh(AddedWithItsOwnGradient.apply(h, self.shift))
 
 
 class SummedUp(Between):
     """Backward begins inside of the graph, with one number."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x).float().sum() / 8
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.relu(h)
 
 
@@ -129,12 +128,12 @@ def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu():
 class Cross(nn.Module):
     """Cross layers with biases of their own: under autocast what they add up is float32."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
         self.biases = nn.ParameterList(torch.zeros(64) for _ in range(layers))
 
-    def forward(self, x0: torch.Tensor) -> torch.Tensor:
+    def forward(self, x0):
         x = x0
         for layer, bias in zip(self.layers, self.biases, strict=True):
             x = x0 * (layer(x) + bias) + x

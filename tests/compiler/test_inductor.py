@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _configured(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     before = config.joint_custom_pre_pass
     yield
@@ -34,13 +34,13 @@ def _configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 class Counting(CustomGraphPass):
-    def __init__(self) -> None:
+    def __init__(self):
         self.graphs = 0
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def __call__(self, graph):
         self.graphs += 1
 
-    def uuid(self) -> str:
+    def uuid(self):
         return "counting"
 
 
@@ -182,11 +182,11 @@ def test_a_second_process(tmp_path):
 
 
 class Broken(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(self.second(torch.relu(self.first(x))))
         torch._dynamo.graph_break()
         return self.third(x)

@@ -4,7 +4,6 @@ import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ class Job:
     plan: Plan
     order: str
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         expected = loka.convert(made("relu"), self.plan)
         for rows in halves():
             run(expected, rows)

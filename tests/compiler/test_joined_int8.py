@@ -79,11 +79,11 @@ def test_backward_reads_no_integers():
 class _Shared(nn.Module):
     """Two layers that read one input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 48), nn.Linear(64, 48)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         z = torch.relu(x)
         return self.first(z) * torch.sigmoid(self.second(z))
 

@@ -153,11 +153,11 @@ def test_zero_rows_huge_and_tiny_values():
 class Masked(nn.Module):
     """Dropout's mask, and one of integers, between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, ids):
         x = F.dropout(torch.relu(self.first(x)), 0.5)
         return self.second(torch.where(ids == 0, 0.0, x))
 

@@ -83,22 +83,22 @@ def test_one_block_is_a_whole_row():
 class RmsNorm(nn.Module):
     """Written by hand, as users do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 256, bias=False), nn.Linear(256, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.first(x).unflatten(-1, (4, 64)).float()
         y = y / torch.sqrt(y.square().mean(dim=-1, keepdim=True) + 1e-5)
         return self.second(F.relu(y.flatten(-2)).to(x.dtype))
 
 
 class TwoReaders(RmsNorm):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.third = BlockNorm(256, 64), nn.Linear(256, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = F.silu(self.norm(self.first(x)))
         return self.second(h) * self.third(h)
 
@@ -114,13 +114,13 @@ def test_two_sites_may_read_it():
 class Kept(TwoReaders):
     """`how` something else reads what lies between."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.how = how
         self.gamma = nn.Parameter(torch.rand(256))
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.first(x)
         h = F.silu(self.norm(y) * self.gamma if self.how == "gamma" else self.norm(y))
         out = self.second(h)

@@ -25,17 +25,17 @@ TOKENS, OUT, COLUMNS = 24, 16, 48
 class _Base(nn.Module):
     """[B, n, d] -> tokens over the middle side -> an MLP that is planned in FP8."""
 
-    def __init__(self, tokens: int = TOKENS, columns: int = COLUMNS, bias: bool = False) -> None:
+    def __init__(self, tokens=TOKENS, columns=COLUMNS, bias=False):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(tokens, OUT, bias=bias)
         self.second = nn.Linear(tokens, OUT, bias=bias)
         self.mlp = nn.Sequential(nn.Linear(OUT * columns, 64), nn.ReLU(), nn.Linear(64, 32))
 
-    def over(self, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def over(self, x, layer):
         return layer(x.transpose(1, 2)).transpose(1, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         mixed = F.silu(self.over(x, self.first)) + 0.5 * self.over(x, self.second)
         return self.mlp(mixed.flatten(1))
 
@@ -43,7 +43,7 @@ class _Base(nn.Module):
 class _Pairs(_Base):
     """As a factorization machine: what the layer gives is read as it lies, by a GEMM, and not across."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         pairs = torch.bmm(x, self.first(x.transpose(1, 2)))[:, :OUT]
         return self.mlp((self.over(x, self.second) + pairs.repeat(1, 1, COLUMNS // OUT)).flatten(1))
 
@@ -51,7 +51,7 @@ class _Pairs(_Base):
 class _Twice(_Base):
     """A layer over tokens of a layer over tokens."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         again = nn.functional.pad(self.over(x, self.first), (0, 0, 0, TOKENS - OUT))
         return self.mlp(self.over(self.over(again, self.second)[:, :1] + x, self.second).flatten(1))
 
@@ -59,14 +59,14 @@ class _Twice(_Base):
 class _Matmul(_Base):
     """The weight in front, as a user may write it who never heard of transposed linear layers."""
 
-    def over(self, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def over(self, x, layer):
         return torch.matmul(layer.weight, x)
 
 
 class _Keys(_Base):
     """One head of attention: keys are read across by a GEMM, which costs nothing as it is."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         rows = x[:, :OUT].transpose(1, 2).contiguous()  # [B, d, 16]
         q, k = (F.linear(rows, layer.weight[:, :OUT]) for layer in (self.first, self.second))
         return self.mlp((torch.bmm(q, k.transpose(1, 2))[:, :OUT]).flatten(1))
@@ -167,11 +167,11 @@ def test_large_sides_leave_the_weight_gradient_as_it_is():
 
 
 class _Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.relu(self.linear(x.transpose(1, 2)).transpose(1, 2))
 
 

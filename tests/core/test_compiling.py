@@ -15,11 +15,11 @@ def tower() -> nn.Sequential:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+def graphs(monkeypatch) -> Iterator[list[torch.fx.GraphModule]]:
     """What was compiled."""
     found: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def keep(graph, inputs):
         found.append(graph)
         return graph
 

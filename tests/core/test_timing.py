@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ class Clock:
     wide, and one in 20 is interrupted for up to as long again.
     """
 
-    def __init__(self, true: Mapping[str, float], *, seed: int, noise: float = 0.01) -> None:
+    def __init__(self, true, *, seed, noise=0.01):
         self.true, self.noise = true, noise
         self.random = random.Random(seed)
         self.clock, self.asked = 1.0, 0
         self.rounds: dict[str, int] = dict.fromkeys(true, 0)
 
-    def __call__(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    def __call__(self, names, rounds):
         samples: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds):
             self.clock *= math.exp(self.random.gauss(0.0, 0.02))
@@ -187,12 +187,12 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
     monkeypatch.setattr(timing, "still_usable", usable)
 
     class Graph:
-        def __init__(self, calls: int, pool: object) -> None:
+        def __init__(self, calls, pool):
             self.calls, self.pool = calls, pool
 
-        def replay(self) -> None: ...
+        def replay(self): ...
 
-    def capture(function: Callable[[], object], calls: int, place: Mapping[str, object]) -> Graph:
+    def capture(function, calls, place):
         function()
         return Graph(calls, place["pool"])
 
@@ -202,7 +202,7 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
 def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch):
     faked_cuda(monkeypatch, lambda: True)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("cutlass cannot implement\nat line 7")
 
     functions = {"hp": list, "first": list, "broken": broken, "last": list}
@@ -219,7 +219,7 @@ def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch):
 def test_nothing_goes_on_once_cuda_is_unusable(monkeypatch):
     faked_cuda(monkeypatch, lambda: False)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
@@ -232,7 +232,7 @@ def test_on_a_gpu():
     device = torch.device("cuda")
     big, small = (torch.randn(n, 4096, device=device, dtype=torch.bfloat16) for n in (16384, 4096))
 
-    def broken() -> None:
+    def broken():
         torch.cuda.synchronize()  # not allowed while capturing
 
     found = time_interleaved(

@@ -39,11 +39,11 @@ def killed(path: Path, folder: Path) -> None:
     finished = [0]
     finish, flush = ShardWriter.finish, ShardWriter._flush
 
-    def counted(self: ShardWriter) -> int:
+    def counted(self):
         finished[0] += 1
         return finish(self)
 
-    def die(self: ShardWriter, rows: int) -> None:
+    def die(self, rows):
         flush(self, rows)
         if finished[0] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
     steps: list[tuple[str, int]] = []
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         steps.append((description, total))
         return items
 
@@ -148,7 +148,7 @@ def test_another_conversion_is_not_mixed_in(tmp_path):
 def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         with pytest.raises(InUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
         return items
@@ -222,7 +222,7 @@ def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         calls = iter([True] * 5)
 
-        def full(name: Path) -> None:
+        def full(name):
             if not next(calls, False):
                 raise OSError(28, "No space left on device")
 
@@ -238,7 +238,7 @@ def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch):
 def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         for count, item in enumerate(items):
             if count == 3:
                 raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,19 +23,19 @@ class Counted:
     vocab_sizes: tuple[int, ...] = (2,)
 
     @property
-    def identity(self) -> str:
+    def identity(self):
         return f"{self.first} {self.rows}"
 
-    def at_epoch(self, epoch: int) -> Counted:
+    def at_epoch(self, epoch):
         return Counted(self.first, self.rows, epoch)
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for at in range(start * batch_size, self.rows, batch_size):
             count = min(batch_size, self.rows - at)
             dense = torch.arange(self.first + at, self.first + at + count)[:, None] + 1000.0 * self.epoch
             yield Batch(dense=dense, sparse=torch.zeros(count, 1).long(), label=torch.zeros(count))
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {"odd": 1}
 
 

@@ -21,7 +21,7 @@ def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50
 
 
 @pytest.fixture
-def days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def days(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("loka.data.formats.npy.GROUP_ROWS", 16)
     monkeypatch.setattr("loka.data.formats.npy._SCAN_ROWS", 20)
     write_day(tmp_path, 10, 40)

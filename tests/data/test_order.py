@@ -48,7 +48,7 @@ def test_ranks_share_the_rows_out(sizes, world, window_rows, seed, cut):
 def test_epochs_and_seeds_and_ranks_have_orders_of_their_own():
     group_rows = np.full(20, 10)
 
-    def read(**changes: int) -> list[int]:
+    def read(**changes):
         shuffle = Shuffle(**{"seed": 0, "window_rows": 40, **changes})
         return rows_in(order_of(group_rows, first=0, last=200, shuffle=shuffle), group_rows).tolist()
 

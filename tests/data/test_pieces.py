@@ -18,7 +18,7 @@ ROWS = 211
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TableFile]:
+def files(tmp_path_factory) -> dict[str, TableFile]:
     """The row number is its dense value; groups of 10 rows in parquet."""
     folder = tmp_path_factory.mktemp("pieces")
     table = pa.table({"y": [0] * ROWS, "d": list(range(ROWS)), "c": ["x"] * ROWS})

@@ -73,7 +73,7 @@ def test_it_finds_what_a_csv_reader_finds(text):
     mended = without_open_quotes(block, ",")
     assert line_count(mended) == line_count(block)
 
-    def is_open(line: str) -> bool:
+    def is_open(line):
         reader = csv.reader(iter([line + "\n", "next"]))
         list(reader) if not line else next(reader)
         return reader.line_num > 1 and bool(line)

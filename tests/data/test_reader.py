@@ -21,7 +21,7 @@ ROWS = int(GROUPS.sum())
 class Rows:
     """A store whose row r is all r; slow and fast groups alternate."""
 
-    def __init__(self, *, broken: int | None = None, history: bool = False) -> None:
+    def __init__(self, *, broken=None, history=False):
         self.group_rows, self.dense_features, self.vocab_sizes, self.identity = (
             GROUPS,
             2,
@@ -31,10 +31,10 @@ class Rows:
         self.history = History(length=3, vocab_size=ROWS) if history else None
         self.broken, self.loads = broken, []
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {"made up": 3}
 
-    def load(self, group: int, first: int, last: int) -> Block:
+    def load(self, group, first, last):
         if group == self.broken:
             raise DataRefused("part-7.parquet: row group 4 cannot be read")
         self.loads.append(group)

@@ -121,7 +121,7 @@ def test_teacher_is_worth_learning_and_can_be_learned():
     nn.init.zeros_(weights.weight)
     line = nn.Linear(13, 1)
 
-    def logits(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def logits(dense, sparse):
         return weights(sparse + offsets).sum((1, 2)) + line(dense)[:, 0]
 
     optimizers = [torch.optim.Adagrad(weights.parameters(), 0.05), torch.optim.Adam(line.parameters(), 0.01)]

@@ -280,7 +280,7 @@ def test_identity_follows_the_content(tmp_path, monkeypatch, large):
     path = write_tsv(tmp_path / "t.tsv", made_up(20))
     status, data = path.stat(), path.read_bytes()
 
-    def identity(content: bytes, *, later: int = 0) -> str:
+    def identity(content, *, later=0):
         path.write_bytes(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later))
         return TableClicks(path, vocabulary=hashed_vocabulary(9)).identity

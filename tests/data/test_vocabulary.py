@@ -25,7 +25,7 @@ def strings(*values: str | None) -> "pa.ChunkedArray":
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path) -> Path:
     path = tmp_path / "t.parquet"
     columns = {
         "y": [0, 1, 0, 1, 0, 1],

@@ -7,7 +7,6 @@ another order than autograd adds them, so from the second step on losses agree w
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +34,10 @@ ROUNDING = 2 * 8 * 2**-24
 class Counting(DefaultAllGather):
     """FSDP2's own all-gather, with the bytes that a rank sends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sent: list[int] = []
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.sent.append(input_tensor.numel() * input_tensor.element_size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -52,7 +51,7 @@ class Job:
     plan: loka.Plan
     of_wide: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found = {f"{order}, {units}": self.equal(rank, order, units) for order, units in CASES}
         found |= {"kept": self.kept(rank), "bytes": self.bytes_of(), "parts": self.parts(rank)}
         found |= {
@@ -63,13 +62,13 @@ class Job:
         }
         return found
 
-    def made(self, order: str = "convert first", units: str = "layer", **options: Any) -> nn.Module:
+    def made(self, order="convert first", units="layer", **options):
         model = uneven()
         if order == "convert first":
             return shard(loka.convert(model, self.plan), units, **options)
         return loka.convert(shard(model, units, **options), self.plan)
 
-    def equal(self, rank: int, order: str, units: str) -> dict[str, Any]:
+    def equal(self, rank, order, units):
         model = self.made(order, units)
         keys = list(model.state_dict())
         gathering = fp8_all_gather(model, self.plan)
@@ -91,13 +90,13 @@ class Job:
             found["reverted"] = loss_of(model, *rows(9, 0, 24)).item()
         return found
 
-    def kept(self, rank: int) -> list[float]:
+    def kept(self, rank):
         """Weights stay gathered from forward to backward."""
         model = self.made(reshard_after_forward=False)
         fp8_all_gather(model, self.plan)
         return trained(model, rank)
 
-    def bytes_of(self) -> dict[str, Any]:
+    def bytes_of(self):
         """Of each rank, in a forward and a backward of wide layers, against FSDP2's own bf16 gather."""
         sent = {}
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -113,7 +112,7 @@ class Job:
             sent[f"{how} told"] = 2 * gathering.wire_bytes
         return sent
 
-    def parts(self, rank: int) -> list[float]:
+    def parts(self, rank):
         """A part that is called by itself after an update, and evaluation without gradients."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -121,7 +120,7 @@ class Job:
         with torch.no_grad():
             return model[0](rows(7, 0, 24)[0]).flatten().tolist()
 
-    def written(self, rank: int) -> list[float]:
+    def written(self, rank):
         """Weights written past autograd and optimizer: scales are those of the numbers as they are."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -131,7 +130,7 @@ class Job:
                 parameter.to_local().data.mul_(5.0)
             return model(rows(7, 0, 24)[0]).flatten().tolist()
 
-    def refused(self, rank: int) -> dict[str, str]:
+    def refused(self, rank):
         model = self.made(units="root")
         gathering = fp8_all_gather(model, self.plan)
         told = {"table": str(gathering)}
@@ -152,7 +151,7 @@ class Job:
         told["ranks"] = str(raised.value)
         return told
 
-    def watched(self, rank: int) -> dict[str, Any]:
+    def watched(self, rank):
         """Backward under a mode that sees ops, as counters of FLOPs and selective checkpoints are."""
         found: dict[str, Any] = {}
         for name, mode in (("plain", contextlib.nullcontext()), ("watched", FlopCounterMode(display=False))):
@@ -163,7 +162,7 @@ class Job:
             found[name] = [p.grad.full_tensor().tolist() for p in model.parameters()]
         return found
 
-    def not_finite(self, rank: int) -> dict[str, Any]:
+    def not_finite(self, rank):
         """A NaN in the rows of one rank makes the weight NaN on all, and is flagged there."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -183,7 +182,7 @@ def wide() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven), plan_of(wide)), 3, tmp_path_factory.mktemp("three"))
 
 

@@ -3,14 +3,12 @@ one process does whose weights are quantized alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gather_jobs import shard, trained
 from ranks import on_ranks
-from torch import nn
 from towers import alone, plan_of, uneven
 
 import loka
@@ -30,7 +28,7 @@ CLOCKS = [
 def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
     times = [(scales, scales), *(of_unit[rank] for of_unit in CLOCKS)]
 
-    def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
+    def timer(ways, device):
         for run in ways.values():
             run()
         fp8, hp = times.pop(0)
@@ -43,10 +41,10 @@ def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, 
 class Job:
     plan: loka.Plan
 
-    def made(self) -> nn.Module:
+    def made(self):
         return shard(loka.convert(uneven(), self.plan))
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         model, untimed, timed = (self.made() for _ in range(3))
         choice = choose_gather(model, self.plan, timer=clock(rank, 5.0))
         gathering = fp8_all_gather(model, self.plan, units=choice.taken)
@@ -65,7 +63,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven)), 2, tmp_path_factory.mktemp("choice"))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +24,11 @@ UNITS = ("root", "group")
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
@@ -40,7 +39,7 @@ class Exact:
     plan: loka.Plan
     joined: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         model = shard(loka.convert(uneven(), self.plan))
         fp8_all_gather(model, self.plan)
         found: dict[str, Any] = {"uneven": trained(model, rank), "checkpointed": self.checkpointed(rank)}
@@ -48,7 +47,7 @@ class Exact:
             found[units] = self.compiled(rank, units)
         return found
 
-    def checkpointed(self, rank: int) -> dict[str, Any]:
+    def checkpointed(self, rank):
         """Units run again in backward, where scales stay those of the forward."""
         model = shard(loka.convert(uneven(), self.plan))
         fp8_all_gather(model, self.plan)
@@ -61,7 +60,7 @@ class Exact:
             dist.all_reduce = real
         return {"losses": losses, "agreed": agreed}
 
-    def compiled(self, rank: int, units: str) -> dict[str, Any]:
+    def compiled(self, rank, units):
         torch._dynamo.reset()
         model = shard(loka.convert(joinable(), self.joined), units)
         gathering = fp8_all_gather(model, self.joined)
@@ -108,7 +107,7 @@ def stepped(model: nn.Module, called: Callable[..., Any], ranks: list[int]) -> l
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Exact(plan_of(uneven), plan_of(joinable)), 2, tmp_path_factory.mktemp("two"))
 
 

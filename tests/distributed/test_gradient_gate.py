@@ -25,7 +25,7 @@ CLOCKS = {HP: (100.0, 110.0), "int8": (50.0, 120.0), "e4m3": (90.0, 80.0)}
 
 
 def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
-    def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
+    def timer(ways, device):
         for run in ways.values():
             run()
         return {name: [CLOCKS[name][rank] + 0.01 * i for i in range(11)] for name in ways}
@@ -34,7 +34,7 @@ def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
 
 
 def stepping(model: nn.Module, rank: int) -> Callable[[int], None]:
-    def step(number: int) -> None:
+    def step(number):
         model.zero_grad()
         loss_of(model, *rows(number, rank, WIDE)).backward()
 
@@ -49,11 +49,11 @@ def single() -> nn.Module:
 class Faint(nn.Module):
     """Every other column of the first weight has gradients 2000 times smaller than the ones beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tower = tower(WIDE, 64, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.tower(x * torch.tensor([1.0, 5e-4]).repeat(WIDE // 2))
 
 
@@ -84,7 +84,7 @@ def refused(rank: int) -> dict[str, str]:
         inner = nn.Embedding(8, 8, sparse=True) if name == "sparse" else single()
         model = DistributedDataParallel(inner)
 
-        def step(number: int, name: str = name, model: nn.Module = model) -> None:
+        def step(number, name=name, model=model):
             if name != "nothing":
                 x = rows(number, rank, WIDE)[0] * {"zero": 0.0, "nan": torch.nan}[name]
                 model(x if rank else x.nan_to_num()).square().mean().backward()
@@ -96,7 +96,7 @@ def refused(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(on_rank, 2, tmp_path_factory.mktemp("gate"))
 
 
@@ -120,7 +120,7 @@ def test_shares_are_those_of_the_equation(two):
             parts.append(model.weight.grad.double().clone())
     sent = torch.stack(parts).view(STEPS, 2, 64, WIDE)
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
+    def rounded(x):
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() * scale
 

@@ -195,7 +195,7 @@ def unused() -> str:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(on_rank, 3, tmp_path_factory.mktemp("wire"))
 
 

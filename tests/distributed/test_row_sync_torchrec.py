@@ -25,7 +25,7 @@ NAMES = ("a", "b", "c")
 class Model(nn.Module):
     """Tables of three features, two of which share one; a layer with fixed weights behind them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.tables = EmbeddingBagCollection(tables=[shared, alone])
         self.top = nn.Linear(WIDTH * len(NAMES), 1).requires_grad_(False)
 
-    def forward(self, features: Any, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, features, labels):
         logits = self.top(self.tables(features).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -61,11 +60,11 @@ _OPS = {
 class Sent(TorchDispatchMode):
     """Collectives, each with the bytes of its larger buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in leaves)
@@ -75,7 +74,7 @@ class Sent(TorchDispatchMode):
 
 
 def noting(function: Any, op: str, found: list[tuple[str, int]]) -> Any:
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args, **kwargs):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         found.append((op, max(x.numel() * x.element_size() for x in leaves)))
         return function(*args, **kwargs)
@@ -112,13 +111,13 @@ class Job:
 
     plan: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, engine, formats in CASES:
             found[f"{name} {engine} {formats}"] = self.step(engine, formats, SIDES[name], rank)
         return found
 
-    def step(self, engine: str, formats: Formats, sides: tuple[int, ...], rank: int) -> Any:
+    def step(self, engine, formats, sides, rank):
         model: Any = tower(*sides)
         wire = GradientWire(scatter=formats.gradients, gather=formats.gradients)
         if engine == "ddp":
@@ -154,7 +153,7 @@ def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def real(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven)), RANKS, tmp_path_factory.mktemp("ranks"))
 
 
@@ -220,12 +219,12 @@ def test_gemms_stand_where_the_engine_runs_them(engine):
 
 def test_units_by_pattern_and_tables():
     class Tables(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.EmbeddingBag(50, 16, sparse=True)
             self.top = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 1)])
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             x = self.table(ids)
             for layer in self.top:
                 x = layer(x)
@@ -259,11 +258,11 @@ def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_p
 
 def test_what_does_not_run_without_numbers_is_told():
     class Looks(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layer(x) * x.max().item()
 
     mode = fake_mode()
@@ -276,7 +275,7 @@ def test_what_does_not_run_without_numbers_is_told():
 class Moved(TorchDispatchMode):
     size = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in str(func):
             leaves = tree_leaves((args, kwargs, out))

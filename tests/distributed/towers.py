@@ -39,11 +39,11 @@ class Joinable(nn.Module):
     """Sides that regions take, and a forward of its own: Dynamo compiles that of nn.Sequential child by child
     where FSDP2's hooks stand before it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(m for m in tower(64, 112, 80, 32) if isinstance(m, nn.Linear))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
         return self.layers[-1](x)

@@ -13,7 +13,7 @@ from .flops import Flops, count_flops
 class Held(nn.Module):
     """Parameters of the given shapes, in attributes a, b, ..."""
 
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
+    def __init__(self, *shapes):
         super().__init__()
         for name, shape in zip("abcd", shapes, strict=False):
             setattr(self, name, nn.Parameter(torch.randn(shape)))
@@ -86,7 +86,7 @@ def test_a_gemm_with_a_parameter(written, mode):
 
 
 def test_autocast_casts_a_parameter_once_and_twice():
-    def run(m: Held) -> None:
+    def run(m):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             F.linear(X, m.a)
             F.linear(X, m.a)
@@ -98,7 +98,7 @@ def test_products_without_a_parameter():
     query = torch.randn(2, 4, 6, 8)  # B, H, L, E
     key, value = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
 
-    def run(m: Held) -> None:
+    def run(m):
         F.scaled_dot_product_attention(query, key, value)
         torch.bmm(torch.randn(4, 5, 3), torch.randn(4, 3, 2))
         F.linear(X, m.a)
@@ -149,7 +149,7 @@ def test_parameters_in_one_storage_are_told_apart():
 
 
 def test_an_address_that_is_used_again_is_no_copy():
-    def run(m: Held) -> None:
+    def run(m):
         for _ in range(20):
             m.a.to(torch.bfloat16)  # freed at once, were it not kept
             F.linear(X.bfloat16(), torch.ones(7, 3, dtype=torch.bfloat16))

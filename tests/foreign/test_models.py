@@ -21,7 +21,7 @@ RECOMPUTED = [name for name in FOREIGN if "checkpoint" in name]
 
 
 @pytest.fixture(params=FOREIGN)
-def foreign(request: pytest.FixtureRequest) -> Foreign:
+def foreign(request) -> Foreign:
     entry = FOREIGN[request.param]
     entry.skip_without_libraries()
     return entry

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,11 @@ PROBLEMS = tuple(
 class Compiler:
     """A `precompile` that keeps what it was given, and says `ticks` times that a problem is done."""
 
-    def __init__(self, ticks: int | None = None) -> None:
+    def __init__(self, ticks=None):
         self.calls: list[tuple[Problem, ...]] = []
         self.ticks = ticks
 
-    def __call__(self, problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+    def __call__(self, problems, on_done):
         self.calls.append(tuple(problems))
         for _ in range(len(problems) if self.ticks is None else self.ticks):
             on_done()
@@ -43,12 +42,12 @@ class Compiler:
 class Bars:
     """A `track` that keeps what each bar was asked and how far it came."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[tuple[str, int]] = []
         self.steps: list[int] = []
         self.ended: list[bool] = []
 
-    def __call__(self, items: Iterable[int], description: str, total: int) -> Iterator[int]:
+    def __call__(self, items, description, total):
         place = len(self.asked)
         self.asked.append((description, total))
         self.steps.append(0)
@@ -115,7 +114,7 @@ def test_nothing_to_compile():
 
 
 def test_a_compiler_that_fails_is_heard():
-    def broken(problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+    def broken(problems, on_done):
         raise RuntimeError("nvcc is not here")
 
     broken_kernel = dataclasses.replace(kernel("broken"), precompile=broken)

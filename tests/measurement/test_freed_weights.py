@@ -1,7 +1,5 @@
 """Weights that a wrapper frees after the call: a backward that reads them would end the process."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,11 +13,11 @@ def test_effects_are_refused_where_a_weight_is_gone():
     kept = layer.weight.detach().clone()
     storage = layer.weight.untyped_storage()
 
-    def gather(*_: Any) -> None:
+    def gather(*_):
         storage.resize_(kept.nbytes)
         layer.weight.data.copy_(kept)
 
-    def free(*_: Any) -> None:
+    def free(*_):
         storage.resize_(0)
 
     layer.register_forward_pre_hook(gather)

@@ -25,7 +25,7 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats: loka.Stats) -> loka.Report:
+def report(stats) -> loka.Report:
     return loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))
 
 

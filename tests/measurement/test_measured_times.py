@@ -140,7 +140,7 @@ def test_damaged_times_are_measured_again_and_said_so(twins, monkeypatch, tmp_pa
 class Stopwatch:
     """A clock for deadlines that stands still until it is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
@@ -149,7 +149,7 @@ def test_time_is_up_while_timing(twins, monkeypatch, tmp_path):
     """A layer is timed before the next one is measured. The rest is noted; later it goes on from there."""
     clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
-    def one_minute(names: list[str]) -> None:
+    def one_minute(names):
         if len(timer.races) == 1:
             clock.now += 60.0
 
@@ -182,7 +182,7 @@ def test_a_race_cut_short_is_run_again(twins, monkeypatch, tmp_path):
     clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
     options = {"settings": Settings(max_draws=4, tie=1e-9), "out": out, "cache": tmp_path / "cache"}
 
-    def late(names: list[str]) -> None:
+    def late(names):
         clock.now += 60.0
 
     timer.before = late
@@ -224,7 +224,7 @@ def test_time_is_up_while_drawing(twins, monkeypatch, tmp_path):
 def test_interrupted_timing_goes_on(twins, monkeypatch, tmp_path):
     timer, out = install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
-    def stop(names: list[str]) -> None:
+    def stop(names):
         if races_of_sites(timer) == 4:
             raise KeyboardInterrupt
 
@@ -249,7 +249,7 @@ def test_a_site_too_big_for_the_gpu_is_left_out_and_tried_again(twins, monkeypat
 
     raced = []
 
-    def full(names: list[str]) -> None:
+    def full(names):
         raced.append(names)
         if len(raced) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")

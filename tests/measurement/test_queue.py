@@ -21,13 +21,13 @@ measuring = sys.modules["loka.measurement.measure"]
 class Branches(nn.Module):
     """Small layers, large ones, and beside them a layer that is larger than all of these."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.small = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
         self.large = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48))
         self.alone, self.logit = nn.Linear(64, 256), nn.Linear(320, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         parts = self.small(x[:, :16]), self.large(x), torch.tanh(self.alone(x))
         return self.logit(torch.cat(parts, dim=1))
 
@@ -61,7 +61,7 @@ def test_a_limited_time_goes_to_the_largest_layer(stats, monkeypatch, tmp_path):
     timer, now, out = install(monkeypatch, FakeTimer()), [1000.0], tmp_path / "report.json"
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def ten_seconds(names: list[str]) -> None:
+    def ten_seconds(names):
         now[0] += 10.0
 
     timer.before = ten_seconds
@@ -82,7 +82,7 @@ def test_the_order_changes_no_result(stats, monkeypatch):
     install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
     ordered = timed(stats)
 
-    def as_called(stats: loka.Stats, *, timed: bool) -> list[Job]:
+    def as_called(stats, *, timed):
         return [Job(kind, path) for kind in ("errors", "times", "region") for path in stats.layers]
 
     monkeypatch.setattr(measuring, "agenda", as_called)

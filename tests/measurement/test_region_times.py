@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
-from loka.core.timing import Race
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import int8_weights
 from loka.measurement import Settings
@@ -59,11 +58,11 @@ def of_all(**runs: int) -> dict[str, int]:
 class Spy(FakeTimer):
     """Keeps the cells that it races."""
 
-    def __init__(self, true: Mapping[str, float]) -> None:
+    def __init__(self, true):
         super().__init__(true)
         self.cells: dict[str, nn.Module] = {}
 
-    def __call__(self, functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+    def __call__(self, functions, **options):
         for name, step in functions.items():
             self.cells[name] = step.__closure__[_place(step, "model")].cell_contents
         return super().__call__(functions, **options)
@@ -74,7 +73,7 @@ def _place(step: Callable[[], object], name: str) -> int:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+def spy(monkeypatch) -> Spy:
     timer = Spy({HP: 100.0, REGION: 50.0, REGION_INT8: 52.0})
     monkeypatch.setattr(region_times, "time_interleaved", timer)
     monkeypatch.setattr(region_times, "ARMS", {REGION: EMULATED, REGION_INT8: INTEGERS})
@@ -135,7 +134,7 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
 
 
 @pytest.fixture
-def uncompiled(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> Spy:
+def uncompiled(spy, monkeypatch) -> Spy:
     """Cells run as written, and count as joined: for what does not depend on a compiler."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
     listed = regions(nn.Identity())
@@ -185,7 +184,7 @@ def test_a_cell_that_is_not_joined_is_no_region(spy, monkeypatch):
 
 @pytest.mark.parametrize("failing", [HP, REGION])
 def test_an_arm_that_fails_is_a_reason(failing, uncompiled, monkeypatch):
-    def compiled(cell: nn.Module) -> nn.Module:
+    def compiled(cell):
         if bool(regions(cell).planned) == (failing == REGION):
             cell.forward = lambda z: 1 / 0
         return cell
@@ -206,8 +205,8 @@ def test_integers_that_fail_leave_fp8_its_time(uncompiled, monkeypatch):
 
 @pytest.mark.parametrize("failing", [HP, REGION])
 def test_an_arm_that_cannot_be_captured_is_a_reason(failing, uncompiled, monkeypatch):
-    def uncaptured(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
-        def fail() -> None:
+    def uncaptured(functions, **options):
+        def fail():
             raise RuntimeError("not permitted when stream is capturing")
 
         return uncompiled({**functions, failing: fail}, **options)
@@ -220,8 +219,8 @@ def test_an_arm_that_cannot_be_captured_is_a_reason(failing, uncompiled, monkeyp
 
 
 def test_too_little_memory_while_capturing_says_nothing_of_the_layer(uncompiled, monkeypatch):
-    def full(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
-        def fail() -> None:
+    def full(functions, **options):
+        def fail():
             raise torch.OutOfMemoryError("tried to allocate")
 
         return uncompiled({**functions, REGION: fail}, **options)
@@ -237,7 +236,7 @@ def test_what_a_deadline_cuts_short_is_not_known(uncompiled, monkeypatch):
     ended = {"deadline": False, "rounds": True, "decided": True}
     for end, known in ended.items():
 
-        def timer(*args: object, end: str = end, **options: object) -> Race:
+        def timer(*args, end=end, **options):
             return dataclasses.replace(uncompiled(*args, **options), ended=end)
 
         monkeypatch.setattr(region_times, "time_interleaved", timer)
@@ -271,7 +270,7 @@ def twins() -> loka.Stats:
 class Regions:
     """Stands in for `time_region`: half of hp's time, or what `found` says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shapes: list[tuple[int, int]] = []
         self.found: dict[str, Measurement] | None = {
             HP: Measurement(microseconds=Estimate(100.0, 99.0, 101.0), speedup=Estimate(1.0, 1.0, 1.0)),
@@ -279,23 +278,14 @@ class Regions:
         }
         self.deadlines: list[float | None] = []
 
-    def __call__(
-        self,
-        layer: LinearStats,
-        shape: LinearShape,
-        *,
-        device: torch.device,
-        settings: Settings,
-        deadline: float | None = None,
-        arms: Collection[str] = (),
-    ) -> dict[str, Measurement] | None:
+    def __call__(self, layer, shape, *, device, settings, deadline=None, arms=()):
         self.shapes.append((shape.in_features, shape.out_features))
         self.deadlines.append(deadline)
         return self.found
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Regions:
+def timed(monkeypatch) -> Regions:
     install(monkeypatch, FakeTimer())
     stub = Regions()
     monkeypatch.setattr(timing, "time_region", stub)
@@ -339,7 +329,7 @@ def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(twins, timed, tmp
     assert part.notes == ("not timed in a region: 0, 2, 4, 5",)
     assert None not in timed.deadlines
 
-    def full(*args: object, **options: object) -> None:
+    def full(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(timing, "time_region", full)

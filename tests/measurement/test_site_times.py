@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loka.core.error import Estimate
-from loka.core.numerics.reference import Quantized, scaled_mm
+from loka.core.numerics.reference import scaled_mm
 from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.registry import candidate_named
@@ -55,7 +55,7 @@ def test_the_whole_site_is_timed(gemm, monkeypatch):
 def test_algorithms_are_searched_and_the_winner_is_pinned(monkeypatch):
     ran = []
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         ran.append(algorithm)
         if algorithm == 3:
             raise RuntimeError("not enough workspace\nin line 5")
@@ -79,10 +79,10 @@ def test_algorithms_are_searched_and_the_winner_is_pinned(monkeypatch):
 
 
 def test_a_kernel_none_of_whose_algorithms_works_says_why(monkeypatch):
-    def raises(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def raises(a, b, dtype, *, algorithm=0):
         raise RuntimeError("no algorithm")
 
-    def negated(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def negated(a, b, dtype, *, algorithm=0):
         return -scaled_mm(a, b, dtype=dtype)
 
     install(monkeypatch, FakeTimer())
@@ -96,7 +96,7 @@ def test_a_kernel_none_of_whose_algorithms_works_says_why(monkeypatch):
 def test_what_cannot_be_captured_is_a_failure_under_the_name_asked_for(monkeypatch):
     calls = []
 
-    def third(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def third(a, b, dtype, *, algorithm=0):
         calls.append(algorithm)
         if len(calls) > 4:  # checked twice, searched twice, then the site
             raise RuntimeError("capture")
@@ -113,7 +113,7 @@ def test_what_cannot_be_captured_is_a_failure_under_the_name_asked_for(monkeypat
 def test_an_algorithm_that_cannot_be_the_baseline_of_the_search(monkeypatch):
     timer = install(monkeypatch, FakeTimer({"many:rowwise_e4m3@1": 50.0}))
 
-    def first_fails(names: list[str]) -> None:
+    def first_fails(names):
         if names[0].endswith("@0"):
             raise RuntimeError("cannot be captured")
 
@@ -136,7 +136,7 @@ def test_the_deadline_reaches_every_race(monkeypatch):
 
 
 def test_rivals_are_those_at_least_as_exact():
-    def errors(value: float) -> dict[str, Estimate]:
+    def errors(value):
         return {"sqnr_db": Estimate(value, value - 0.2, value + 0.2)}
 
     rivals = rivals_of(

@@ -2,14 +2,14 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from loka.core.records.report import REGION, Measurement
-from loka.core.timing import Race, first_line, race
+from loka.core.timing import first_line, race
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.kernel import Kernel
@@ -25,22 +25,14 @@ class FakeTimer:
     `racing` is true while it calls the functions.
     """
 
-    def __init__(self, true: Mapping[str, float] | None = None) -> None:
+    def __init__(self, true=None):
         self.true = dict(true or {})
         self.races: list[list[str]] = []
         self.options: list[dict[str, object]] = []
         self.racing = False
         self.before: Callable[[list[str]], None] = lambda names: None
 
-    def __call__(
-        self,
-        functions: Mapping[str, Callable[[], object]],
-        *,
-        baseline: str,
-        device: torch.device,
-        seed: int = 0,
-        **options: object,
-    ) -> Race:
+    def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.before(list(functions))
         self.races.append(list(functions))
         self.options.append(options)
@@ -57,7 +49,7 @@ class FakeTimer:
         finally:
             self.racing = False
 
-        def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        def sample(names, rounds):
             return {
                 name: [
                     self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5))

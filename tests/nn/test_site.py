@@ -219,7 +219,7 @@ def test_each_tensor_is_read_once(monkeypatch):
     calls = []
     real = site_ops.quantize_pair
 
-    def counted(hp: torch.Tensor, **sides: object) -> object:
+    def counted(hp, **sides):
         calls.append((tuple(hp.shape), sides["row"] is not None, sides["column"] is not None))
         return real(hp, **sides)
 

@@ -169,7 +169,7 @@ def test_a_cuda_graph_of_the_step_counts_its_replays():
     convert_layers(model, ("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
 
-    def step() -> None:
+    def step():
         with torch.autocast("cuda", torch.bfloat16):
             model(x).float().square().mean().backward()
 

@@ -43,12 +43,12 @@ def example() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def stats(example: ModuleType) -> loka.Stats:
+def stats(example) -> loka.Stats:
     return example.probed()
 
 
 @pytest.fixture(scope="module")
-def result(example: ModuleType, stats: loka.Stats):
+def result(example, stats):
     return example.measured(stats)
 
 
@@ -131,7 +131,7 @@ def test_the_self_check_convicts_all_of_them(
 
 
 @pytest.fixture
-def report(example: ModuleType, plant: Plant) -> loka.Report:  # noqa: F811
+def report(example, plant) -> loka.Report:  # noqa: F811
     stats = example.probed(steps=10, batch=128)
     plant(kernel(example, "weight"), POW2)
     one_layer = replace(stats, layers={example.LAYER: stats.layers[example.LAYER]})

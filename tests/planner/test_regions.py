@@ -331,10 +331,10 @@ def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch):
     """Memory is used again: after revert and convert new counters may lie where the old ones were."""
 
     class Everywhere(dict[int, str]):
-        def get(self, address: int, default: str | None = None) -> str | None:
+        def get(self, address, default=None):
             return super().get(address, record_text([["0"]], {}))
 
-        def pop(self, address: int, default: str | None = None) -> str | None:
+        def pop(self, address, default=None):
             self[address] = None
             return default
 

@@ -33,7 +33,7 @@ def stats() -> Stats:
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Saver]:
+def saver(tmp_path) -> Iterator[Saver]:
     saver = Saver(tmp_path / "stats")
     yield saver
     saver.close()
@@ -45,20 +45,20 @@ class Event:
     passed = False
     waited = False
 
-    def query(self) -> bool:
+    def query(self):
         return self.passed
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.waited = self.passed = True
 
 
 class Slow:
     """Makes a record when it is let go."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats):
         self.stats, self.begun, self.go = stats, threading.Event(), threading.Event()
 
-    def __call__(self) -> Stats:
+    def __call__(self):
         self.begun.set()
         assert self.go.wait(30)
         return self.stats
@@ -80,7 +80,7 @@ def test_training_does_not_wait_and_the_newest_wins(saver, stats):
     assert slow.begun.wait(30)
     for steps in (2, 3, 4):  # none of them waits for the first
 
-        def make(steps: int = steps) -> Stats:
+        def make(steps=steps):
             made.append(steps)
             return at(stats, steps)
 
@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_once(saver, stats, monkeypatch
     saver.flush()
     with monkeypatch.context() as patched:
 
-        def full(handle: int) -> None:
+        def full(handle):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patched.setattr("loka.core.storage.files.os.fsync", full)

@@ -99,12 +99,12 @@ def learnt(seed: int, **options: Any) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, folder)
 
 
@@ -115,7 +115,7 @@ def alone() -> Stats:
 
 
 @pytest.fixture(scope="module")
-def merged(ranks: list[dict[str, Any]]) -> Stats:
+def merged(ranks) -> Stats:
     return from_bytes(ranks[0]["merged"])
 
 
@@ -336,7 +336,7 @@ def test_sketches_of_tails_add_up():
     """A record that has them beside the Gaussian (statistics/tails.py) keeps them: they are sums."""
     x = torch.randn(60, 5).exp()
 
-    def with_sketches(rows: torch.Tensor) -> Stats:
+    def with_sketches(rows):
         stats = learnt(0)
         layer = stats.layers["0"]
         sketch, cross = tails.tails_of(rows), tails.cross_of(rows, rows[:, :3])

@@ -75,11 +75,11 @@ def test_layers_that_are_not_called_say_so():
     assert not stats.skipped
 
     class Spare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.spare = nn.Linear(13, 1), nn.Linear(3, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.used(x)
 
     assert "never called" in probed(Spare(), 2).skipped["spare"]
@@ -87,12 +87,12 @@ def test_layers_that_are_not_called_say_so():
 
 def test_keyword_inputs_and_frozen_weights():
     class Keyword(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.fc = nn.Linear(13, 1)
             self.fc.weight.requires_grad_(False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.fc(input=x)
 
     stats = probed(Keyword(), 2)
@@ -138,12 +138,12 @@ def test_a_failing_step_leaves_no_hooks():
 
 
 class Failing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.fails = nn.Linear(8, 16), nn.Linear(16, 1), True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.first(x)
         if self.fails:
             raise torch.OutOfMemoryError("of the program's own")
@@ -307,12 +307,12 @@ def test_layers_over_tokens_are_told(tmp_path):
     """X as it lies, taken across, as a weight in front of it; and keys that were copied into rows."""
 
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows, self.over = nn.Linear(8, 8), nn.Linear(6, 4, bias=False)
             self.front, self.copied = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             over = self.over(self.rows(x).transpose(1, 2)).transpose(1, 2)
             copied = self.copied(x.transpose(1, 2).contiguous()).transpose(1, 2)
             return over + torch.matmul(self.front, x) + copied

@@ -36,7 +36,7 @@ def test_resuming_equals_one_run():
     x = [torch.randn(30, 13) for _ in range(8)]
     model = odd_mlp()
 
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+    def run(probe, part):
         with probe:
             for rows in part:
                 model.zero_grad()
@@ -114,7 +114,7 @@ def all_tensors(stats: loka.Stats, operand: str) -> list[tuple[str, torch.Tensor
 
 
 def test_a_full_disk_is_told_while_training(tmp_path, monkeypatch):
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     model = odd_mlp()
@@ -128,10 +128,10 @@ def test_a_full_disk_is_told_while_training(tmp_path, monkeypatch):
 
 
 def test_what_ends_training_is_raised_and_a_failed_save_noted(tmp_path, monkeypatch):
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
-    def fail() -> None:
+    def fail():
         with loka.Probe(model, every=1, save_to=tmp_path):
             train_steps(model, 1)
             raise KeyError("the user's own")
@@ -148,7 +148,7 @@ def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path):
     x = [torch.randn(60, 13) for _ in range(8)]
     model = odd_mlp()
 
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+    def run(probe, part):
         with probe:
             for rows in part:
                 model.zero_grad()

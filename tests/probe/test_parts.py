@@ -22,12 +22,12 @@ ROWS = {"tasks": TASKS, "segments": THIRD, "forward": lambda model, batch: model
 class Two(nn.Module):
     """The second logit reads what the first does not: its own tower."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shared, self.tower = nn.Linear(24, 32), nn.Linear(32, 16)
         self.click, self.buy = nn.Linear(32, 1), nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = torch.relu(self.shared(x))
         return torch.cat([self.click(h), self.buy(torch.relu(self.tower(h)))], dim=1)
 
@@ -63,12 +63,12 @@ def model() -> Two:
 
 
 @pytest.fixture(scope="module")
-def renewed(model: Two) -> Stats:
+def renewed(model) -> Stats:
     return renew_effects(model, probed(model), batches(24_000), labels=labels_of, segment_rows=256, **ROWS)
 
 
 @pytest.fixture(scope="module")
-def report(renewed: Stats) -> Report:
+def report(renewed) -> Report:
     return loka.measure(renewed, device="cpu", candidates=("emulated:rowwise_e4m3",))
 
 

@@ -166,18 +166,18 @@ def test_an_overhead_that_cannot_be():
 class Late(Clock):
     """Marks are numbers; one has passed when the device has got that far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = 0.0
         self.device = 0.0
 
-    def _now(self) -> float:
+    def _now(self):
         return self.now
 
-    def _passed(self, mark: float) -> bool:
+    def _passed(self, mark):
         return mark <= self.device
 
-    def _between(self, begin: float, end: float) -> float:
+    def _between(self, begin, end):
         return end - begin
 
 

@@ -72,7 +72,7 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 

@@ -7,7 +7,7 @@ from loka.report.frontier_plot import plot_frontier
 
 
 def made() -> Frontier:
-    def point(budget: float, time: float, knee: bool = False) -> Point:
+    def point(budget, time, knee=False):
         effect = Estimate(budget / 2, budget / 4, budget)
         fp8 = {"a/output": "torch:rowwise_e4m3"}
         return Point(budget=budget, kl=effect, spent=budget, time=time, fp8=fp8, knee=knee)

@@ -35,7 +35,7 @@ def test_results_without_times_and_other_files_are_refused(tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
-    def hidden(name: str) -> None:
+    def hidden(name):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", hidden)

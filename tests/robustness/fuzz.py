@@ -53,7 +53,7 @@ class Outcome:
     seconds: float
 
     @property
-    def well(self) -> bool:
+    def well(self):
         return self.ended in ("refused", "same", "counted")
 
 
@@ -121,7 +121,7 @@ def _ends(work: Callable[[], str], *, raises: bool) -> tuple[str, float]:
 
 @contextmanager
 def _at_most(seconds: int) -> Iterator[None]:
-    def ring(*_: object) -> None:
+    def ring(*_):
         raise Hangs
 
     before = signal.signal(signal.SIGALRM, ring)

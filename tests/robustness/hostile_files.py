@@ -80,7 +80,7 @@ def _text(
     rows: int | None = None,
     **how: Any,
 ) -> Case:
-    def write(path: Path) -> None:
+    def write(path):
         text = ending.join([head, *lines]) if name.endswith("csv") else ending.join(lines)
         path.write_bytes((text + ending).encode(**how))
 
@@ -219,7 +219,7 @@ def _parquet() -> Iterator[Case]:
         "category-time": {"c": pa.array([1] * rows, pa.time64("ns"))},
     }
 
-    def table(name: str) -> pa.Table:
+    def table(name):
         return pa.table({**plain, **changed.get(name, {})})
 
     for name in changed:

@@ -16,7 +16,7 @@ SLOW = {"bomb.csv.gz", "sparse.tsv", "10.csv", "category-large.parquet"}
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+def kinds(tmp_path_factory) -> dict[str, Kind]:
     return records(tmp_path_factory.mktemp("records"))
 
 

@@ -33,7 +33,7 @@ class Text:
     line: int
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.file.relative_to(SOURCE)}:{self.line}: {self.text[:150]!r}"
 
 
@@ -56,7 +56,7 @@ def _of(file: Path) -> Iterator[Text]:
 def commands() -> dict[str, Any]:
     """By name, such as "data convert"; groups too."""
 
-    def below(group: Any, before: str) -> Iterator[tuple[str, Any]]:
+    def below(group, before):
         for name, command in getattr(group, "commands", {}).items():
             yield f"{before}{name}", command
             yield from below(command, f"{before}{name} ")

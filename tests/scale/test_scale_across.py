@@ -207,7 +207,7 @@ def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, f
     steps, rate = prepared
     a, b, c, d, e, f = factors
 
-    def total(net: Network) -> float:
+    def total(net):
         return schedule(steps[engine].items(net, 64, rate=rate, planned=planned, ends={})).total
 
     fast = network(inside=(2, 300), between=(5, 40), launch=8, memory=3000, share=0.05)
@@ -267,11 +267,11 @@ def test_a_table_left_out_takes_no_time():
 
 def test_products_that_are_no_site_take_time_too():
     class Attends(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(2048, 2048)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             y = self.layer(x)
             return y @ (y.transpose(0, 1) @ y)
 
@@ -321,7 +321,7 @@ def build():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     (tmp_path / "my_many_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path
@@ -381,7 +381,7 @@ def test_no_corner_lies_far_outside_an_interval(prepared):
     drawn = random.Random(0)
     for engine, step in steps.items():
 
-        def ratio(ends: Any, step: Any = step) -> float:
+        def ratio(ends, step=step):
             bf16, planned = (
                 schedule(step.items(net, 64, rate=rate, planned=planned, ends=ends)).total
                 for planned in (False, True)

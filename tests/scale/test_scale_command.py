@@ -61,7 +61,7 @@ def without_sites():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     (tmp_path / "my_scaled_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path

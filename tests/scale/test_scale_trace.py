@@ -50,12 +50,12 @@ def test_a_batch_of_few_rows_stands_for_a_large_one():
 class LooksAtValues(nn.Module):
     """Its forward asks for a number, which fake tensors have not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(16)
         self.layer = nn.Linear(16, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         scale = 2.0 if x.max().item() > 0 else 1.0
         return self.layer(self.norm(x) * scale)
 

@@ -86,7 +86,7 @@ def test_the_shadow_needs_the_weights_in_high_precision(tmp_path):
 
 
 def _cut(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+    def change(folder):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) // 2])
 
@@ -149,14 +149,14 @@ def test_damaged_and_foreign_folders(damage, told, tmp_path):
 class Silu(Tower):
     """The same layers, and another function between them."""
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         x = torch.cat([dense, self.table(ids)], dim=1)
         x = torch.tanh(self.norm(self.first(x)))
         return self.logit(torch.tanh(self.second(x))).squeeze(1)
 
 
 class WithoutNorm(Tower):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.Identity()
 

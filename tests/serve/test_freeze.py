@@ -105,7 +105,7 @@ def test_weights_are_kept_once_and_in_eight_bits():
 
 
 class ReadsWeights(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         penalty = self.first.weight.square().mean()
         return super().forward(dense.to(self.second.weight.dtype), ids) + penalty
 
@@ -188,12 +188,12 @@ def test_nan_stays_in_its_row(candidate):
 
 
 class MixesRows(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         return super().forward(dense - dense.mean(dim=0), ids)
 
 
 class Reduces(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         return super().forward(dense, ids).mean()
 
 
@@ -261,7 +261,7 @@ def test_plans_that_do_not_fit():
 class TwoPaths(Tower):
     """A tower that rows of large values take."""
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         if float(dense.abs().max()) > 50:
             return self.logit(self.second(self.first(torch.cat([dense, self.table(ids)], dim=1)))).squeeze(1)
         return self.logit(
@@ -281,7 +281,7 @@ def test_a_site_that_no_row_reached_raises_when_one_does():
 
 
 class KeepsInput(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         self.seen = dense
         return super().forward(self.seen, ids)
 
@@ -314,7 +314,7 @@ def test_eight_threads_get_the_answers_of_one(count):
 def test_requests_of_another_form_are_refused(named):
     model = tower()
 
-    def form(dense: torch.Tensor, ids: torch.Tensor) -> object:
+    def form(dense, ids):
         return {"ids": ids, "dense": dense} if named else (dense, ids)
 
     plan = plan_for(model, BOTH)

@@ -78,7 +78,7 @@ def test_new_weights_while_requests_go_on():
         answers.append([server(x).output.clone() for x in requests])
     assert not torch.equal(answers[0][2], answers[1][2])
 
-    def ask() -> set[int]:
+    def ask():
         seen = set()
         while not done.is_set():
             for x, each in zip(requests, zip(*answers, strict=True), strict=True):

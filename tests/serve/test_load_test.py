@@ -50,7 +50,7 @@ def test_an_overloaded_server_is_not_waited_for():
 def test_failures_are_counted(monkeypatch):
     monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
 
-    def answer(turn: int) -> None:
+    def answer(turn):
         if turn % 2:
             raise ValueError("no such row")
 

@@ -70,7 +70,7 @@ def test_no_answer_mixes_versions_and_none_is_lost(candidate):
     answers: list[Answer] = []
     stop = threading.Event()
 
-    def ask() -> None:
+    def ask():
         while not stop.is_set():
             answers.append(server(request))
 
@@ -150,14 +150,14 @@ def test_static_scales_stay_those_of_the_calibration_rows():
 class Moded(nn.Module):
     """Buffers in and out of the state dict, and weights that two modules share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(24)
         self.register_buffer("offset", torch.randn(24), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(torch.relu(self.norm(self.first(x)))) + self.offset
 
 

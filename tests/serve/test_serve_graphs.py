@@ -33,12 +33,12 @@ BUCKETS = (2, 16)
 class Wide(nn.Module):
     """x [B, 16] -> logits [B]: two sites that a region joins, one of odd sides, one logit layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 32)
         self.odd, self.logit = nn.Linear(32, 24), nn.Linear(24, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = nn.functional.silu(self.norm(self.first(x)))
         x = torch.relu(self.odd(torch.relu(self.second(x))))
         return self.logit(x).squeeze(1).float()
@@ -62,11 +62,11 @@ planned: list[tuple[nn.Module, int]] = []
 
 
 class Replayed:
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function):
         self.function, self.trees, self.planned = function, bound[-1], planned[-1]
         self.output = mapped(function(), lambda leaf: torch.full_like(leaf, torch.nan))
 
-    def replay(self) -> None:
+    def replay(self):
         bind(*self.trees)
         plan_rows(*self.planned)
         for kept, made in zip(leaves(self.output), leaves(self.function()), strict=True):
@@ -79,7 +79,7 @@ def recorded(function: Callable[[], Any], device: torch.device, stream: object) 
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[JointBackend]:
+def backend(monkeypatch) -> Iterator[JointBackend]:
     """Of what a server compiles; the device is said to have graphs."""
     torch._dynamo.reset()
     made, compile_ = JointBackend(), torch.compile
@@ -254,12 +254,12 @@ def test_shadowed_requests_are_compared_with_high_precision(backend):
 
 def test_compiled_code_that_computes_something_else_is_refused(backend, monkeypatch):
     class Off(Replayed):
-        def replay(self) -> None:
+        def replay(self):
             super().replay()
             for leaf in leaves(self.output):
                 leaf.mul_(1.2)
 
-    def off(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+    def off(function, device, stream):
         made = Off(function)
         return made, made.output
 
@@ -269,7 +269,7 @@ def test_compiled_code_that_computes_something_else_is_refused(backend, monkeypa
 
 
 def test_what_cannot_be_captured_is_refused(backend, monkeypatch):
-    def fails(function: Callable[[], Any], device: torch.device, stream: object) -> None:
+    def fails(function, device, stream):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(graphs, "record", fails)
@@ -287,7 +287,7 @@ def test_a_forward_that_writes_to_itself_has_none(backend):
     class Counting(Wide):
         calls = 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             self.calls += 1
             return super().forward(x)
 
@@ -320,14 +320,14 @@ def test_programs_of_plans_by_rows(backend):
 class Raw(nn.Module):
     """x [B, 16] -> [B]: parameters that are multiplied by as they are, one of them through a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w, self.pair = (
             nn.Parameter(torch.randn(16, 64) * 0.2),
             nn.Parameter(torch.randn(2, 64, 32) * 0.2),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(x @ self.w)
         return (torch.relu(x @ self.pair[0]) - torch.relu(x @ self.pair[1])).sum(dim=1).float()
 
@@ -357,7 +357,7 @@ def test_what_forward_makes_once_is_no_hindrance(backend):
     class Lazy(Wide):
         mask: torch.Tensor | None = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             if self.mask is None:
                 self.mask = torch.ones(16, device=x.device)
             return super().forward(x * self.mask)

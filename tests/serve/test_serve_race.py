@@ -3,7 +3,7 @@
 import pytest
 import torch
 from served import plan_for
-from test_serve_graphs import BUCKETS, PLAN, Replayed, backend, compiled_answer, frozen, inputs, wide
+from test_serve_graphs import BUCKETS, PLAN, backend, compiled_answer, frozen, inputs, wide
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import freeze, graphs
@@ -18,7 +18,7 @@ def test_each_bucket_takes_what_is_fastest(backend, monkeypatch):
     # Replays in order: all in high precision, the first plan, the second; 2 rows and 16 of each.
     taken = iter([5.0, 30.0, 4.98, 20.0, 9.0, 20.1])
 
-    def microseconds(recording: Replayed, device: torch.device) -> float:
+    def microseconds(recording, device):
         recording.replay()
         return next(taken, 1.0)
 

@@ -106,7 +106,7 @@ def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path):
     package.write_bytes(b"x" * 1000)
     found: list[str] = []
 
-    def publish() -> None:
+    def publish():
         try:
             found.append(add_version(package, tmp_path, "ranker", "the config\n").name)
         except InUse:

@@ -19,7 +19,7 @@ def forced_plan(stats: loka.Stats) -> loka.Plan:
 class OwnAttention(nn.MultiheadAttention):
     """Calls torch's function by itself, as models that change what goes around it do."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x):  # type: ignore[override]
         x = x.transpose(0, 1)
         out, _ = F.multi_head_attention_forward(
             x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, None, None,
@@ -29,13 +29,13 @@ class OwnAttention(nn.MultiheadAttention):
 
 
 class Heads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.items = nn.Embedding(64, 32)
         self.attention = OwnAttention(32, 4)
         self.lazy = nn.LazyLinear(32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lazy(self.attention(x)) @ self.items.weight.T  # whose owner is never called
 
 
@@ -73,11 +73,11 @@ def test_a_site_is_forced_and_kept_by_its_very_name():
     """Fails where brackets in names are read as patterns alone: `w[:16]` would match nothing."""
 
     class Slices(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(32, 32) * 0.1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return F.linear(F.linear(x, self.w), self.w[:16])
 
     model = Slices()

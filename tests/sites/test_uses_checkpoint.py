@@ -23,11 +23,11 @@ KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant"
 class Recomputed(nn.Module):
     """Any model, all of it computed again in backward."""
 
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+    def __init__(self, inner, reentrant):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, *inputs: torch.Tensor) -> object:
+    def forward(self, *inputs):
         inputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
         return checkpoint(self.inner, *inputs, use_reentrant=self.reentrant)
 
@@ -64,7 +64,7 @@ def test_around_a_converted_model(name, reentrant):
 class Views(nn.Module):
     """Views of a parameter are made before the checkpointed function that multiplies by them, and inside."""
 
-    def __init__(self, kind: bool | None) -> None:
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
@@ -73,13 +73,13 @@ class Views(nn.Module):
         self.v = nn.Parameter(torch.randn(64, 32) / 64**0.5)
         self.out = nn.Linear(32, 1)
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x, weight):
         return F.linear(x, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         value, gate = self.w.chunk(2)
 
-        def inner(x: torch.Tensor) -> torch.Tensor:
+        def inner(x):
             hidden = self.multiply(x, value) * torch.sigmoid(self.multiply(x, gate))
             return x + self.multiply(torch.relu(hidden), self.v.t())
 
@@ -89,10 +89,10 @@ class Views(nn.Module):
 
 
 class ViewsByHand(Views):
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x, weight):
         return multiply(x, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         by_hand(self)
         return super().forward(x)
 
@@ -136,7 +136,7 @@ def test_a_probe_plans_gradients_inside_checkpoints(reentrant):
 class Nested(nn.Module):
     """A checkpoint inside of a checkpoint, each of either kind."""
 
-    def __init__(self, outer: bool, inner: bool) -> None:
+    def __init__(self, outer, inner):
         super().__init__()
         torch.manual_seed(0)
         self.kinds = (outer, inner)
@@ -144,11 +144,11 @@ class Nested(nn.Module):
         self.w = nn.Parameter(torch.randn(32, 32) / 32**0.5)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def inside(x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
+        def inside(x):
             return torch.tanh(F.linear(x, self.w))
 
-        def outside(x: torch.Tensor) -> torch.Tensor:
+        def outside(x):
             return torch.tanh(checkpoint(inside, torch.tanh(self.mid(x)), use_reentrant=self.kinds[1]))
 
         return self.out(checkpoint(outside, self.stem(x), use_reentrant=self.kinds[0]))

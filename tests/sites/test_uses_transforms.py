@@ -13,7 +13,7 @@ from loka.core.exceptions import LokaError, NotConverted
 
 
 def _grad(model: nn.Module, x: torch.Tensor) -> Any:
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(parameters):
         return torch.func.functional_call(model, parameters, (x,)).sum()
 
     return torch.func.grad(loss)(dict(model.named_parameters()))

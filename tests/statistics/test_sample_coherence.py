@@ -123,12 +123,12 @@ def test_whole_samples_are_picked_and_long_ones_in_part():
 class Encoder(nn.Module):
     """A stranger's: tokens of varying number, pooled to one logit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         self.logit = nn.Linear(16, 1)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.logit(self.layer(tokens).mean(dim=1)).squeeze(1)
 
 
@@ -138,7 +138,7 @@ def probed(seed: int, lengths: tuple[int, ...], **options: object) -> tuple[Stat
     model, seen, whole = Encoder(), [], []
     generator = torch.Generator().manual_seed(seed)
 
-    def watch(linear: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def watch(linear, args, output):
         output.register_hook(lambda g: seen.append((args[0].detach(), g)))
 
     model.layer.linear1.register_forward_hook(watch)
@@ -201,7 +201,7 @@ def test_an_interrupted_run_and_its_rest_learn_the_same_bits():
     torch.manual_seed(0)
     model, batches = Encoder(), [torch.randn(9, length, 16) for length in (4, 6, 5, 70)]
 
-    def run(part: list[torch.Tensor], resume: Stats | None = None) -> Stats:
+    def run(part, resume=None):
         with loka.Probe(model, every=1, rows=20, effect_samples=0, resume=resume) as probe:
             for tokens in part:
                 model.zero_grad()

@@ -106,7 +106,7 @@ def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do():
     fixed = torch.Generator().manual_seed(0)
     link = torch.randn(24, 10, generator=fixed) / 24**0.5
 
-    def batch(seed: int) -> dict[str, torch.Tensor]:
+    def batch(seed):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(256, 24, generator=generator)
         return {"input": x, "grad_output": x @ link + 0.5 * torch.randn(256, 10, generator=generator)}
@@ -119,7 +119,7 @@ def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do():
     sketch = tails.tails_in(operands["grad_output"])
     operands["grad_output"] = tails.with_tails(operands["grad_output"], sketch, cross)
 
-    def error(layer: dict[str, torch.Tensor]) -> float:
+    def error(layer):
         a, b = sides(Gemm.GRAD_WEIGHT, layer)
         casts = RECIPES["rowwise_e4m3"].grad_weight
         out = dequantize(quantize(a, casts[0])) @ dequantize(quantize(b, casts[1])).t()

@@ -1,7 +1,6 @@
 """The mean of a run's weights: what it is, how it resumes, and how it is judged."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ HELD_OUT = RandomRows(320, seed=9)
 def recorded(config: TrainConfig) -> tuple[list[dict[str, torch.Tensor]], object]:
     model, kept = small_model(), []
 
-    def keep(step: int) -> None:
+    def keep(step):
         kept.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
     return kept, train(model, ROWS, config=config, on_step=keep).average
@@ -69,7 +68,7 @@ def test_the_mean_covers_its_share_and_costs_few_passes(steps, share):
 def test_a_killed_run_ends_with_the_same_mean(tmp_path, kind, stop):
     config = replace(CONFIG, average=kind)
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == stop:
             raise MemoryError
 
@@ -142,8 +141,8 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
     """From bf16 to FP8 in one run, killed on either side of the turn; the mean is judged in FP8."""
     rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)
 
-    def trained(folder: Path | None, stop: int = 0, seed: int = 0):
-        def kill(step: int) -> None:
+    def trained(folder, stop=0, seed=0):
+        def kill(step):
             if step == stop:
                 raise MemoryError
 
@@ -174,12 +173,12 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 4, sparse=True)
         self.first, self.norm, self.last = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         x = torch.cat([dense, self.table(sparse).flatten(1)], dim=1)
         return self.last(self.norm(self.first(x)).relu()).squeeze(1)
 

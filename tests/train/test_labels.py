@@ -21,7 +21,7 @@ class Labelled(RandomRows):
 
     positive: int = 0
 
-    def batches(self, batch_size: int, *, start: int = 0):
+    def batches(self, batch_size, *, start=0):
         first = start * batch_size
         for batch in super().batches(batch_size, start=start):
             rows = range(first, first + len(batch))
@@ -69,7 +69,7 @@ def test_it_reads_no_further_than_it_has_to():
     read = []
 
     class Counting(Labelled):
-        def batches(self, batch_size: int, *, start: int = 0):
+        def batches(self, batch_size, *, start=0):
             for batch in super().batches(batch_size, start=start):
                 read.append(len(batch))
                 yield batch

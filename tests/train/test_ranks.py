@@ -13,7 +13,7 @@ PATIENCE = 0.3
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+def store(monkeypatch) -> dist.Store:
     """This process is rank 1 of two, which met at it."""
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=PATIENCE))
@@ -27,7 +27,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
 def test_rank_0_may_take_longer_than_a_collective_waits(store):
     beats = itertools.count(1)
 
-    def idle() -> None:
+    def idle():
         store.add("loka/first/0/alive", 1)
         if next(beats) * ranks._PAUSE > 2 * PATIENCE:
             store.set("loka/first/0", '{"said": "the plan"}')

@@ -1,6 +1,5 @@
 """Rows with several labels: losses add up, metrics are of each task, and a run resumes as one of one task."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,10 +33,10 @@ class TwoLabels(RandomRows):
     """Of rows that are clicked a third is bought, where the second dense feature is high."""
 
     @property
-    def tasks(self) -> tuple[str, ...]:
+    def tasks(self):
         return TASKS
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             bought = batch.label * (batch.dense[:, 1] > 0.4)
             yield Batch(
@@ -46,12 +45,12 @@ class TwoLabels(RandomRows):
 
 
 class TwoLogits(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)
         self.mlp = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         return self.mlp(torch.cat([dense, self.table(sparse).flatten(1)], dim=1))
 
 
@@ -129,7 +128,7 @@ def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path):
     expected = fresh()
     whole = train(expected, TwoLabels(), config=config)
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 7:
             raise KeyboardInterrupt
 
@@ -146,7 +145,7 @@ def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path):
 @pytest.mark.parametrize(("model", "rows"), [(nn.Flatten(0), TwoLabels()), (TwoLogits(), RandomRows())])
 def test_logits_that_do_not_fit_the_labels_are_refused(model, rows):
     class OneLogit(TwoLogits):
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             return super().forward(dense, sparse)[:, 0]
 
     wrong = OneLogit() if isinstance(rows, TwoLabels) else model
@@ -156,7 +155,7 @@ def test_logits_that_do_not_fit_the_labels_are_refused(model, rows):
 
 
 class _Never(TwoLabels):
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             label = torch.stack([batch.label[:, 0], torch.zeros(len(batch))], dim=1)
             yield Batch(dense=batch.dense, sparse=batch.sparse, label=label)
@@ -172,7 +171,7 @@ def spoilt(model: TwoLogits) -> None:
     """Its second logit says the same of every row, and cannot unlearn that; the first is as it was."""
     last = model.mlp[3]
 
-    def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    def keep(module, args, output):
         return torch.stack([output[:, 0], output[:, 1].detach() * 0 + 2.0], dim=1)
 
     last.register_forward_hook(keep)

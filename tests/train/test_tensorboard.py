@@ -19,20 +19,20 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32", log_every=4)
 class Writer:
     made: ClassVar[list[Writer]] = []
 
-    def __init__(self, folder: str, purge_step: int) -> None:
+    def __init__(self, folder, purge_step):
         self.folder, self.purge_step, self.closed = folder, purge_step, False
         self.scalars: dict[tuple[str, int], float] = {}
         self.made.append(self)
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
+    def add_scalar(self, name, value, step):
         self.scalars[name, step] = value
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 @pytest.fixture
-def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
+def writers(monkeypatch) -> list[Writer]:
     stand_in = types.ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
@@ -64,7 +64,7 @@ def test_log_lines_become_scalars(tmp_path, writers):
 
 
 def test_a_resumed_run_replaces_what_it_does_again(tmp_path, writers):
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 7:
             raise KeyboardInterrupt
 

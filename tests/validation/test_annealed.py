@@ -73,7 +73,7 @@ def test_the_answers(rate, gain, verdict):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Validation]:
+def runs(tmp_path_factory) -> dict[str, Validation]:
     train_rows, test_rows = RandomRows(64 * 150), RandomRows(3000, seed=8)
     return {
         schedule: validate(

@@ -98,7 +98,7 @@ def test_the_cost_in_speed_is_stated(world):
 
 @pytest.mark.slow
 def test_verdicts_by_segment_agree(world, tmp_path):
-    def build() -> Tower:
+    def build():
         model = Tower()
         model.load_state_dict(world.model.state_dict())
         return model

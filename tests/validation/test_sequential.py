@@ -80,7 +80,7 @@ def test_it_stops_early_where_much_is_clear():
 def test_a_judgement_goes_by_the_level_of_its_look():
     variance = PairVariance(mean=0.0, pairs=5, rows=10**6, between_pairs=0.014, rows_error=0.0)
 
-    def judged(tail: float) -> str:
+    def judged(tail):
         return RowsVerdict(name="all rows", variance=variance, clicks=10**5, limit=LIMIT, tail=tail).verdict
 
     assert judged(ERROR) == "pass"

@@ -60,7 +60,7 @@ def stored(name: str, folder: Path) -> Path:
 def content_of(file: Path) -> Any:
     """Without the texts of outlooks, which are for readers alone."""
 
-    def kept(found: dict[str, Any]) -> dict[str, Any]:
+    def kept(found):
         return {name: value for name, value in found.items() if name != "outlook"}
 
     return json.loads(file.read_bytes(), object_hook=kept)["content"]
@@ -317,7 +317,7 @@ def test_any_record_is_written_read_and_written_again_with_the_same_bytes(kind):
     # Shrinking takes minutes; and how long an example takes to make says what else the machine does.
     @settings(max_examples=25, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(RECORDS[kind]())
-    def there_and_back(found: Any) -> None:
+    def there_and_back(found):
         text = json.dumps(encode(found), allow_nan=False)
         again = decode(kind, json.loads(text))
         assert json.dumps(encode(again), allow_nan=False) == text

@@ -26,7 +26,7 @@ from loka.validation.pair_bank import (
     prior_of,
     resample,
 )
-from loka.validation.power import POWER, Rates, contributions, deviation_by_rows, forecast, rates
+from loka.validation.power import POWER, contributions, deviation_by_rows, forecast, rates
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.validate import validate
@@ -134,8 +134,8 @@ def test_verdicts_of_the_proof_are_as_seldom_wrong_as_was_asked(pairs):
     """A share of 95 % of 4,000 draws is known to 0.35 %, in the mean of eight arms to 0.12 %: the upper end
     of what intervals may hold, the side that errs toward undecided, has three of these."""
 
-    def figures(expected) -> np.ndarray:
-        def drawn(arm: BankedArm, effect: float) -> Rates:
+    def figures(expected):
+        def drawn(arm, effect):
             return resample(arm, pairs=pairs, limit=LIMIT, effect=effect, expected=expected(arm))
 
         rows = []
@@ -167,7 +167,7 @@ SPREADS = st.floats(1e-4, 1.0)
 def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicted_bank(
     own, spread, freedom, pairs
 ):
-    def half(own: float, spread: float, freedom: int, pairs: int = pairs) -> float:
+    def half(own, spread, freedom, pairs=pairs):
         return float(seeds_half(own, pairs, ERROR, spread=spread, freedom=freedom))
 
     alone, found, exact = half(own, 0.0, freedom), half(own, spread, freedom), pytest.approx
@@ -182,7 +182,7 @@ def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicte
 
 @given(values=st.lists(st.floats(-0.1, 0.1), min_size=4, max_size=8), shift=st.floats(-1, 1))
 def test_a_shift_of_all_pairs_shifts_the_interval(values, shift):
-    def interval(of: np.ndarray) -> list[float]:
+    def interval(of):
         found = prior(float(of.std(ddof=1)), 0.001)
         found = replace(found, mean=of.mean(), pairs=len(of), expected=Expected(0.05, 6, "a bank"))
         return [found.interval(ERROR).low, found.interval(ERROR).high]
@@ -254,7 +254,7 @@ def run(out: Path, arms=(SAME,), **others) -> Validation:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Validation:
+def found(tmp_path_factory) -> Validation:
     return run(tmp_path_factory.mktemp("power"), (nudged(), by_recipe("naive", rows=64)))
 
 
@@ -348,12 +348,12 @@ def test_arms_draw_the_same_random_numbers(tmp_path):
     """The model has dropout: FP8 must not shift whose activations are dropped, or pairs share nothing."""
     masks: dict[str, list[torch.Tensor]] = {}
 
-    def watched(arm: ArmSpec) -> ArmSpec:
-        def apply(model: SmallModel) -> None:
+    def watched(arm):
+        def apply(model):
             arm.apply(model)
             kept = masks.setdefault(arm.name, [])
 
-            def note(module, args, output) -> None:
+            def note(module, args, output):
                 # ReLU's zeros are dropped or not; where the input is positive the mask shows.
                 kept.append(torch.where(args[0] > 0, (output == 0).float(), torch.nan).detach())
 

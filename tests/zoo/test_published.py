@@ -99,7 +99,7 @@ def test_mlperf_has_the_layers_of_its_reference_command():
     `--interaction_type=dcn --dcn_num_layers=3 --dcn_low_rank_dim=512`; `--embedding_dim 128` in both."""
     dense, over = [13, 512, 256, 128], [1024, 1024, 512, 256, 1]
 
-    def chain(*widths: int) -> int:
+    def chain(*widths):
         return sum(a * b + b for a, b in pairwise(widths))
 
     dots = 128 + 27 * 26 // 2

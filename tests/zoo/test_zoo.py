@@ -268,7 +268,7 @@ def test_unknown_names_list_the_known_ones():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_another_activation_in_all_mlps(name):
-    def kinds(activation: str | None) -> list[type]:
+    def kinds(activation):
         model = build(name, dense_features=3, vocab_sizes=VOCAB, activation=activation)
         return [type(m) for m in model.modules() if isinstance(m, nn.ReLU | nn.SiLU | nn.GELU)]
 

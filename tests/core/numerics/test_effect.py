@@ -105,7 +105,7 @@ def test_common_shifts_add_before_they_are_squared():
     p, a, b = 0.3, 1e-2, -1e-2
     c = p * (1 - p)
 
-    def moved(by: float) -> Effect:
+    def moved(by):
         return Effect.of([0.5 * c * by**2] * 5, [[p]] * 5, [[c * by]] * 5, [[c]] * 5)
 
     assert joint_loss([moved(a), moved(a)]) == pytest.approx(0.5 * c * (2 * a) ** 2)

@@ -13,7 +13,7 @@ from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import Effect
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.drift import Drift, drift, drift_guard, effects_of
+from loka.core.records.drift import drift, drift_guard, effects_of
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.signature import LinearShape, ModelSignature
@@ -44,7 +44,7 @@ def effect(value: float, *, samples: int = 400, spread: float = 0.9) -> Effect:
 def window(amax: float = 4.0, ne: float | None = 1e-5, **others: object) -> Stats:
     """Layer a as told, layer b at its usual."""
 
-    def layer(order: int, amax: float, ne: float | None) -> LinearStats:
+    def layer(order, amax, ne):
         weight = Distribution(kind="matrix_normal", tensors={"mean": torch.full((8, 8), 0.5)})
         return LinearStats(
             rows=64,
@@ -156,7 +156,7 @@ def test_without_the_earlier_window_the_plan_tells_the_effects():
 
 
 def test_the_valve_closes_at_once_and_opens_after_three_safe_windows():
-    def of(amax: float) -> Drift:
+    def of(amax):
         return drift(BOTH, window(amax=amax), before=window())
 
     safe, unsafe = of(4.0), of(16.0)

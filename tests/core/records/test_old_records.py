@@ -44,12 +44,12 @@ CANDIDATE = "emulated:rowwise_e4m3"
 
 
 class Gated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48)
         self.logit = nn.Linear(48, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.logit(torch.sigmoid(self.gate(x)) * self.up(x)).squeeze(1)
 
 
@@ -63,7 +63,7 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats: loka.Stats) -> loka.Report:
+def report(stats) -> loka.Report:
     settings = Settings(rows=64, max_draws=4)
     return loka.measure(stats, device="cpu", candidates=[CANDIDATE], settings=settings)
 

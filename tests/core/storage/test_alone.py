@@ -74,7 +74,7 @@ def test_a_lock_on_a_name_that_is_gone_is_taken_again(tmp_path, monkeypatch):
     flock = fcntl.flock
     calls: list[int] = []
 
-    def removed_first(handle: int, operation: int) -> None:
+    def removed_first(handle, operation):
         if not calls:
             (tmp_path / LOCK).unlink()
         calls.append(handle)
@@ -88,7 +88,7 @@ def test_a_lock_on_a_name_that_is_gone_is_taken_again(tmp_path, monkeypatch):
 
 
 def test_without_locks_a_warning_says_so(tmp_path, monkeypatch):
-    def none_here(handle: int, operation: int) -> None:
+    def none_here(handle, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none_here)

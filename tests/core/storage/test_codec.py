@@ -118,7 +118,7 @@ class Box:
     sides: Sides = inline()
 
     @property
-    def area(self) -> float:
+    def area(self):
         return self.sides.width * self.sides.height
 
 

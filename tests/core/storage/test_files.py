@@ -28,7 +28,7 @@ def read(path: Path) -> object:
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Path:
+def record(tmp_path) -> Path:
     path = tmp_path / "thing.json"
     write_record(path, kind="thing", version=1, content={"value": [1, 2.5, "x"]})
     return path
@@ -95,7 +95,7 @@ def test_content_that_does_not_parse(tmp_path):
 
 
 def test_failed_write_leaves_the_old_file(record, monkeypatch):
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -130,7 +130,7 @@ def test_the_name_is_given_while_the_new_file_is_whole(record, monkeypatch):
     replace = os.replace
     seen = []
 
-    def look(temporary: Path, path: Path) -> None:
+    def look(temporary, path):
         seen.append((Path(temporary).read_bytes(), read(path)))
         replace(temporary, path)
 
@@ -150,7 +150,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(re
 def test_what_a_killed_writer_left_is_removed(record, monkeypatch):
     """Such as report.json's: its folder is locked by who comes next (core/storage/alone.py)."""
 
-    def killed(old: Path, new: Path) -> None:
+    def killed(old, new):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)

@@ -28,7 +28,7 @@ LAYOUTS = ["plain", "gpu", "strange"]
 
 
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def fakes(monkeypatch) -> Iterator[dict[str, Any]]:
     """Every library replaced. `calls` of each kind say what reached it."""
     fbgemm_calls: list[Any] = []
     deep_calls: list[Any] = []
@@ -113,7 +113,7 @@ def test_numbers_are_those_of_the_reference(candidate, gemm, kind, fakes):
 
 
 def test_each_kernel_calls_what_its_name_says(fakes):
-    def run(name: str, gemm: Gemm) -> None:
+    def run(name, gemm):
         candidate = candidate_named(name)
         candidate.run(*operands(candidate, gemm, (64, 32, 256), "gpu"), torch.bfloat16)
 
@@ -310,7 +310,7 @@ def test_broken_library(name, monkeypatch, fresh):
     module(monkeypatch, library.module)
     monkeypatch.setattr(torch, "ops", object())
 
-    def broken(name: str) -> None:
+    def broken(name):
         raise OSError("undefined symbol: _ZN5torch3jit\nand more lines")
 
     monkeypatch.setattr(importlib, "import_module", broken)
@@ -353,7 +353,7 @@ def test_precompile_compiles_each_kernel_once(monkeypatch):
     real = deep_gemm.subprocess.Popen
     started: list[str] = []
 
-    def popen(command: list[str], **options: Any) -> Any:
+    def popen(command, **options):
         started.append(command[-1])
         return real([*command[:-1], f"{script}; {command[-1]}"], **options)
 

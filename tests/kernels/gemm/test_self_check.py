@@ -61,11 +61,11 @@ def test_neighbours_are_as_far_apart_as_the_docstring_says(shape):
     problem = Problem(gemm=Gemm.OUTPUT, m=m, n=n, k=k, dtype="bfloat16", target="cpu")
     a, b = operands(problem, CPU)
 
-    def octaves(operand: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    def octaves(operand, granularity):
         scale = quantize(operand, Cast(Format.E4M3, granularity)).scale.log2()
         return scale.where(scale > -100, torch.nan)  # a zero group has no neighbours
 
-    def nearest(gaps: torch.Tensor) -> float:
+    def nearest(gaps):
         return float(gaps.abs()[~gaps.isnan()].min())
 
     for operand in (a, b):
@@ -111,7 +111,7 @@ def test_the_bound_on_tensor_cores_is_what_the_docstring_says(shape, fast, large
 def test_inexact_sums_are_outside_the_bound(plant):  # noqa: F811
     """A sum kept in bfloat16 between blocks of K loses 2^-9 a block: more than one rounding."""
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.bfloat16)
         for start in range(0, a.shape[1], 32):
             part = slice(start, start + 32)
@@ -128,7 +128,7 @@ def test_inexact_sums_are_outside_the_bound(plant):  # noqa: F811
 
 
 def damaged(change):
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         return change(scaled_mm(a, b, dtype=dtype))
 
     return run
@@ -170,8 +170,8 @@ def test_scales_of_rows_and_columns_are_recognised(plant):  # noqa: F811
 
 
 def test_an_exception_is_evidence_but_a_full_gpu_is_not(plant):  # noqa: F811
-    def raising(error: Exception):
-        def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def raising(error):
+        def run(a, b, dtype, *, algorithm=0):
             raise error
 
         return run
@@ -196,10 +196,10 @@ def test_a_wrong_quantizer_is_convicted():
 def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant):  # noqa: F811
     seen = []
 
-    def picky(problem: Problem, recipe) -> str | None:
+    def picky(problem, recipe):
         return None if problem.m <= 4 and problem.dtype == "bfloat16" else "M is above 4"
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         seen.append((a.shape, dtype))
         return scaled_mm(a, b, dtype=dtype)
 
@@ -214,7 +214,7 @@ def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant):  # noqa:
 def test_it_runs_once(plant):  # noqa: F811
     calls = []
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         calls.append(algorithm)
         return scaled_mm(a, b, dtype=dtype)
 

@@ -255,7 +255,7 @@ def test_the_twin_is_the_modules_and_the_reference_cast():
 
 
 def test_what_is_refused_says_why():
-    def reason(of: Epilogue, columns: int = 512, inner: int = 512, target: str = "sm_90") -> str | None:
+    def reason(of, columns=512, inner=512, target="sm_90"):
         return unsupported(of, columns=columns, inner=inner, target=target)
 
     assert reason(epilogue(256)) is None

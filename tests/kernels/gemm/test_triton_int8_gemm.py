@@ -80,7 +80,7 @@ def test_layouts_are_those_that_were_fastest(sides, expected):
 def test_where_it_runs_and_where_it_says_why_not():
     candidate = candidate_named("loka_int8:int8_row")
 
-    def reason(k: int = 64, target: str = "sm_90", gemm: Gemm = Gemm.OUTPUT) -> str | None:
+    def reason(k=64, target="sm_90", gemm=Gemm.OUTPUT):
         return candidate.illegal(Problem(gemm=gemm, m=64, n=50, k=k, dtype="bfloat16", target=target))
 
     assert reason() is None

@@ -211,7 +211,7 @@ def test_the_rule_fills_132_multiprocessors(sides, fast, splits):
 
 
 def test_a_tile_is_turned_where_that_pads_less():
-    def tile(m: int, n: int) -> tuple[int, int]:
+    def tile(m, n):
         config = split.choose(m, n, fast=True)
         return config.block_m, config.block_n
 
@@ -231,7 +231,7 @@ def test_it_is_listed_for_weight_gradients_only():
     assert KERNELS["loka_split_fast"].fast
     assert not KERNELS["loka_split"].fast
 
-    def reason(gemm: Gemm = Gemm.GRAD_WEIGHT, k: int = 4096, dtype: str = "bfloat16", target: str = "sm_90"):
+    def reason(gemm=Gemm.GRAD_WEIGHT, k=4096, dtype="bfloat16", target="sm_90"):
         problem = Problem(gemm=gemm, m=33, n=479, k=k, dtype=dtype, target=target)
         kernel = KERNELS["loka_split"]
         return kernel.unsupported(problem, candidate_named("loka_split:tensorwise_e4m3").recipe)

@@ -25,7 +25,7 @@ NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(
 
 
 @pytest.fixture
-def fused(poisoned_memory: None) -> ModuleType:
+def fused(poisoned_memory) -> ModuleType:
     pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
     return pytest.importorskip("loka.kernels.quantize.triton.fp8_weights")
 
@@ -267,7 +267,7 @@ def test_what_the_op_refuses(weights, transposed, reason):
 def test_a_compiled_graph_has_it_whole_with_symbolic_sizes():
     """As a graph uses it: slices of one scale for rows, columns and the tensor."""
 
-    def low(first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+    def low(first, second):
         row, column, scale, other, _, other_scale = fp8_weights([first, second.t()], [True, False])
         rows, columns = row.shape
         return [

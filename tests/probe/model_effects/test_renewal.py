@@ -32,14 +32,14 @@ ROWS = 8 * (BATCH - 1)  # fewer than the default takes; a row of each batch is l
 class Foreign(nn.Module):
     """BatchNorm, dropout, a raw parameter that is iterated over, and a layer that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
         self.stacked = nn.Parameter(torch.randn(2, 32, 32) * 0.2)
         self.twice = nn.Linear(32, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for weight in self.stacked:
             x = torch.tanh(functional.linear(x, weight))
@@ -70,7 +70,7 @@ def once_trained() -> tuple[Trained, torch.Tensor]:
 
 
 @pytest.fixture
-def trained(once_trained: tuple[Trained, torch.Tensor]) -> Trained:
+def trained(once_trained) -> Trained:
     """A copy."""
     found, random = copy.deepcopy(once_trained)
     torch.set_rng_state(random)
@@ -130,7 +130,7 @@ def test_nothing_of_the_model_changes(trained):
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
 
-    def drawing(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def drawing(model, x):
         torch.rand(3)
         model.first[1].num_batches_tracked += 1
         return model(x)
@@ -276,11 +276,11 @@ def test_h_is_that_of_the_labels_and_its_error_widens(trained):
 class Tasks(nn.Module):
     """Logits [B, 2] of two tasks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.out = nn.Linear(8, 16), nn.Linear(16, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.out(torch.relu(self.inner(x)))
 
 
@@ -291,10 +291,10 @@ def test_each_task_has_its_own_rate():
         model(batches(1)[0]).sum().backward()
     stats, click, buy = probe.stats(), LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
 
-    def known(rate: object) -> Effect:
+    def known(rate):
         return renewed(model, stats, base_rate=rate).layers["out"].effects[RECIPE]
 
-    def entropy(q: float) -> float:
+    def entropy(q):
         return -q * math.log(q) - (1 - q) * math.log1p(-q)
 
     own, both = known((click, buy)), known(click)

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -55,12 +54,12 @@ def test_the_prediction_is_what_quantizing_does(recipe):
 class Mean(nn.Module):
     """One linear map over 7 rows a sample, and their mean: g is the same in all rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.fc = nn.Linear(24, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x).mean(dim=1)
 
 
@@ -153,12 +152,12 @@ def test_rows_of_a_sample_add_up_before_squaring(lay, dim):
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(4)
         self.fc, self.head = nn.Linear(13, 40), nn.Linear(40, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.fc(x).tanh() + self.fc(x * 0.9).tanh())
 
 
@@ -208,13 +207,13 @@ def test_probabilities_out_of_a_sigmoid_are_logits():
 class Ended(nn.Module):
     """Two tasks behind one body, and `end` of both their logits [B]."""
 
-    def __init__(self, end: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    def __init__(self, end):
         super().__init__()
         torch.manual_seed(9)
         self.end, self.body = end, nn.Sequential(nn.Linear(13, 40), nn.SiLU())
         self.click, self.buy = nn.Linear(40, 1), nn.Linear(40, 1)
 
-    def forward(self, x: torch.Tensor) -> object:
+    def forward(self, x):
         h = self.body(x)
         return self.end(self.click(h).squeeze(1), self.buy(h).squeeze(1))
 
@@ -275,18 +274,18 @@ def test_a_row_that_is_not_finite_costs_itself_alone():
 class Normed(nn.Module):
     """A checkpoint recomputes a BatchNorm, and a buffer that forward replaces."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.first, self.head = nn.Linear(13, 16), nn.Linear(16, 1)
         self.norm = nn.BatchNorm1d(16)
         self.register_buffer("seen", torch.zeros(()))
 
-    def body(self, h: torch.Tensor) -> torch.Tensor:
+    def body(self, h):
         self.seen = self.seen + 1
         return self.norm(h).relu()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(checkpoint(self.body, self.first(x), use_reentrant=False))
 
 
@@ -305,7 +304,7 @@ def test_effects_that_are_no_longer_seen_fade_and_go():
     model, x = model_of((13, 8, 1)), sample(0, 65, 13)
     blind = False
 
-    def logits(output: torch.Tensor) -> torch.Tensor:
+    def logits(output):
         if blind:
             raise KeyError("click")
         return output

@@ -4,7 +4,6 @@ import copy
 import gc
 import re
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,7 @@ from loka.probe.model_effects.sample_rows import batch_of
 
 @pytest.mark.parametrize("half", [False, True])
 def test_training_gives_the_same_bits_through_dropout_and_checkpoints(half):
-    def out(output: object) -> torch.Tensor:
+    def out(output):
         assert isinstance(output, dict)
         return output["click"]
 
@@ -61,13 +60,13 @@ def without(stats: loka.Stats) -> loka.Stats:
 
 
 class Recomputed(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointed):
         super().__init__()
         torch.manual_seed(4)
         self.checkpointed = checkpointed
         self.first, self.body, self.head = nn.Linear(13, 13), nn.Linear(13, 8), nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         return self.head(checkpoint(self.body, x, use_reentrant=True) if self.checkpointed else self.body(x))
 
@@ -86,30 +85,30 @@ def test_effects_inside_and_before_a_reentrant_checkpoint():
 class Fixed(nn.Module):
     """Ends without a gradient, or in something wide, or in rows that mix samples."""
 
-    def __init__(self, end: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, end):
         super().__init__()
         self.end, self.fc = end, nn.Linear(13, 1)
 
-    def forward(self, x: torch.Tensor) -> object:
+    def forward(self, x):
         return self.end(self.fc(x))
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(13, 40)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x)
 
 
 class Hooked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(13, 1)
         self.fc.register_full_backward_hook(lambda module, given, got: None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x)
 
 
@@ -134,7 +133,7 @@ def test_where_nothing_can_be_said_the_record_says_why(model, path, reason):
 
 
 def test_a_failing_way_to_the_logits_does_not_stop_training():
-    def broken(output: object) -> torch.Tensor:
+    def broken(output):
         raise KeyError("click")
 
     model = model_of((13, 8, 1))
@@ -180,7 +179,7 @@ def test_the_gradient_of_training_with_default_settings():
 def test_two_calls_before_a_backward_keep_their_own_samples():
     """Gradients are told apart by the call, so both weigh in: as if each had its backward at once."""
 
-    def run(together: bool) -> loka.Stats:
+    def run(together):
         model = nn.Linear(13, 1)
         nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
         with loka.Probe(model, every=1, base_rate=0.5, effect_step=8, logits=lambda output: None) as probe:
@@ -199,11 +198,11 @@ def test_two_calls_before_a_backward_keep_their_own_samples():
 
 
 class Total(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(24, 1)
 
-    def forward(self, rows: torch.Tensor, users: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows, users):
         return self.fc(rows).sum() / len(users)
 
 
@@ -313,12 +312,12 @@ def test_a_step_keeps_nothing_alive():
 
     class Told(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             weakref.finalize(ctx, freed.append, 1)
             return x * 1
 
         @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             return grad
 
     for base_rate in (None, 0.3):

@@ -90,12 +90,12 @@ def test_s1_early_exit(layers):
 class LayerDrop(nn.Module):
     """Each block is left out with probability 1/2 in training."""
 
-    def __init__(self, blocks: nn.Sequential) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(blocks[place : place + 2] for place in range(0, 6, 2))
         self.head = blocks[6]
 
-    def forward(self, x: torch.Tensor, kept: list[bool]) -> torch.Tensor:
+    def forward(self, x, kept):
         for block, keep in zip(self.blocks, kept, strict=True):
             x = block(x) if keep else x
         return self.head(x)
@@ -157,12 +157,12 @@ def test_s7_dropout_whose_probability_changes(compiled):
 class Inner(nn.Module):
     """Returns the logits beside the crossed features that they come from."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.top = tower()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         crossed = x * self.first(x) + x
         crossed = x * self.second(crossed) + crossed
         return self.top(crossed), crossed

@@ -1,7 +1,6 @@
 """D2 and R10: what Probe may be put around, and what it refuses before it learns something wrong."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_d2_a_failed_step_leaves_nothing_behind():
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def one_rank(tmp_path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         yield
@@ -82,14 +81,14 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 class Nested(nn.Module):
     """Experts by einsum and a tower, one of them compiled inside."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled):
         super().__init__()
         torch.manual_seed(0)
         experts = Einsum()
         self.experts = torch.compile(experts, backend="eager") if compiled else experts
         self.top = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.top(self.experts(x))
 
 
@@ -118,7 +117,7 @@ def test_r10_plans_through_wrappers_have_the_bare_models_names(wrapper, one_rank
     """A prefix (`_orig_mod.`, `module.`) in one name makes the plan fit nothing else."""
     (x,) = floats(32)(24)
 
-    def step(model: nn.Module) -> Callable[[], None]:
+    def step(model):
         return lambda: model(x).square().mean().backward()
 
     bare, wrapped = Nested(False), WRAPPERS[wrapper]()

@@ -56,7 +56,7 @@ def test_r1_parametrized_after_convert(parametrization):
 
 
 class Loud(nn.Linear):
-    def extra_repr(self) -> str:
+    def extra_repr(self):
         return f"loud, {super().extra_repr()}"
 
 

@@ -5,7 +5,6 @@ threads shared, and serving scales that came from the first batches.
 """
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,17 +28,17 @@ def _small(seed: int = 0) -> nn.Sequential:
 class Crowd:
     """Threads that wait for each other and then call at once, each with inputs of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls, self.wrong, self.refused = 0, 0, list[BaseException]()
         self._lock = threading.Lock()
 
-    def call(self, model: Callable[[torch.Tensor], torch.Tensor], oracle: nn.Module, calls: int) -> None:
+    def call(self, model, oracle, calls):
         with torch.no_grad():
             inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(THREADS)]
             expected = [oracle(x) for x in inputs]
         start = threading.Barrier(THREADS)
 
-        def work(place: int) -> None:
+        def work(place):
             torch.set_num_threads(1)
             wrong, done, refused = 0, 0, []
             start.wait()
@@ -100,7 +99,7 @@ def test_d1_converted_anew_under_threads_of_another_model():
     served, oracle = loka.convert(_small(), plan).eval(), by_hand(_small())
     crowd, done = Crowd(), threading.Event()
 
-    def other() -> None:
+    def other():
         while not done.is_set():
             model = loka.convert(_small(3), plan)
             model(torch.randn(8, 16)).square().mean().backward()

@@ -140,7 +140,7 @@ def test_s3_an_average_that_was_evaluated_early(how):
     inner = average.module if isinstance(average, AveragedModel) else average
 
     @torch.no_grad()
-    def update(step: int) -> None:
+    def update(step):
         if isinstance(average, AveragedModel):
             average.update_parameters(found)
         else:

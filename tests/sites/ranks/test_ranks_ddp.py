@@ -6,7 +6,6 @@ sums.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from rank_models import (
     sgd,
 )
 from ranks import on_ranks
-from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +38,7 @@ ROUNDING = 8 * 0.7 * 2**-24  # of float32, in losses near 0.7
 class Skipping(Mixed):
     """Leaves its experts out, so that their parameters are unused."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.cross(torch.relu(self.bottom(x)).mean(1))
         return self.top(x + self.gated(x)).sum(-1)
 
@@ -51,7 +49,7 @@ class Job:
 
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {
             f"{order}, {name}, {make.__name__}": self.trained(rank, order, make, **options)
             for order in ORDERS
@@ -63,16 +61,7 @@ class Job:
         found["skipping"] = self.trained(rank, "wrap first", sgd, model=skipping, find_unused_parameters=True)
         return found
 
-    def trained(
-        self,
-        rank: int,
-        order: str,
-        make: Callable[..., Any],
-        *,
-        model: nn.Module | None = None,
-        backend: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
+    def trained(self, rank, order, make, *, model=None, backend=None, **options):
         model = model or mixed()
         if order == "convert first":
             wrapped = DistributedDataParallel(loka.convert(model, self.plan), **options)
@@ -89,13 +78,13 @@ class Job:
 class Compiled(Job):
     """Buckets of 4 KB, as large as a weight here: DDPOptimizer splits the graph at each."""
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
         found: dict[str, Any] = {}
         for order in ORDERS:
             parts: list[int] = []
 
-            def backend(graph: torch.fx.GraphModule, inputs: Any, parts: list[int] = parts) -> Any:
+            def backend(graph, inputs, parts=parts):
                 parts.append(len(graph.graph.nodes))
                 return lookup_backend("aot_eager")(graph, inputs)
 
@@ -107,7 +96,7 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 

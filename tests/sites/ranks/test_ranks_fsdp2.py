@@ -9,7 +9,6 @@ losses agree within the rounding of float32. Against one batch of all rows the b
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ class Job:
 
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for units in UNITS:
             for order in ORDERS:
@@ -79,15 +78,13 @@ class Job:
                     found[f"{units}, {order}, {make.__name__}"] = self.trained(rank, units, order, make)
         return {**found, "normed": self.normed(), "frozen": self.evaluated()}
 
-    def sharded(self, units: str, order: str) -> nn.Module:
+    def sharded(self, units, order):
         model = mixed()
         if order == "convert first":
             return shard(loka.convert(model, self.plan), units)
         return loka.convert(shard(model, units), self.plan)
 
-    def trained(
-        self, rank: int, units: str, order: str, make: Callable[..., Any], backend: str | None = None
-    ) -> dict[str, Any]:
+    def trained(self, rank, units, order, make, backend=None):
         keys = list(mixed().state_dict())
         model = self.sharded(units, order)
         called = model if backend is None else torch.compile(model, backend=backend)
@@ -106,7 +103,7 @@ class Job:
         found["reverted"] = loss_of(model, *rows(9)).item()
         return found
 
-    def normed(self) -> dict[str, Any]:
+    def normed(self):
         """What another library does to a converted layer, after it was sharded or in its place."""
         model = loka.convert(mixed(), self.plan)
         weight_norm(model.bottom)
@@ -121,7 +118,7 @@ class Job:
             "parametrized": hasattr(model.bottom, "parametrizations"),
         }
 
-    def evaluated(self) -> list[float]:
+    def evaluated(self):
         model = self.sharded("layer", "convert first").eval()
         with torch.no_grad():
             return model(rows(0)[0]).tolist()
@@ -129,7 +126,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled(Job):
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         cases = (("root", "convert first"), ("layer", "shard first"))
         return {
             f"{units}, {order}, sgd": self.trained(rank, units, order, sgd, "aot_eager")
@@ -138,7 +135,7 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
@@ -215,7 +212,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch)
     products: dict[str, list[float]] = {}
     real = Site.__call__
 
-    def watched(self: Site, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def watched(self, x, weight):
         y = real(self, x, weight)
         norm = x.detach().norm().item()
         y.register_hook(lambda dy: products.setdefault(self.name, []).append(dy.norm().item() * norm))
@@ -225,7 +222,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch)
     model = loka.convert(mixed(), bare_plan())
     slopes: list[float] = []
 
-    def parts(step: int) -> list[Any]:
+    def parts(step):
         slopes.append(0.0)
         return [rows(step)]
 

@@ -46,17 +46,17 @@ def connected(rank: int, folder: Path) -> dict[str, Any]:
 class Changed:
     """Arrives as the job `connected`, at a rank where connecting is another `function` of rank and folder."""
 
-    def __init__(self, function: Any, folder: Path) -> None:
+    def __init__(self, function, folder):
         self.made_by = function, folder
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return _changed, self.made_by
 
 
 def _changed(function: Any, folder: Path) -> Any:
     connect = dist.init_process_group
 
-    def other(*args: Any, rank: int, **settings: Any) -> None:
+    def other(*args, rank, **settings):
         connect(*args, rank=rank, **settings)
         function(rank, folder)
 

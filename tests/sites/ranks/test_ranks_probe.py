@@ -35,7 +35,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import loka
-from loka.core.records.plan import Plan
 from loka.probe.merging import gather_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -103,10 +102,10 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 class Training:
     """Trains a converted model within the wrappers that neither of the other files has."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         self.plan = plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, order in (("fsdp1", 0), ("fsdp1", 1), ("fsdp1, flat", 0), ("ddp of checkpoint", 0)):
             model = loka.convert(mixed(), self.plan) if order == 0 else mixed()
@@ -120,7 +119,7 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 

@@ -5,7 +5,6 @@ in docs/torchrec.md is of this file.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ CODECS = ("fp16", "bf16", "fp8", "int8")
 class Tried:
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name in (*SHARDINGS, *CODECS):
             kind, codec = (name, "") if name in SHARDINGS else ("table_wise", name)
@@ -52,7 +51,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def tried(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def tried(plan, tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Tried(plan), 2, tmp_path_factory.mktemp("tried"))
 
 

@@ -50,7 +50,7 @@ def test_unused_rows_are_those_of_the_first_epoch(step, epochs, left):
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
+def seen(monkeypatch) -> list[Stats]:
     found: list[Stats] = []
     plan = auto_module.measure
     monkeypatch.setattr(auto_module, "measure", lambda stats, **o: found.append(stats) or plan(stats, **o))
@@ -77,7 +77,7 @@ def test_auto_without_fresh_rows_says_so(seen):
 
 def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
     class Clickless(RandomRows):
-        def batches(self, batch_size: int, *, start: int = 0):
+        def batches(self, batch_size, *, start=0):
             for batch in super().batches(batch_size, start=start):
                 yield replace(batch, label=torch.zeros_like(batch.label))
 

@@ -71,7 +71,7 @@ def test_from_a_cold_start_to_fp8(tmp_path):
 
 
 def test_until_it_converts_it_is_the_bf16_run(tmp_path):
-    def stop(step: int) -> None:
+    def stop(step):
         if step == PROBED:
             raise KeyboardInterrupt
 
@@ -113,7 +113,7 @@ def whole() -> Any:
 def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     """The same weights, counts, metrics and plan as without."""
 
-    def killed(step: int) -> None:
+    def killed(step):
         if step == stop:
             raise KilledWhileMeasuring  # nothing is saved: it goes on from the last checkpoint
 
@@ -136,7 +136,7 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
 
 
 def test_ctrl_c_ends_a_measurement(tmp_path):
-    def pressing(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+    def pressing(items, description, total):
         for item in items:
             signal.raise_signal(signal.SIGINT)
             yield item
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_measurement(tmp_path):
 def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     looked = []
 
-    def width(stats: Stats) -> float:
+    def width(stats):
         looked.append(stats.sampled_steps)
         return 3.0 if len(looked) == 1 else 1.2
 
@@ -201,7 +201,7 @@ def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
 
 
 def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
-    def wrong(*args: Any) -> None:
+    def wrong(*args):
         raise WrongResults("a kernel of this plan returns wrong numbers here")
 
     monkeypatch.setattr("loka.train.run.convert", wrong)

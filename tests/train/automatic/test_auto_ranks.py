@@ -15,11 +15,9 @@ import torch.distributed as dist
 from fp8_run import AUTO, PROBED, digest, tower
 from ranks import on_ranks
 from small_run import RandomRows
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import WrongResults
-from loka.core.records.plan import Plan
 from loka.nn import sites_of
 from loka.train import train
 from loka.train.automatic.auto import Auto, AutoConfig
@@ -64,7 +62,7 @@ class Killed(Exception):
 def resumed(rank: int, folder: Path) -> dict[str, Any]:
     """Both are killed just after they converted, before that was saved: they measure again."""
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == PROBED + 1:
             raise Killed
 
@@ -100,8 +98,8 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
     }
     real = runs.convert
 
-    def unable(error: Exception) -> Any:
-        def convert(model: nn.Module, plan: Plan) -> None:
+    def unable(error):
+        def convert(model, plan):
             if rank == 1:
                 raise error
             real(model, plan)
@@ -128,7 +126,7 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 

@@ -101,7 +101,7 @@ def test_the_model_is_put_back():
     assert torch.equal(model(x), before)
     assert [module.training for module in model] == [True, False, True, True, True]
 
-    def broken(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def broken(model, x):
         if sites_of(model):
             raise RuntimeError("in the middle")
         return model(x)
@@ -118,7 +118,7 @@ def test_nothing_in_fp8_costs_nothing():
 
 
 def test_the_gate():
-    def made(measured: float, predicted: float | None, **others: object) -> JointEffect:
+    def made(measured, predicted, **others):
         return JointEffect(
             measured=Estimate(measured, measured * 0.9, measured * 1.1),
             predicted=None if predicted is None else Estimate(predicted, predicted, predicted),
@@ -166,7 +166,7 @@ def test_probabilities_are_not_taken_for_logits():
     model, x = build(), rows(256)
     plan = plan_of(model, {"0": ROW})
 
-    def probabilities(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def probabilities(model, x):
         return model(x).sigmoid()
 
     with pytest.raises(DataRefused, match=r"give forward= that returns logits"):

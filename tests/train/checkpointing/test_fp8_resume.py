@@ -98,7 +98,7 @@ ROWS = RandomRows(16 * 8)
 
 
 def stop_at(wanted: int):
-    def on_step(step: int) -> None:
+    def on_step(step):
         if step == wanted:
             raise KeyboardInterrupt
 
@@ -151,12 +151,12 @@ def test_a_checkpoint_holds_its_plan(tmp_path, plan):
 def test_a_full_disk_for_a_while_costs_no_step(tmp_path, plan, monkeypatch):
     real, full = os.fsync, []
 
-    def fsync(handle: int) -> None:
+    def fsync(handle):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    def fill(step: int) -> None:
+    def fill(step):
         full[:] = [True] if 4 <= step < 7 else []
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -170,10 +170,10 @@ def test_a_full_disk_for_a_while_costs_no_step(tmp_path, plan, monkeypatch):
 
 
 def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fill(step: int) -> None:
+    def fill(step):
         if step == 7:
             monkeypatch.setattr(os, "fsync", full)
 

@@ -20,7 +20,7 @@ from loka.train.running import RunningTasks, label_rates
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     for step in (10, 20):
         save(tmp_path, step=step, state={"step": step}, identity={})
     return tmp_path
@@ -186,7 +186,7 @@ def test_whichever_flush_finds_the_disk_full_the_reason_is_told_and_one_can_resu
     """Of the state, the manifest, the folder that they are in, and the one that holds it."""
     flushed, sync = itertools.count(), os.fsync
 
-    def full(handle: int) -> None:
+    def full(handle):
         if next(flushed) == flush:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(handle)

@@ -40,7 +40,7 @@ class Straight:
     engine: str
     killed: tuple[Path, ...]
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         seen = run(folder / "straight", self.plan, self.engine)
         found = {"straight": ended(seen), "gathering": str(seen.result.gathering)}
         for path in self.killed:
@@ -57,13 +57,13 @@ class Killed:
     engine: str
     saving: bool = False
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         if not self.saving:
             run(folder / "run", self.plan, self.engine, on_step=die_at(SAVED + 1, rank=2))
             return {}
         real = sharded.write_state
 
-        def write_state(file: Path, state: Any) -> None:
+        def write_state(file, state):
             if rank == 2 and f"{SAVED + EVERY:08d}" in str(file):
                 file.write_bytes(b"half")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +80,7 @@ class Resumed:
     engine: str
     path: Path
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         seen = run(self.path, self.plan, self.engine)
         return {"state": seen.state, "end": ended(seen)}
 
@@ -91,7 +91,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module", params=["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
-def runs(request: Any, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request, plan, tmp_path_factory) -> dict[str, Any]:
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):
         (folder / name).mkdir()
@@ -185,10 +185,10 @@ def test_the_one_before_a_damaged_one_is_used(runs, tmp_path, name):
 
 
 class Payload:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
@@ -210,7 +210,7 @@ def with_a_full_disk(rank: int, folder: Path) -> dict[str, Any]:
     """Of rank 1, at the first save."""
     real = sharded.write_state
 
-    def write_state(file: Path, state: Any) -> None:
+    def write_state(file, state):
         if rank == 1 and f"{EVERY:08d}" in str(file):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file, state)

@@ -286,7 +286,7 @@ def test_a_step_that_waits_for_the_device_falls_back():
         data = batches(*[64] * 6, device=CUDA)
         whole = step_of(model, optimizer)
 
-        def waits(*batch: torch.Tensor, whole: Callable[..., torch.Tensor] = whole) -> torch.Tensor:
+        def waits(*batch, whole=whole):
             loss = whole(*batch)
             assert loss.item() > 0
             return loss
@@ -318,7 +318,7 @@ def test_the_gradient_of_looked_up_rows_leaves_as_a_result():
     model = small(CUDA)
     optimizer = sgd(model)
 
-    def function(x: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def function(x, label):
         optimizer.zero_grad(set_to_none=True)
         rows = x.detach().requires_grad_()
         loss = nn.functional.binary_cross_entropy_with_logits(model(rows).squeeze(1), label)

@@ -1,7 +1,6 @@
 """What rules a graph out, is found while it is captured, or is taken back."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def test_a_failed_capture_leaves_no_trace(fake):
 class Counting(torch.optim.SGD):
     """Counts its steps in Python, as a warm-up inside an optimizer would."""
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         for group in self.param_groups:
             for weight in group["params"]:
@@ -53,10 +52,10 @@ class Counting(torch.optim.SGD):
 class Lazy(torch.optim.SGD):
     """Has no state until its third step, when the capture runs."""
 
-    def __init__(self, parameters: Any, lr: float, momentum: float) -> None:
+    def __init__(self, parameters, lr, momentum):
         super().__init__(parameters, lr=lr)
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 3:
@@ -66,7 +65,7 @@ class Lazy(torch.optim.SGD):
 class Decaying(torch.optim.SGD):
     factor = 1.0
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         self.param_groups[0]["lr"] *= self.factor
 
@@ -74,17 +73,17 @@ class Decaying(torch.optim.SGD):
 class Running(nn.Linear):
     """Replaces its buffer in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(6, 1)
         self.register_buffer("mean", torch.zeros(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return super().forward(x - self.mean)
 
 
 class Noisy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * float(torch.rand(()))
 
 
@@ -149,7 +148,7 @@ def test_a_schedule_inside_the_step_is_found(fake, since):
 
 
 def test_what_rules_a_graph_out_is_named(fake):
-    def reason(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str | None:
+    def reason(model, *optimizers):
         fake(model, optimizers[0])
         return graphed(lambda x: x, torch.zeros(1), model=model, optimizers=optimizers).reason
 
@@ -178,18 +177,18 @@ def _with_lr(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> torch.optim.
 
 def test_sparse_gradients_of_any_module_are_found_after_a_step(fake):
     class Table(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows = nn.Parameter(torch.ones(4, 2))
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return nn.functional.embedding(ids, self.rows, sparse=True)
 
     model = Table()
     optimizer = RowwiseAdagrad(model.parameters())
     fake(model, optimizer)
 
-    def function(ids: torch.Tensor) -> torch.Tensor:
+    def function(ids):
         optimizer.zero_grad(set_to_none=True)
         loss = model(ids).square().sum()
         loss.backward()

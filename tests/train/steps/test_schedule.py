@@ -95,11 +95,11 @@ def test_the_rate_of_a_step_is_the_one_it_moves_by():
     """Adam's first update is lr times the sign of the gradient, and here every gradient is the first's."""
 
     class One(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(()))
 
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             return self.weight.expand(len(dense)) * 1e-6 - 20.0  # a slope of 1e-6 at every weight
 
     model, moved = One(), [0.0]
@@ -131,7 +131,7 @@ def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so():
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
     config = replace(CONFIG, schedule=schedule)
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == stop:
             raise MemoryError  # harder than Ctrl-C, which saves: steps since the last checkpoint are lost
 
@@ -190,7 +190,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     """Adam with a rate on the device, replayed: the weights are those of the eager run."""
     from test_training_step import of_zoo
 
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 13:
             raise KeyboardInterrupt
 
@@ -231,7 +231,7 @@ def aged(folder: Path, into: Path) -> None:
 def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path):
     level = replace(CONFIG, schedule="constant")
 
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 7:
             raise KeyboardInterrupt
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -27,11 +26,11 @@ ONE = Estimate(1.0, 1.0, 1.0)
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+def losses(monkeypatch) -> list[dict[str, float]]:
     """Runs every function of a race once and says that all take a microsecond."""
     found: list[dict[str, float]] = []
 
-    def race(functions: Mapping[str, Callable[[], torch.Tensor]], **options: object) -> Race:
+    def race(functions, **options):
         found.append({name: float(function().detach()) for name, function in functions.items()})
         timing = Timing(microseconds=ONE, speedup=ONE, rounds=9)
         timings = dict.fromkeys(functions, timing)
@@ -52,7 +51,7 @@ def test_a_step_is_that_of_training_but_for_the_tables(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     built: list[nn.Module] = []
 
-    def make() -> nn.Module:
+    def make():
         built.append(wukong())
         return built[-1]
 
@@ -74,7 +73,7 @@ def test_a_step_is_that_of_training_but_for_the_tables(losses):
 def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
-    def broken() -> nn.Module:
+    def broken():
         raise RuntimeError("no such kernel\nand more")
 
     told: list[StepTime] = []
@@ -96,14 +95,14 @@ def test_the_looked_up_rows_get_the_gradient_of_training(losses, monkeypatch):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     rows: list[torch.Tensor] = []
 
-    def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def keep(module, args, output):
         output.retain_grad()
         rows.append(output)
 
     model, plain = wukong(), wukong()
     race = step_time.time_interleaved
 
-    def watched(*args: object, **options: object) -> Race:
+    def watched(*args, **options):
         model.front.embeddings.table.register_forward_hook(keep)  # after the hook of the timed step
         return race(*args, **options)
 
@@ -131,14 +130,14 @@ def test_an_arm_is_freed_before_the_next_is_built(losses, monkeypatch):
     weights: list[weakref.ref[torch.Tensor]] = []
     alive: list[list[bool]] = []
 
-    def make() -> nn.Module:
+    def make():
         alive.append([weight() is not None for weight in weights])
         model = nn.ModuleDict({"block": nn.Sequential(nn.Sequential(nn.Linear(13, 1), nn.Flatten(0)))})
         model.forward = lambda dense, sparse: model["block"](dense)  # a cycle of its own
         weights.append(weakref.ref(model["block"][0][0].weight))
         return model
 
-    def fails() -> nn.Module:
+    def fails():
         model = make()
         raise RuntimeError(f"{type(model).__name__} was built and then refused")
 
@@ -157,7 +156,7 @@ def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
     asked: list[tuple[list[str], dict[str, object]]] = []
     times = {"bf16": 10.0, "again": 11.0, "fast": 5.0}
 
-    def race(functions: Mapping[str, object], **options: object) -> Race:
+    def race(functions, **options):
         asked.append((list(functions), options))
         timings = {
             name: Timing(
@@ -190,7 +189,7 @@ def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
 def test_an_unusable_gpu_ends_it(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
-    def poisoned() -> nn.Module:
+    def poisoned():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     told: list[StepTime] = []
@@ -227,7 +226,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch):
     """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
     graphs, real = [], torch.compile
 
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def backend(graph, inputs):
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 

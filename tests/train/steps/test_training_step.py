@@ -2,7 +2,6 @@
 
 import importlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def test_each_row_counts_alike_in_a_short_batch(accumulate):
     """Gradients are the rows' sum over the 64 of a whole batch, for dense weights and for tables."""
     model, before = of_zoo(), {}
 
-    def keep(step: int) -> None:
+    def keep(step):
         if step == 6:
             before.update({name: value.clone() for name, value in model.state_dict().items()})
 
@@ -83,7 +82,7 @@ def test_each_row_counts_alike_in_a_short_batch(accumulate):
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_compiler(monkeypatch) -> None:
     """Without code of its own: that takes a minute on a CPU."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="aot_eager"))
@@ -103,11 +102,11 @@ def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    def compiled(model: nn.Module) -> nn.Module:
+    def compiled(model):
         model.mlp._compiled_call_impl = torch.compile(lambda x: model.mlp._call_impl(x), backend=broken)
         return model
 
-    def uncompiled(model: nn.Module) -> nn.Module:
+    def uncompiled(model):
         model.mlp._compiled_call_impl = None
         return model
 
@@ -130,7 +129,7 @@ def test_a_graph_needs_a_gpu():
 
 
 @pytest.fixture
-def tables_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def tables_beside(monkeypatch) -> None:
     """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
     monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(module, "compiled", lambda model: model)
@@ -171,11 +170,11 @@ def test_histories_are_looked_up_beside_the_graph_too(name, history):
 
 @pytest.mark.usefixtures("tables_beside")
 def test_histories_go_in_parts_and_resume_exactly(tmp_path):
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 3:
             raise KeyboardInterrupt
 
-    def trained(step: str, seed: int = 0, **others: Any) -> torch.Tensor:
+    def trained(step, seed=0, **others):
         config = replace(CONFIG, step=step, accumulate=2)
         return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
 
@@ -229,7 +228,7 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
     assert result.step_reason is None
     close(found, exact)
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 5:
             raise KeyboardInterrupt
 
