@@ -205,10 +205,7 @@ def test_one_candidate_everywhere(measured, data, tmp_path):
     """At every site that runs it, whatever the budget says; hp where it cannot run and at narrow outputs."""
     refused, absent = "top.0/output", "top.3/grad_input"
     sites = dict(measured.sites)
-    for name, changed in {
-        refused: {ROWWISE: Measurement(unsupported="not on Tuesdays")},
-        absent: {},
-    }.items():
+    for name, changed in {refused: {ROWWISE: Measurement(unsupported="not on Tuesdays")}, absent: {}}.items():
         others = {key: value for key, value in sites[name].measurements.items() if key != ROWWISE}
         sites[name] = dataclasses.replace(sites[name], measurements={**others, **changed})
     decided = step._everywhere(dataclasses.replace(measured, sites=sites), ROWWISE)

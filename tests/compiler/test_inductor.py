@@ -165,11 +165,7 @@ def test_a_second_process(tmp_path):
     Path(codecache._HEADER_DIR).mkdir(parents=True, exist_ok=True)
     (shared / "precompiled_headers").symlink_to(codecache._HEADER_DIR)  # they take longer than the graph
     script = _SECOND.format(tests=str(here.parent), here=str(here))
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(shared),
-        "PYTHONPATH": str(ROOT / "src"),
-    }
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(shared), "PYTHONPATH": str(ROOT / "src")}
     told = []
     for _ in range(2):
         done = subprocess.run(

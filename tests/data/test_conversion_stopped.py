@@ -16,14 +16,7 @@ from forked import SERVER
 from loka.core.exceptions import DataRefused, FileRefused
 from loka.core.storage.alone import InUse
 from loka.core.storage.files import write_record
-from loka.data import (
-    Frequency,
-    TableClicks,
-    conversion,
-    convert,
-    hashed_vocabulary,
-    open_shards,
-)
+from loka.data import Frequency, TableClicks, conversion, convert, hashed_vocabulary, open_shards
 from loka.data.conversion import ConversionStopped
 from loka.data.formats.shard_writer import ShardWriter
 

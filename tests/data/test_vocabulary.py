@@ -27,11 +27,7 @@ def strings(*values: str | None) -> "pa.ChunkedArray":
 @pytest.fixture
 def table(tmp_path) -> Path:
     path = tmp_path / "t.parquet"
-    columns = {
-        "y": [0, 1, 0, 1, 0, 1],
-        "a": ["x", "w", "x", None, "w", "q"],
-        "b": [7, 7, 7, 30, 30, 5],
-    }
+    columns = {"y": [0, 1, 0, 1, 0, 1], "a": ["x", "w", "x", None, "w", "q"], "b": [7, 7, 7, 30, 30, 5]}
     parquet.write_table(pa.table(columns), path)
     return path
 

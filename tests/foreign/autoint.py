@@ -51,5 +51,5 @@ MODELS = [
         loss=of_probabilities,
         parameter_gemm_flops=lambda rows: 2 * rows * FIELDS * (2 * 4 * WIDTH**2 + WIDTH),
         notes="forward returns probabilities, [B, 1]; four raw parameters a layer.",
-    ),
+    )
 ]

@@ -60,10 +60,7 @@ class Bars:
 
 def compiling(name: str, compiler: Compiler, missing: str | None = None, *recipes: str) -> Kernel:
     return dataclasses.replace(
-        kernel(name),
-        precompile=compiler,
-        missing=lambda: missing,
-        recipes=recipes or ("rowwise_e4m3",),
+        kernel(name), precompile=compiler, missing=lambda: missing, recipes=recipes or ("rowwise_e4m3",)
     )
 
 

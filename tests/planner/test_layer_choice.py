@@ -25,10 +25,7 @@ def exactly(value: float) -> Estimate:
 
 def test_a_loser_by_itself_wins_beside_its_neighbours():
     """grad_weight takes 104 us of its own, and 22 less where grad_output is read once: 82, 1.22x."""
-    sites = {
-        GIN: {ROW: measured(28, 70, noise=0.001)},
-        GWT: {ROW: measured(28, 104, noise=0.001)},
-    }
+    sites = {GIN: {ROW: measured(28, 70, noise=0.001)}, GWT: {ROW: measured(28, 104, noise=0.001)}}
     alone = loka.plan(layer_report(sites))
     assert alone.decisions["fc/grad_weight"].candidate == "hp"
     assert "speed-up" in alone.decisions["fc/grad_weight"].reason

@@ -39,10 +39,7 @@ def quarters(step: int) -> list[torch.Tensor]:
 
 
 def train(
-    probed: nn.Module,
-    net: nn.Module,
-    parts: Callable[[int], list[torch.Tensor]],
-    save_to: Path | None = None,
+    probed: nn.Module, net: nn.Module, parts: Callable[[int], list[torch.Tensor]], save_to: Path | None = None
 ) -> Stats:
     """A few steps of SGD on the mean over the parts; each part is a call. DDP averages by itself."""
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)

@@ -228,12 +228,7 @@ def test_settings_that_cannot_be_are_refused(model):
         renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
     with pytest.raises(ValueError, match="pass tasks="):
         renew_effects(
-            model,
-            probed(model),
-            batches(256),
-            segments=THIRD,
-            forward=ROWS["forward"],
-            logits=lambda z: z,
+            model, probed(model), batches(256), segments=THIRD, forward=ROWS["forward"], logits=lambda z: z
         )
 
 

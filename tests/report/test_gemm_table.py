@@ -6,8 +6,6 @@ import pytest
 from made_bench import FAST, TORCH, around, bench
 
 from loka.core.error import Estimate
-from loka.core.exceptions import FileRefused
-from loka.core.records.gemm_bench import GemmBench, joined, parted
 from loka.report.gemm_summary import (
     LOSS,
     TIE,
@@ -98,19 +96,3 @@ def test_ties_that_are_measurably_slower_are_counted():
     slower = made.contests["m/fc/output"]
     object.__setattr__(slower, "versus", {**slower.versus, "torch": Estimate(0.995, 0.994, 0.996)})
     assert "the choice is measurably slower in 1, by less than the tie" in gemm_table(made)
-
-
-def test_the_record_comes_back_and_an_edited_one_is_refused(tmp_path):
-    path = tmp_path / "gemm.json"
-    bench().save(path)
-    assert GemmBench.load(path) == bench()
-    path.write_text(path.read_text().replace("too little memory", "too much memory"))
-    with pytest.raises(FileRefused, match="edited"):
-        GemmBench.load(path)
-
-
-def test_candidates_of_a_layer_in_one_text():
-    low = {"grad_weight": "hp", "output": "a", "grad_input": "b"}
-    assert joined(low) == "a | b | hp"
-    assert parted(joined(low)) == ("a", "b", "hp")
-    assert joined(dict.fromkeys(low, "hp")) == "hp"

@@ -171,12 +171,7 @@ def _validated(folder: Path) -> dict[str, Kind]:
             read=lambda path: runs._record(path.parent),
             again=lambda found: _without_derived(encode(found)),
         ),
-        "bank": Kind(
-            file=folder / "bank" / "bank.json",
-            read=pair_bank.Bank.load,
-            again=encode,
-            named=True,
-        ),
+        "bank": Kind(file=folder / "bank" / "bank.json", read=pair_bank.Bank.load, again=encode, named=True),
         "comparison": Kind(
             file=folder / "train" / "train.json",
             read=Comparison.load,

@@ -34,11 +34,7 @@ def true_differences():
         q = p[np.argsort(x)]
         return float((q * np.cumsum(1 - q)).sum() / (q.sum() * (1 - q).sum()))
 
-    return (
-        100 * (loss(b) / loss(a) - 1),
-        auc(b) - auc(a),
-        float((chance(b) - chance(a)).sum() / p.sum()),
-    )
+    return (100 * (loss(b) / loss(a) - 1), auc(b) - auc(a), float((chance(b) - chance(a)).sum() / p.sum()))
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():

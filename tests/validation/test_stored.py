@@ -167,18 +167,8 @@ def put(content: Any, *path: str | int, value: Any) -> None:
     ("name", "path", "value", "why"),
     [
         ("validation.json", ("arms", 0, "average", "mean"), "much", r"arms\[0\].average.mean has to be a nu"),
-        (
-            "validation.json",
-            ("arms", 0, "pairs", 1, "rows"),
-            "all",
-            r"arms\[0\].pairs\[1\].rows has to be",
-        ),
-        (
-            "validation.json",
-            ("arms", 0, "pairs", 1, "seed"),
-            None,
-            r"arms\[0\].pairs\[1\].seed has to be",
-        ),
+        ("validation.json", ("arms", 0, "pairs", 1, "rows"), "all", r"arms\[0\].pairs\[1\].rows has to be"),
+        ("validation.json", ("arms", 0, "pairs", 1, "seed"), None, r"arms\[0\].pairs\[1\].seed has to be"),
         ("validation.json", ("arms", 1, "segments"), {}, r"arms\[1\].segments has to be a list"),
         ("validation.json", ("runs", 0, "curve", 0), [1, 2], r"runs\[0\].curve\[0\].recent_ne is missing"),
         ("validation.json", ("annealed", "gain"), [0], "annealed.gain.low is missing"),
@@ -186,12 +176,7 @@ def put(content: Any, *path: str | int, value: Any) -> None:
         ("bank.json", ("arms", 0, "pairs", 0), [3], r"arms\[0\].pairs\[0\].ne_percent is missing"),
         ("bank.json", ("arms", 0, "pairs", 0), [3, "inf"], "the pairs of shifted are no finite numbers"),
         ("bank.json", ("arms", 0, "pairs"), [], "the pairs of shifted are no finite numbers"),
-        (
-            "train.json",
-            ("pairs", 0, "bf16", "quality", "rows"),
-            1.5,
-            r"pairs\[0\].bf16.quality.rows has",
-        ),
+        ("train.json", ("pairs", 0, "bf16", "quality", "rows"), 1.5, r"pairs\[0\].bf16.quality.rows has"),
         ("train.json", ("noise", "auc"), "none", "noise.auc has to be a list"),
     ],
 )

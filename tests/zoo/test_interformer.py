@@ -5,12 +5,7 @@ import torch
 
 from loka.zoo import build
 from loka.zoo.attention import AttentionPool, SelfAttention, rotate
-from loka.zoo.dhen import (
-    AttentionInteraction,
-    CrossInteraction,
-    DHENLayer,
-    DotInteraction,
-)
+from loka.zoo.dhen import AttentionInteraction, CrossInteraction, DHENLayer, DotInteraction
 from loka.zoo.interformer import Gate, MaskNet, PersonalizedFFN, SequenceSummary
 from loka.zoo.layers import TokenLinear
 

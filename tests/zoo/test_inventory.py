@@ -23,19 +23,11 @@ def of(pairs: list[tuple[int, int]], rows: int) -> Gemms:
 
 # What the suite has otherwise than its source: FuxiCTR's [512, 256] are two hidden layers of an FMB's MLP, of
 # which it has one; the head of "InterFormer-like", whose sizes it assumes, reads X in place of X_sum.
-MISREAD = {
-    "wukong:fuxictr": of([(512, 2560)] * 3, 8192),
-    "interformer:paper": of([(5120, 1024)], 4096),
-}
+MISREAD = {"wukong:fuxictr": of([(512, 2560)] * 3, 8192), "interformer:paper": of([(5120, 1024)], 4096)}
 # The suite's name, the preset, the batch, and the linear layers of the model that the suite leaves out.
 PUBLISHED = [
     ("MLPerf-DLRM-DCNv2", "dcnv2:mlperf", 8192, Gemms()),
-    (
-        "MLPerf-DLRMv1-dot",
-        "dlrm:mlperf",
-        2048,
-        of([(13, 512), (512, 256), (256, 128)], 2048),
-    ),
+    ("MLPerf-DLRMv1-dot", "dlrm:mlperf", 2048, of([(13, 512), (512, 256), (256, 128)], 2048)),
     ("BARS-DCNv2-criteo_x1", "dcnv2:bars", 4096, of([(890, 1)], 4096)),
     *(
         (
@@ -96,10 +88,7 @@ PUBLISHED = [
 ]
 
 
-BATCH = {
-    **{preset: batch for _, preset, batch, _ in PUBLISHED},
-    "dhen:elfm": 2048,
-}
+BATCH = {**{preset: batch for _, preset, batch, _ in PUBLISHED}, "dhen:elfm": 2048}
 
 
 @functools.cache

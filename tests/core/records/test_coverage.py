@@ -22,8 +22,7 @@ def shares(line: str) -> list[float]:
 @given(FLOPS, FLOPS, FLOPS, FLOPS)
 def test_sites_and_the_rest_make_the_step(a, b, c, d):
     coverage = Coverage(
-        sites={"fc": {"output": a, "grad_weight": b}},
-        uncovered=(rest(c), rest(d, parameter=False, where="")),
+        sites={"fc": {"output": a, "grad_weight": b}}, uncovered=(rest(c), rest(d, parameter=False, where=""))
     )
     assert coverage.total == pytest.approx(a + b + c + d)
     assert coverage.seen == pytest.approx((a + b) / (a + b + c))  # activations by each other count nowhere

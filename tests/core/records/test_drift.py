@@ -19,8 +19,7 @@ from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.signature import LinearShape, ModelSignature
 
 SIGNATURE = ModelSignature(
-    name="Net",
-    layers={path: LinearShape(in_features=8, out_features=8, bias=False) for path in ("a", "b")},
+    name="Net", layers={path: LinearShape(in_features=8, out_features=8, bias=False) for path in ("a", "b")}
 )
 RECIPE = "rowwise_e4m3"
 

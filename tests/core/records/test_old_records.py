@@ -112,15 +112,9 @@ def test_stored_statistics_are_written_again_with_the_same_bytes():
     ("change", "why"),
     [
         (lambda layer: layer.update(rows="many"), r"layers\.0\.rows has to be a whole number"),
-        (
-            lambda layer: layer.update(dtype="float7"),
-            r"layers\.0: a dtype or a number of rows",
-        ),
+        (lambda layer: layer.update(dtype="float7"), r"layers\.0: a dtype or a number of rows"),
         (lambda layer: layer["operands"].pop("input"), r"layers\.0: it lacks the statistics of its input"),
-        (
-            lambda layer: layer["effects"]["rowwise_e4m3"].update(count=-1),
-            r"rowwise_e4m3: .*no effect",
-        ),
+        (lambda layer: layer["effects"]["rowwise_e4m3"].update(count=-1), r"rowwise_e4m3: .*no effect"),
         (lambda layer: layer.update(colour=1), r"layers\.0 has colour, of which nothing is known"),
     ],
 )
@@ -192,11 +186,7 @@ def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed)
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [
-        ("chains", "chains: up"),
-        ("crosses", "stacks of cross layers: c"),
-        ("turned", "turned layers: gate"),
-    ],
+    [("chains", "chains: up"), ("crosses", "stacks of cross layers: c"), ("turned", "turned layers: gate")],
 )
 def test_a_plan_by_which_layers_run_together_is_refused(report, tmp_path, kind, told):
     plan, file = loka.plan(report), tmp_path / "plan.json"

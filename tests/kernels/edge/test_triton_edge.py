@@ -105,11 +105,7 @@ def all_of(case: Case, rows: int, device: torch.device) -> tuple[list[torch.Tens
     return case.leaves(rows, device), case.given(rows, device)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "features"),
-    sweep(COMBINED, COMBINED[::3]),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "rows", "features"), sweep(COMBINED, COMBINED[::3]), ids=str)
 def test_programs_match_the_twin(name, rows, features, device):
     case = CASES[name](features)
     leaves, given = all_of(case, rows, device)

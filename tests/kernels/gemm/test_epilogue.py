@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loka.core.recipe import Format
-from loka.kernels.gemm.epilogue import (
-    Activation,
-    Epilogue,
-    apply_epilogue,
-    inverse_rms,
-    restored,
-    rounded,
-)
+from loka.kernels.gemm.epilogue import Activation, Epilogue, apply_epilogue, inverse_rms, restored, rounded
 from loka.kernels.gemm.normed_gemm import BLOCKS, normed_data
 from loka.nn import BlockNorm
 

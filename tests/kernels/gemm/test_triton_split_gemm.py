@@ -84,11 +84,7 @@ def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool) -> None:
 CUTS = combinations(list(CONFIGS), [False, True], SHAPES, together=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "fast", "shape"),
-    sweep(CUTS, CUTS[::2]),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "fast", "shape"), sweep(CUTS, CUTS[::2]), ids=str)
 def test_every_cut_matches_the_reference(name, fast, shape, device):
     a, b = operands(*shape, device)
     out = run(a, b, torch.float32, fast=fast, config=CONFIGS[name])

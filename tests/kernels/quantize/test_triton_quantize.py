@@ -84,19 +84,12 @@ def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> t
 
 
 COPIES = combinations(
-    list(FP8),
-    list(Granularity),
-    [False, True],
-    [False, True],
-    [torch.bfloat16, torch.float32],
-    together=3,
+    list(FP8), list(Granularity), [False, True], [False, True], [torch.bfloat16, torch.float32], together=3
 )
 
 
 @pytest.mark.parametrize(
-    ("format", "granularity", "power_of_two", "transposed", "dtype"),
-    sweep(COPIES, COPIES[::2]),
-    ids=str,
+    ("format", "granularity", "power_of_two", "transposed", "dtype"), sweep(COPIES, COPIES[::2]), ids=str
 )
 def test_one_copy_matches_the_twin(format, granularity, power_of_two, transposed, dtype, device):
     cast = Cast(format, granularity, power_of_two)
@@ -148,10 +141,7 @@ def test_a_pair_matches_two_twins(row, column, transposed, format, device):
 def test_copies_may_be_padded_differently(device):
     hp = nasty(70, 150, torch.bfloat16, transposed=False)
     for row, column in ((Granularity.TENSOR, Granularity.ROW), (Granularity.GROUP_1X128,) * 2):
-        sides = (
-            Side(cast=E4M3[row], padded=(72, 512)),
-            Side(cast=E4M3[column], padded=(160, 384)),
-        )
+        sides = (Side(cast=E4M3[row], padded=(72, 512)), Side(cast=E4M3[column], padded=(160, 384)))
         first, second = fused.quantize_pair_fused(hp.to(device), row=sides[0], column=sides[1])
         check(first, quantize(hp, E4M3[row], padded=(72, 512)), (70, 150))
         check(second, quantize(hp.t(), E4M3[column], padded=(160, 384)), (150, 70))

@@ -10,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_models import (
-    STEPS,
-    Mixed,
-    adamw,
-    bare_plan,
-    by_halves,
-    left,
-    mixed,
-    on_rank,
-    planned,
-    runs,
-    sgd,
-)
+from rank_models import STEPS, Mixed, adamw, bare_plan, by_halves, left, mixed, on_rank, planned, runs, sgd
 from ranks import on_ranks
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel

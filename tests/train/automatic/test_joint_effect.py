@@ -49,11 +49,7 @@ def plan_of(model: nn.Module, candidates: dict[str, str], *, ne: float | None = 
         )
         decisions[decision.site] = decision
     return Plan(
-        model=signature(model),
-        machine=fingerprint("cpu"),
-        budget=Budget(),
-        timed=False,
-        decisions=decisions,
+        model=signature(model), machine=fingerprint("cpu"), budget=Budget(), timed=False, decisions=decisions
     )
 
 

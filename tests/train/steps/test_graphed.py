@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphed_cases import (
-    adam,
-    assert_same_training,
-    batches,
-    module,
-    plain,
-    sgd,
-    small,
-    step_of,
-)
+from graphed_cases import adam, assert_same_training, batches, module, plain, sgd, small, step_of
 from torch import nn
 
 from loka.train import RowwiseAdagrad, graphed

@@ -4,15 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphed_cases import (
-    assert_same_training,
-    batches,
-    module,
-    plain,
-    sgd,
-    small,
-    step_of,
-)
+from graphed_cases import assert_same_training, batches, module, plain, sgd, small, step_of
 from torch import nn
 
 from loka.train import GraphedStep, RowwiseAdagrad, graphed

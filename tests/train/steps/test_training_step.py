@@ -156,8 +156,7 @@ def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> n
 
 @pytest.mark.usefixtures("tables_beside")
 @pytest.mark.parametrize(
-    ("name", "history"),
-    [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)],
+    ("name", "history"), [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)]
 )
 def test_histories_are_looked_up_beside_the_graph_too(name, history):
     """To the bits, the table of both included; a model that does not read them gets them as they are."""
