@@ -153,7 +153,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
 
 def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
     """A float rate would be frozen by the capture; the schedule writes to the tensor that the graph reads."""
-    from test_graphed import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
+    from graphed_cases import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
 
     config = replace(CONFIG, lr=0.1, schedule="cosine", warmup=0.3)
     data = batches(*[8] * 12)
