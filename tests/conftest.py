@@ -19,7 +19,7 @@ settings.register_profile("without a deadline", deadline=None)
 settings.load_profile("without a deadline")
 
 
-def _without_repeated_work() -> None:
+def _without_repeated_work():
     """Two thirds of what a kernel takes in triton's interpreter (3.9), for nothing that a test sees.
 
     It replaces all functions of its language at each call of a device function, though the launch has;
@@ -52,7 +52,7 @@ gc.disable()
 atexit.register(gc.unfreeze)  # or torch's and triton's libraries would report leaks
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     import forked
 
     if hasattr(config, "workerinput"):
@@ -61,13 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
         forked.share()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture
-def overflow_is_an_error(monkeypatch) -> None:
+def overflow_is_an_error(monkeypatch):
     """In the interpreter, for a test whose integers need more than 32 bits."""
     if torch.cuda.is_available():
         return
@@ -77,7 +77,7 @@ def overflow_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     skip = pytest.mark.skip(reason="needs a CUDA GPU of capability 9.0 or newer")
     for item in items:

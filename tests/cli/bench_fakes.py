@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -86,7 +86,7 @@ def install(
 
 
 @contextmanager
-def libraries(*names: str) -> Iterator[None]:
+def libraries(*names: str):
     """For a while only these libraries exist: emulation under their names, rowwise_e4m3 alone."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     before = dict(registry.KERNELS)

@@ -1,6 +1,5 @@
 """`loka bench gemm` from suite to verdict, on times that are given, so that every number is known."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import command_line
@@ -37,7 +36,7 @@ TIMES = {
 
 
 @pytest.fixture(autouse=True)
-def two_libraries() -> Iterator[None]:
+def two_libraries():
     with libraries("alpha", "beta"):
         yield
 

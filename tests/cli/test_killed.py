@@ -23,7 +23,7 @@ from loka.core.records.report import Report
 from loka.train import newest_step
 
 
-def kill_at_step(step: int, checkpoints: Path, process: BaseProcess) -> None:
+def kill_at_step(step: int, checkpoints: Path, process: BaseProcess):
     deadline = time.monotonic() + 60
     while newest_step(checkpoints) < step and process.is_alive():
         assert time.monotonic() < deadline
@@ -63,7 +63,7 @@ def test_killed_training_ends_with_the_same_numbers(measured, tmp_path):
     assert len(judged(whole)) > 3
 
 
-def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object) -> None:
+def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object):
     bars = {f"loka.cli.{command}.ProgressBars": functools.partial(_Dying, at), **replaced}
     process = start_loka(*arguments, cwd=cwd, output=cwd / "printed", **bars)
     process.join()

@@ -16,7 +16,7 @@ COLUMNS = {"label": "y", "dense": ["price", "age"], "sparse": ["shop", "city"]}
 FEW = ("--batch-size", 64, "--device", "cpu")
 
 
-def write(path: Path, rows: int, seed: int, extra: str = "") -> None:
+def write(path: Path, rows: int, seed: int, extra: str = ""):
     draw = random.Random(seed)
     lines = [
         f"{draw.randrange(2)},{draw.random():.3f},{draw.randrange(90)},s{draw.randrange(9)},{extra}c{draw.randrange(5)}"

@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ class FakeSteps:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def measured_coarsely() -> Iterator[None]:
+def measured_coarsely():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "measure", measure_coarsely)
         yield
@@ -107,7 +106,7 @@ def measured(tmp_path_factory, data) -> Report:
     return step._report(config, data)
 
 
-def never(*args: object, **options: object) -> None:
+def never(*args: object, **options: object):
     raise AssertionError("nothing has to be probed or measured")
 
 

@@ -42,7 +42,7 @@ SHARDED = ("--engine", "torchrec", "--batch-size", BATCH)
 CONFIG = TrainConfig(batch_size=BATCH, precision="fp32", checkpoint_every=2, log_every=1)
 
 
-def write_rows(folder: Path) -> None:
+def write_rows(folder: Path):
     """800 rows in the layout of MLPerf's Criteo: 13 counts, 26 ids of columns from 3 to 128 ids wide."""
     rng = np.random.default_rng(0)
     rows = np.arange(ROWS)[:, None]
@@ -105,7 +105,7 @@ def by_rows(model: nn.Module) -> nn.Module:
     return shard_tables(model, device="cpu", batch_size=BATCH, lr=0.1, placement=plan)
 
 
-def saved_again(folder: Path, rank: int, ranks: int) -> None:
+def saved_again(folder: Path, rank: int, ranks: int):
     """A model of other weights takes over the checkpoint in folder/dcn, and saves what it holds then."""
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, ranks), parts=2).train
     model = built("dcnv2")

@@ -175,7 +175,7 @@ def test_off_cuda_nothing_is_timed():
         time_interleaved({"hp": lambda: None}, baseline="hp", device=torch.device("cpu"))
 
 
-def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> None:
+def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)

@@ -41,6 +41,6 @@ def gather(source: Source, batch_size: int = 64, start: int = 0) -> list[torch.T
     return [torch.cat([getattr(b, part) for b in batches]) for part in ("dense", "sparse", "label")]
 
 
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]):
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

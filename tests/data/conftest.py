@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.fixture
-def small_pieces(monkeypatch) -> None:
+def small_pieces(monkeypatch):
     """Some 10 pieces of 300 rows, in groups of 16 rows."""
     monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
     monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_pieces")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 
-def killed(path: Path, folder: Path) -> None:
+def killed(path: Path, folder: Path):
     """In the fourth shard."""
     conversion.LEAST_SHARD, conversion.GROUP_ROWS = 8_000, 16
     finished = [0]

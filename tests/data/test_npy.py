@@ -11,7 +11,7 @@ from loka.core.exceptions import DataRefused
 from loka.data import Shuffle, Triplet, npy_triplets, open_npy, open_rows
 
 
-def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False) -> None:
+def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False):
     """As TorchRec's preprocessing names, types and shapes them."""
     rng = np.random.default_rng(day)
     np.save(folder / f"day_{day}_dense.npy", rng.random((rows, 13)).astype(np.float32) + day)

@@ -29,7 +29,7 @@ def values(found: dict[str, Any], when: str = "after") -> dict[str, np.ndarray]:
     return {name: np.array(found[when][name]) for name in TRAINED}
 
 
-def alike(answers: list[dict[str, Any]]) -> None:
+def alike(answers: list[dict[str, Any]]):
     for answer in answers[1:]:
         assert answer["after"] == answers[0]["after"], "replicas differ after flush"
 

@@ -107,7 +107,7 @@ def batched(model: nn.Module) -> list[Any]:
     return list({id(one.module): one.module for one in lookups_of(model)}.values())
 
 
-def start(model: nn.Module) -> None:
+def start(model: nn.Module):
     """The same rows on every replica: sharding draws them anew."""
     for one in batched(model):
         for table in one.split_embedding_weights():

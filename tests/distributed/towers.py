@@ -3,7 +3,7 @@ do."""
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,7 @@ def loss_of(model: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> torc
 
 
 @contextmanager
-def as_gathered(model: nn.Module, names: set[str]) -> Iterator[None]:
+def as_gathered(model: nn.Module, names: set[str]):
     """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
     of them.
 

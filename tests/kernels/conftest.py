@@ -11,7 +11,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch) -> None:
+def poisoned_memory(monkeypatch):
     """Memory that a kernel forgets to write holds NaN, not luck: 0xFF bytes, in every float format."""
     empty = torch.empty
 

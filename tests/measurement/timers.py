@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
@@ -78,7 +78,7 @@ def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
 
 
 @contextmanager
-def registered(*kernels: Kernel) -> Iterator[None]:
+def registered(*kernels: Kernel):
     """`kernels` are in the registry for a while."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     try:

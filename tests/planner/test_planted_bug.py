@@ -118,7 +118,7 @@ def test_the_self_check_convicts_all_of_them(
     scales: str,
     gemm: Gemm,
     plant: Plant,  # noqa: F811
-) -> None:
+):
     name = f"planted:{RECIPE_OF[scales]}"
     for bug in BUGS:
         plant(kernel(example, bug), POW2)

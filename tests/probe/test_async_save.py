@@ -235,7 +235,7 @@ def learn(folder: Path, *, until: int, resume: bool, reached: Any = None) -> Sta
     return probe.stats()
 
 
-def _let_it_write(folder: Path, step: int) -> None:
+def _let_it_write(folder: Path, step: int):
     """Steps here take less than a save, so that on a busy machine the record would fall behind by any number
     of them. As steps of a real model, they wait: one that is never written ends in the parent's patience."""
     while step >= 2 * SAVE_EVERY:

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ def _ends(work: Callable[[], str], *, raises: bool) -> tuple[str, float]:
 
 
 @contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def _at_most(seconds: int):
     def ring(*_):
         raise Hangs
 

@@ -189,7 +189,7 @@ def _odd_files() -> Iterator[Case]:
     yield Case("absent.csv", lambda path: None)
 
 
-def _sized(path: Path, size: int) -> None:
+def _sized(path: Path, size: int):
     with path.open("wb") as file:
         file.truncate(size)
 

@@ -97,23 +97,23 @@ def _gone(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def _flip(folder: Path) -> None:
+def _flip(folder: Path):
     data = bytearray((folder / "weights.safetensors").read_bytes())
     data[-7] ^= 1
     (folder / "weights.safetensors").write_bytes(data)
 
 
-def _edited(folder: Path) -> None:
+def _edited(folder: Path):
     card = folder / "card.json"
     card.write_text(card.read_text().replace("160", "161"))
 
 
-def _of_another(folder: Path) -> None:
+def _of_another(folder: Path):
     """A plan of another folder, sound by itself."""
     plan_for(tower(), {"first": ROW}).save(folder / "plan.json")
 
 
-def _points_out(folder: Path) -> None:
+def _points_out(folder: Path):
     """A card that names a file beyond the folder."""
     shutil.copy(folder / "plan.json", folder.parent / "outside.json")
     record = Folder.load(folder / "card.json")

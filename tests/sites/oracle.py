@@ -171,16 +171,12 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / size if size > 0 else (found - expected).norm())
 
 
-def assert_close(
-    found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""
-) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""):
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert off(found, expected) <= bound, f"{what}: off by {off(found, expected):.2e} of the norm"
 
 
-def assert_same_gradients(
-    model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE
-) -> None:
+def assert_same_gradients(model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE):
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -45,9 +45,7 @@ def _eager(known: Planned) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss, gradients(model)
 
 
-def _compare(
-    known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE
-) -> None:
+def _compare(known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE):
     foreign = known.foreign
     loss, expected = _eager(known)
     found = foreign.loss(call(compiled, foreign.inputs(ROWS)))

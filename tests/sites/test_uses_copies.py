@@ -42,7 +42,7 @@ def _expected(known: Planned, state: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return train_step(known.foreign, model, ROWS), gradients(model)
 
 
-def _check(known: Planned, model: nn.Module) -> None:
+def _check(known: Planned, model: nn.Module):
     loss, expected = _expected(known, model.state_dict())
     model.zero_grad()
     assert_close(train_step(known.foreign, model, ROWS), loss)

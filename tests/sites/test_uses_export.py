@@ -59,7 +59,7 @@ def _sites_in(program: torch.export.ExportedProgram) -> set[str]:
     return {node.args[3] for node in nodes}
 
 
-def _check(name: str, *, strict: bool) -> None:
+def _check(name: str, *, strict: bool):
     known = planned(name)
     foreign, model = known.foreign, known.converted()
     expected = _leaves(call(model, foreign.inputs(ROWS)))

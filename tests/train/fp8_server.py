@@ -22,7 +22,7 @@ from loka.train.checkpointing.state import plan_in
 Say = Callable[[str], None]
 
 
-def serve(client: Connection, steps: int) -> None:
+def serve(client: Connection, steps: int):
     torch.set_num_threads(1)
     plan = make_plan()
     convert(tower(), plan)
@@ -39,7 +39,7 @@ def serve(client: Connection, steps: int) -> None:
         client.send("gone")
 
 
-def run(folder: Path, plan: Plan, steps: int, say: Say) -> None:
+def run(folder: Path, plan: Plan, steps: int, say: Say):
     """A process that finds a checkpoint goes on by the plan in it, and from other weights than the first."""
     found = load_newest(folder)
     by = plan_in(found.state, "given_plan") if found else plan

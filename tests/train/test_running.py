@@ -20,12 +20,12 @@ def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return losses, logits, labels
 
 
-def add(running: RunningQuality, parts: tuple[torch.Tensor, ...], *, step: int = 50) -> None:
+def add(running: RunningQuality, parts: tuple[torch.Tensor, ...], *, step: int = 50):
     for first in range(0, len(parts[0]), step):
         running.add(*(part[first : first + step] for part in parts))
 
 
-def agree(found, exact, *, auc: float) -> None:
+def agree(found, exact, *, auc: float):
     # Losses are float32 here and float64 in `quality`: one rounding, 6e-8, per loss.
     assert found.ne == pytest.approx(exact.ne, rel=1e-6)
     assert found.logloss == pytest.approx(exact.logloss, rel=1e-6)

@@ -167,7 +167,7 @@ def test_equal_labels_of_one_task_are_named():
         require_both(_Never(300), batch_size=64, what="the rows")
 
 
-def spoilt(model: TwoLogits) -> None:
+def spoilt(model: TwoLogits):
     """Its second logit says the same of every row, and cannot unlearn that; the first is as it was."""
     last = model.mlp[3]
 

@@ -157,7 +157,7 @@ def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
     assert caught.value.way_out
 
 
-def put(content: Any, *path: str | int, value: Any) -> None:
+def put(content: Any, *path: str | int, value: Any):
     for step in path[:-1]:
         content = content[step]
     content[path[-1]] = value

@@ -57,7 +57,7 @@ def spread_out(rows: int, columns: int, seed: int) -> torch.Tensor:
     return z
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(found: torch.Tensor, expected: torch.Tensor):
     assert torch.equal(found[:, 0], expected[:, 0])
     # r = 1 / v is rounded to float32 (6e-8), and offsets are at most 1/32 where m is 1 to 2: that is 4e-6 of
     # an offset, twice in its square; the moments of a bin are compared with what its S0 allows.

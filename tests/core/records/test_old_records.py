@@ -68,7 +68,7 @@ def report(stats) -> loka.Report:
     return loka.measure(stats, device="cpu", candidates=[CANDIDATE], settings=settings)
 
 
-def aged(file: Path, **keys: Any) -> None:
+def aged(file: Path, **keys: Any):
     """Writes a saved record again as one that has `keys` too."""
     header = json.loads(file.read_bytes())
     kind, version = header["kind"], header["version"]

@@ -14,7 +14,7 @@ from forked import SERVER
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 
 
-def hold(folder: Path, held: Connection) -> None:
+def hold(folder: Path, held: Connection):
     with alone_in(folder, "training"):
         held.send("held")
         time.sleep(60)
@@ -97,7 +97,7 @@ def test_without_locks_a_warning_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def count_up(folder: Path) -> None:
+def count_up(folder: Path):
     done = 0
     while done < 40:
         try:

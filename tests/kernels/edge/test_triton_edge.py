@@ -28,7 +28,7 @@ COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, exact: bool) -> None:
+def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, exact: bool):
     program = case.program
     expected = run_program(program, leaves, rows, *given)
     found = fused.run_program_fused(program, lying(program, leaves, rows), rows, *given)
@@ -56,7 +56,7 @@ def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, ex
             torch.testing.assert_close(out, twin, rtol=rtol, atol=0, equal_nan=True, msg=f"{name} {named}")
 
 
-def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) -> None:
+def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
     got, wanted = out.float(), twin.float()
     assert torch.equal(torch.isnan(got), torch.isnan(wanted)), name
     got, wanted = got.nan_to_num(), wanted.nan_to_num()
@@ -71,7 +71,7 @@ def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) 
     assert (got != wanted).sum() <= 2 + 2e-3 * got.numel(), name
 
 
-def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int) -> None:
+def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int):
     """Terms in another order, each with an error that is small beside the largest of its row.
 
     What overflows may be infinite or NaN: by an FMA, less infinities meet.
@@ -83,7 +83,7 @@ def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows:
     assert (((out - twin).abs() <= bound) | ~finite).all()
 
 
-def check_values(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) -> None:
+def check_values(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
     """Rounded to fewer digits, a value may cross over to its neighbour."""
     one = 0.0 if exact else 4e-5 + (0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps)
     torch.testing.assert_close(out.float(), twin.float(), rtol=one, atol=one, equal_nan=True, msg=name)

@@ -35,7 +35,7 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     return (a.float() * scale_a) @ (b.float() * scale_b).t()
 
 
-def fake_torchao(patch: pytest.MonkeyPatch) -> None:
+def fake_torchao(patch: pytest.MonkeyPatch):
     def addmm_float8_unwrapped(
         a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False
     ):
@@ -152,7 +152,7 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
     return library
 
 
-def fake_deep_gemm(patch: pytest.MonkeyPatch, calls: list[tuple[tuple[int, ...], str]]) -> None:
+def fake_deep_gemm(patch: pytest.MonkeyPatch, calls: list[tuple[tuple[int, ...], str]]):
     def tma_aligned(scale, rows):
         assert scale.stride() == (1, -(-rows // 4) * 4), "the library would launch a transpose"
         assert scale.data_ptr() % 16 == 0

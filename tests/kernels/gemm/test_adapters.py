@@ -237,7 +237,7 @@ def test_e5m2_is_refused_where_bytes_would_be_misread(name):
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
+def fresh():
     libraries.why_missing.cache_clear()
     yield
     libraries.why_missing.cache_clear()

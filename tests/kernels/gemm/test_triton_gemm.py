@@ -76,9 +76,7 @@ def _wide(of_blocks: torch.Tensor, of: Epilogue) -> torch.Tensor:
     return of_blocks.double().repeat_interleave(of.block, dim=1)
 
 
-def check(
-    found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool, device: torch.device
-) -> None:
+def check(found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool, device: torch.device):
     """Z, 1 / rms and the result, each within what the top of the file derives."""
     assert found.z is not None
     left, right = dequantize(a).double(), dequantize(w).double()
@@ -102,7 +100,7 @@ def check(
     check_data(found.data, found, of)
 
 
-def check_data(data: torch.Tensor, found: Normed, of: Epilogue) -> None:
+def check_data(data: torch.Tensor, found: Normed, of: Epilogue):
     """`data` against the Z and 1 / rms of `found`."""
     assert found.z is not None
     inverse = _wide(found.inverse_rms, of)

@@ -34,7 +34,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().view(torch.uint8)
 
 
-def same(got: Copies, expected: Copies) -> None:
+def same(got: Copies, expected: Copies):
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == other.dtype
         assert one.is_contiguous()

@@ -26,7 +26,7 @@ CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
-def check(out: Quantized, twin: Quantized, inner: tuple[int, int]) -> None:
+def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
     """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
     cast = twin.cast
     assert out.cast == cast
@@ -55,7 +55,7 @@ def check_pair(
     padded: tuple[int, int],
     device: torch.device,
     given: torch.Tensor | None = None,
-) -> None:
+):
     placed = hp.to(device)
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])

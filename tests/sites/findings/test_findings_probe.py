@@ -1,6 +1,6 @@
 """D2 and R10: what Probe may be put around, and what it refuses before it learns something wrong."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ import loka
 from loka.core.exceptions import NotConverted
 
 
-def _step(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _step(model: Callable[[torch.Tensor], torch.Tensor]):
     model(batch().requires_grad_()).square().mean().backward()
 
 
@@ -70,7 +70,7 @@ def test_d2_a_failed_step_leaves_nothing_behind():
 
 
 @pytest.fixture
-def one_rank(tmp_path) -> Iterator[None]:
+def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         yield

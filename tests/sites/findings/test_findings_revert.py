@@ -17,7 +17,7 @@ import loka
 from loka.core.exceptions import LokaError, NoKernelFits, NotConverted, UnknownName
 
 
-def _steps(model: nn.Module, count: int = 3) -> None:
+def _steps(model: nn.Module, count: int = 3):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(count):
         model(batch(seed=step)).square().mean().backward()

@@ -88,7 +88,7 @@ def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], make: Callable[..., Any]) -> None:
+def check(rank: int, found: dict[str, Any], make: Callable[..., Any]):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make)]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert found["runs"] == dict.fromkeys(found["runs"], STEPS)

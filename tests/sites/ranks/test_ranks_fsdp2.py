@@ -139,7 +139,7 @@ def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]) -> None:
+def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make, apart=units == "layer")]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert set(found["runs"]) == planned(bare_plan())

@@ -64,12 +64,12 @@ def _changed(function: Any, folder: Path) -> Any:
     return connected
 
 
-def slowly(rank: int, folder: Path) -> None:
+def slowly(rank: int, folder: Path):
     time.sleep(0.5 * rank)
     (folder / f"rank {rank}").touch()
 
 
-def unable(rank: int, folder: Path) -> None:
+def unable(rank: int, folder: Path):
     if rank == 1:
         raise ConnectionError("rank 1 reaches nobody")
 

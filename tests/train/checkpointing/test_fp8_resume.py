@@ -195,7 +195,7 @@ def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path, plan):
     assert fp8_runs(model) == fp8_runs(straight)
 
 
-def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
+def aged(folder: Path, plan: Plan, **of_plan: Any):
     """Makes the newest checkpoint one of a version that could run several layers as one, under a drift
     guard."""
     path = load_newest(folder).path
@@ -215,7 +215,7 @@ def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
     write_record(path / "manifest.json", kind=record["kind"], version=record["version"], content=content)
 
 
-def halfway(folder: Path, plan: Plan) -> None:
+def halfway(folder: Path, plan: Plan):
     with pytest.raises(KeyboardInterrupt):
         train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=folder, on_step=stop_at(5))
 

@@ -26,7 +26,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def damage(path: Path) -> None:
+def damage(path: Path):
     (path / "state.pt").write_bytes(b"")
 
 

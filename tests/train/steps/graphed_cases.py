@@ -102,7 +102,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch])
     return [step(*batch).detach() for batch in data]
 
 
-def assert_same_training(model: nn.Module, twin: nn.Module) -> None:
+def assert_same_training(model: nn.Module, twin: nn.Module):
     """To the bit: the same operations on the same values."""
     for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(weight, expected), name

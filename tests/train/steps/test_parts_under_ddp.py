@@ -1,6 +1,5 @@
 """Parts that are compiled one by one stay one graph each in DistributedDataParallel, whatever its buckets."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -14,7 +13,7 @@ from loka.train.steps.step_time import compiled
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone():
     torch._dynamo.reset()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with torch._dynamo.config.patch(optimize_ddp=True):

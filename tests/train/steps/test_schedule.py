@@ -210,7 +210,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     assert torch.equal(torch.cat([w.detach().flatten() for w in resumed.parameters()]), found["graph"])
 
 
-def aged(folder: Path, into: Path) -> None:
+def aged(folder: Path, into: Path):
     """Checkpoints as they were written before there were schedules."""
     shutil.copytree(folder, into)
     for file in into.glob("step-*/manifest.json"):

@@ -33,7 +33,7 @@ def weights_after(
     return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()]), result
 
 
-def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+def close(found: torch.Tensor, exact: torch.Tensor):
     """Adam moves a weight by the rate whatever the size of its gradient, so rounding decides where a
     gradient is nearly zero; all others agree."""
     assert ((found - exact).abs() < 1e-5).double().mean() > 0.99
@@ -82,7 +82,7 @@ def test_each_row_counts_alike_in_a_short_batch(accumulate):
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch) -> None:
+def quick_compiler(monkeypatch):
     """Without code of its own: that takes a minute on a CPU."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="aot_eager"))
@@ -129,7 +129,7 @@ def test_a_graph_needs_a_gpu():
 
 
 @pytest.fixture
-def tables_beside(monkeypatch) -> None:
+def tables_beside(monkeypatch):
     """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
     monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(module, "compiled", lambda model: model)
