@@ -1,7 +1,5 @@
 """GEMMs of regions as torch's own op: which, and that not a bit is another one."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
@@ -35,9 +33,7 @@ def _tower(kernel: str, *sides: int) -> nn.Module:
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_the_bits_are_those_of_the_op_in_python(
-    monkeypatch: pytest.MonkeyPatch, rows: int, dynamic: bool
-) -> None:
+def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
     model = _tower("torch", 64, 32, 48, 64)
     x = torch.randn(rows, 64)
     x[0, 0] = 1e30
@@ -60,7 +56,7 @@ def test_the_bits_are_those_of_the_op_in_python(
         assert torch.equal(weight.grad, same.grad)
 
 
-def test_other_kernels_and_operands_of_the_compiler_stay() -> None:
+def test_other_kernels_and_operands_of_the_compiler_stay():
     """Inductor may give what it computes itself strides that the op cannot read."""
     for kernel, autocast in (("emulated", True), ("torch", False)):
         torch._dynamo.reset()

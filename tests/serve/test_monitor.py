@@ -1,7 +1,5 @@
 """The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -50,14 +48,14 @@ def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Al
 
 @pytest.mark.parametrize("count", [1, 33])
 @pytest.mark.parametrize("scale", [20.0, 1 / 20])
-def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale: float, count: int) -> None:
+def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale, count):
     batch, (alarm,) = first_alarm(ROW, scale, count)
     assert batch <= EVERY * (WINDOW // 2 + 1)
     assert (alarm.site, alarm.kind) == ("0", "shift")  # behind the norm nothing has moved
     assert scale / 2 < float(alarm.text.split()[2]) < scale * 2
 
 
-def test_saturation_of_a_static_scale_is_named() -> None:
+def test_saturation_of_a_static_scale_is_named():
     batch, (alarm,) = first_alarm(TENSOR, 20.0, 16)
     assert batch <= EVERY
     assert (alarm.site, alarm.kind) == ("0", "saturation")
@@ -69,7 +67,7 @@ def looked(octaves: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize("spread", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, 2.0])
-def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float) -> None:
+def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread):
     """Batches of one row, the hardest: log-normal maxima whose deviation is up to 2 octaves."""
     generator = np.random.default_rng(0)
     known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
@@ -83,7 +81,7 @@ def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float)
     assert known.blind == (spread == 2.0)  # 2.58 * 2 octaves hide a shift of 4.3, and it says so
 
 
-def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
+def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     draws = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1.7
     known = range_of(torch.exp2(draws), ceiling=None)
     octaves = octaves_of(torch.exp2(draws))
@@ -96,7 +94,7 @@ def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
     return Look.of(look(rows), ceiling)
 
 
-def test_looks() -> None:
+def test_looks():
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
     assert seen(rows_seen, 3.0) == Look(octaves=-7.0, rows=5, saturated=1, nonfinite=2)
     many = torch.ones(1000, 2)
@@ -106,21 +104,21 @@ def test_looks() -> None:
 
 
 @given(st.floats(2.0**-50, 2.0**100, width=32))
-def test_a_row_and_its_scale_are_of_one_octave(largest: float) -> None:
+def test_a_row_and_its_scale_are_of_one_octave(largest):
     rows = torch.tensor([[largest, -largest / 3]])
     of_row, of_scale = look(rows), look_of_scales(row_scale(rows).view(-1))
     assert torch.equal(octaves_of(of_row), octaves_of(of_scale))
     assert 2.0 ** octaves_of(of_row).item() >= largest / 448 > 2.0 ** (octaves_of(of_row).item() - 1)
 
 
-def test_scales_of_zeros_and_of_what_is_not_finite() -> None:
+def test_scales_of_zeros_and_of_what_is_not_finite():
     rows = torch.tensor([[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 0.0], [0.0, 448.0]])
     found = look_of_scales(row_scale(rows).view(-1))
     assert found[[0, 3]].tolist() == [0.0, 448.0]
     assert found[1:3].isnan().all()
 
 
-def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
     model = tower()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     dense, ids = rows(16)
@@ -135,7 +133,7 @@ def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCap
     assert server.alarms() == ()
 
 
-def test_few_saturated_rows_are_no_alarm() -> None:
+def test_few_saturated_rows_are_no_alarm():
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
     for _ in range(WINDOW):
         monitor.note("site", Look(octaves=0.0, rows=1000, saturated=9, nonfinite=0))

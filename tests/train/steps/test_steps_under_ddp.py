@@ -1,15 +1,11 @@
 """Steps under DistributedDataParallel: what is compiled stays one graph, and what CUDA graphs hold of it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from graphed_cases import Fake, batches, sgd, small, step_of
+from graphed_cases import batches, sgd, small, step_of
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +17,7 @@ from loka.train.steps.step_time import compiled
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone():
     torch._dynamo.reset()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -30,7 +26,7 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_buckets_cut_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_cut_no_part(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 4096)
@@ -41,7 +37,7 @@ def test_buckets_cut_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.frame_count == 1
 
 
-def test_gradients_on_their_way_are_captured_only_where_asked_for(fake: Callable[..., Fake]) -> None:
+def test_gradients_on_their_way_are_captured_only_where_asked_for(fake):
     """torch's notes: the 11 steps before a capture are DistributedDataParallel's own to settle in."""
     found = []
     for asked in (False, True):
@@ -71,9 +67,7 @@ def test_gradients_on_their_way_are_captured_only_where_asked_for(fake: Callable
         ({"gradients": "int8"}, ["dense"], "gradients in int8"),
     ],
 )
-def test_a_step_of_the_loop_says_why_it_is_not_captured(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], optimizers: list[str], reason: str
-) -> None:
+def test_a_step_of_the_loop_says_why_it_is_not_captured(monkeypatch, changes, optimizers, reason):
     monkeypatch.setattr("loka.train.steps.step.has_graphs", lambda device: True)
     monkeypatch.setattr("loka.train.steps.step.compiled", lambda model: model)
     config = TrainConfig(batch_size=8, step="graph", **{"capture_collectives": True, **changes})
@@ -83,7 +77,7 @@ def test_a_step_of_the_loop_says_why_it_is_not_captured(
 
 
 @pytest.mark.gpu
-def test_captured_gradients_train_as_sent_ones() -> None:
+def test_captured_gradients_train_as_sent_ones():
     device = torch.device("cuda", torch.cuda.current_device())
     found = []
     for asked in (False, True):

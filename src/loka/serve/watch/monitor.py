@@ -11,9 +11,9 @@ Octaves are those of the row's FP8 scale, which regions of compiled code compute
 A single row is beyond the limit with probability p <= 0.01, and a batch's median hardly more often, so the
 median of 16 independent batches is with at most C(16, 8) p^8 = 1.3e-12: below 1e-6 in 125,000 looks. A shift
 of 20 times is 3.8 to 4.8 octaves, and seen when half of the 16 or one more show it, 72 batches later, where
-the limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales the
-share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are named
-where they come first.
+the limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales
+the share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are
+named where they come first.
 """
 
 from __future__ import annotations
