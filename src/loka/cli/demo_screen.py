@@ -3,6 +3,8 @@
 A page shows the same, and leads to the pages of the models.
 """
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

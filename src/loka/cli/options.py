@@ -1,5 +1,7 @@
 """Options that several commands take, each declared once."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -10,6 +10,8 @@
 Where no program can hold the code above x, its cast is plain aten, which the compiler fuses into that code.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import torch

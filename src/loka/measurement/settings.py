@@ -1,5 +1,7 @@
 """How finely to measure."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """What changed between two plans."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from loka.core.records.plan import Decision, Plan

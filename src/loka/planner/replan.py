@@ -1,5 +1,7 @@
 """Planning again with the effects of a later window and the times of the report: what would change."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -15,6 +15,8 @@ Parts that overlap are counted twice: do not merge a record with one that was re
 record twice is refused.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

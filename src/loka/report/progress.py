@@ -1,5 +1,7 @@
 """Progress bars for long loops, in the shape the library's `track` arguments take."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 

@@ -1,5 +1,7 @@
 """`loka.scale`: will eight bits help this model on that GPU? Asked before training, and without the GPU."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, get_args
 
 from torch import nn

@@ -6,6 +6,8 @@ whole, split or not. So requests need no lock, none waits for a refresh, and no 
 versions.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import tempfile

@@ -10,6 +10,8 @@ kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`:
 `LinearStats.effects`, the three WEIGHTED columns of a depth histogram.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

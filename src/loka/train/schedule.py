@@ -12,6 +12,8 @@ A rate that is a tensor is written to in place, which a captured CUDA graph read
 nothing waits for the device.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import warnings

@@ -1,5 +1,7 @@
 """`loka doctor`: what can run here, and why the rest cannot."""
 
+from __future__ import annotations
+
 import importlib.metadata
 import importlib.util
 import platform

@@ -1,5 +1,7 @@
 """`loka report`: one HTML page from the records of a model."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -1,5 +1,7 @@
 """Reading nodes of a graph."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Which values are worth writing: their bytes, written and read, against those that they are made of."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 
 import torch

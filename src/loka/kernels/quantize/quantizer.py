@@ -9,6 +9,8 @@ read; `quantize_operand` makes the one that a GEMM by itself needs.
 synchronization.
 """
 
+from __future__ import annotations
+
 import torch
 
 from loka.core.numerics.reference import Quantized, quantize

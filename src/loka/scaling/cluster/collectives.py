@@ -11,6 +11,8 @@ other; of its hops the tuner takes the fewer, ring's or tree's. An all-to-all ha
 way: each GPU sends S (N - g) / N by its own card, and a message to each other one, at best all at once.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -8,6 +8,8 @@ A step waits for the GPU that holds the most, which looks up for the rows of all
 tables that share does not fall any more: TorchRec's planner, which is not asked here, may shard rows then.
 """
 
+from __future__ import annotations
+
 import heapq
 import re
 from collections.abc import Sequence
