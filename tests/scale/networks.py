@@ -1,7 +1,5 @@
 """Networks of round numbers, whose times can be worked out by hand."""
 
-from __future__ import annotations
-
 from loka.core.records.network import Link, Network, Quantity
 
 

@@ -20,7 +20,7 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def test_sum_kron_is_a_sum_of_kronecker_products() -> None:
+def test_sum_kron_is_a_sum_of_kronecker_products():
     compress = SumKron(5, 3, 4, rank=2).double()
     z = tokens(7, 5, 4)
     whole = sum(torch.kron(a.T, w.T) for a, w in zip(compress.tokens, compress.features, strict=True))
@@ -29,7 +29,7 @@ def test_sum_kron_is_a_sum_of_kronecker_products() -> None:
     assert sum(p.numel() for p in compress.parameters()) == 2 * (5 * 3 + 4 * 4)
 
 
-def test_gdpa_is_a_pffn_whose_map_each_row_makes() -> None:
+def test_gdpa_is_a_pffn_whose_map_each_row_makes():
     """Per row and head a two-layer MLP without biases, V^T act(K s / tau), whose weights X_sum gives."""
     gdpa = GDPA(8, heads=2, longest=3, activation="gelu").double()
     s, x_sum = tokens(3, 5, 8), tokens(3, 2, 8)
@@ -42,7 +42,7 @@ def test_gdpa_is_a_pffn_whose_map_each_row_makes() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 2, 9])
-def test_the_window_is_attention_to_what_is_near(window: int) -> None:
+def test_the_window_is_attention_to_what_is_near(window):
     layer = WindowAttention(8, heads=1, window=window).double()
     s, seen = tokens(2, 6, 8), torch.arange(6) < torch.tensor([[6], [4]])
     q, k, v = layer.attention.qkv(s).split(8, dim=2)
@@ -56,7 +56,7 @@ def test_the_window_is_attention_to_what_is_near(window: int) -> None:
     torch.testing.assert_close(layer(s[:1], None), expected[:1], **CLOSE)
 
 
-def test_experts_are_factorization_machines_over_their_own_tokens() -> None:
+def test_experts_are_factorization_machines_over_their_own_tokens():
     experts = WukongExperts(4, experts=2, tokens=6, rank=2, hidden=5, activation="silu").double()
     x = tokens(3, 6, 4)
     for row in range(3):
@@ -77,7 +77,7 @@ def small(count: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return build("kunlun", dense_features=5, vocab_sizes=(4, 7, 9), history=HistoryTable(column=2)), inputs
 
 
-def test_layers_take_turns() -> None:
+def test_layers_take_turns():
     """Even layers pool and personalize, odd ones see a window; after the last pooling S stays."""
     model, (dense, sparse, sequence, lengths) = small(9)
     assert (len(model.seeds), len(model.personal), len(model.windows)) == (2, 1, 1)
@@ -92,7 +92,7 @@ def test_layers_take_turns() -> None:
     torch.testing.assert_close(model(dense, sparse, sequence, lengths), expected)
 
 
-def test_stacked_weights_run_in_fp8() -> None:
+def test_stacked_weights_run_in_fp8():
     """Experts and both halves of the compression are sites that a plan puts in FP8, and run there."""
     model, inputs = small(64)
     with loka.Probe(model, every=1) as probe:

@@ -19,7 +19,7 @@ def recurrence(x: torch.Tensor, log_a: torch.Tensor, b: torch.Tensor, c: torch.T
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (4, 4), (7, 3), (13, 1), (13, 5), (3, 64)])
-def test_a_chunked_scan_is_the_recurrence(length: int, chunk: int) -> None:
+def test_a_chunked_scan_is_the_recurrence(length, chunk):
     """float64, forward and all gradients; decays to e^-40, which ratios of products would lose."""
     close = {"rtol": 1e-10, "atol": 1e-10}
     x, b, c = (torch.randn(2, length, *rest, dtype=torch.float64) for rest in ((3, 4), (5,), (5,)))
@@ -32,7 +32,7 @@ def test_a_chunked_scan_is_the_recurrence(length: int, chunk: int) -> None:
         torch.testing.assert_close(*pair, **close)
 
 
-def test_the_layer_is_causal() -> None:
+def test_the_layer_is_causal():
     layer = ScanLayer(8, heads=2, value_dim=3, state_dim=4, chunk=4).double()
     assert torch.nn.functional.softplus(layer.step).tolist() == pytest.approx([1e-3, 1e-1], rel=1e-5)
     x, sees = torch.randn(2, 9, 8, dtype=torch.float64), torch.empty(0)
@@ -41,12 +41,12 @@ def test_the_layer_is_causal() -> None:
     assert moved.tolist() == [False] * 5 + [True] * 4
 
 
-def test_its_projections_are_sites_and_the_scan_stays_bf16() -> None:
+def test_its_projections_are_sites_and_the_scan_stays_bf16():
     model = build("hstu", size="hybrid", dense_features=5, vocab_sizes=(4, 9), history=HistoryTable(column=1))
     ran = []
 
     class Watched(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             found = func(*args, **(kwargs or {}))
             if func is torch.einsum:
                 ran.append(found.dtype)
@@ -63,7 +63,7 @@ def test_its_projections_are_sites_and_the_scan_stays_bf16() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(2,), (0, 1)])
-def test_one_layer_is_left_to_attention(wrong: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_is_left_to_attention(wrong, monkeypatch):
     monkeypatch.setitem(_PRESETS["hstu", "hybrid"], "scans", wrong)
     with pytest.raises(ValueError, match="of 2 layers: count from 0, and leave one to attention"):
         build("hstu", size="hybrid", dense_features=5, vocab_sizes=(4, 9))
