@@ -35,7 +35,7 @@ from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.wires import DECODED, ENCODED, check_traced, gather_wire, reduce_wires
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
-RANKS = 2
+RANKS, REPLICAS = 2, 2  # of hsdp, in each replica
 SIDES = {"uneven": (24, 100, 33, 4, 40), "buckets": (64, 700, 900, 1100, 8)}  # the second fills two buckets
 FORMATS = [
     ("ddp", Formats("-", "bf16")),
@@ -45,6 +45,9 @@ FORMATS = [
     ("fsdp2", Formats("bf16", "int8")),
     ("fsdp2", Formats("fp8", "bf16")),
     ("fsdp2", Formats("fp8", "e4m3")),
+    ("hsdp", Formats("bf16", "bf16")),
+    ("hsdp", Formats("bf16", "int8")),
+    ("hsdp", Formats("fp8", "bf16")),
 ]
 CASES = [  # the plan that gathers in FP8 is of the uneven tower
     (name, engine, formats)
@@ -60,35 +63,42 @@ _OPS = {
 }
 
 
+Found = list[tuple[str, int, int]]
+
+
 class Sent(TorchDispatchMode):
-    """Collectives, each with the bytes of its larger buffer."""
+    """Collectives, each with the bytes of its larger buffer and the ranks of its group."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, int]] = []
+        self.found: Found = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in leaves)
             name = str(func._overloadpacket)
-            self.found.append((_OPS.get(name, name), largest))
+            group = next(x for x in args if isinstance(x, torch.ScriptObject))  # the operation is behind it
+            ranks = dist.ProcessGroup.unbox(group).size()
+            self.found.append((_OPS.get(name, name), largest, ranks))
         return func(*args, **(kwargs or {}))
 
 
-def noting(function: Any, op: str, found: list[tuple[str, int]]) -> Any:
+def noting(function: Any, op: str, found: Found) -> Any:
     def noted(*args: Any, **kwargs: Any) -> Any:
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        found.append((op, max(x.numel() * x.element_size() for x in leaves)))
+        groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
+        ranks = groups[0].size() if groups else dist.get_world_size()
+        found.append((op, max(x.numel() * x.element_size() for x in leaves), ranks))
         return function(*args, **kwargs)
 
     return noted
 
 
 @contextlib.contextmanager
-def called() -> Iterator[list[tuple[str, int]]]:
+def called() -> Iterator[Found]:
     """The same by the functions that are called: under a mode, backward of weights in FP8 refuses to run."""
-    found: list[tuple[str, int]] = []
+    found: Found = []
     ops = {
         "all_reduce": "all_reduce",
         "all_gather_single": "all_gather",
@@ -117,6 +127,8 @@ class Job:
     def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, engine, formats in CASES:
+            if (engine == "hsdp") == (dist.get_world_size() == RANKS):
+                continue
             found[f"{name} {engine} {formats}"] = self.step(engine, formats, SIDES[name], rank)
         return found
 
@@ -131,7 +143,7 @@ class Job:
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
             if formats.gather == "fp8":
                 model = loka.convert(model, self.plan)
-            model = shard(model, mp_policy=mixed)
+            model = shard(model, group=RANKS if engine == "hsdp" else 0, mp_policy=mixed)
         gathering = fp8_all_gather(model, self.plan) if formats.gather == "fp8" else None
         if formats.gradients != "bf16":
             send_gradients(model, wire)
@@ -157,7 +169,10 @@ def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(Job(plan_of(uneven)), RANKS, tmp_path_factory.mktemp("ranks"))
+    job, folder = Job(plan_of(uneven)), tmp_path_factory.mktemp("ranks")
+    one, *more = on_ranks(job, RANKS, folder)
+    first, *others = on_ranks(job, RANKS * REPLICAS, folder)
+    return [{**one, **first}, *more, *others]
 
 
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
@@ -166,12 +181,12 @@ def test_bytes_and_order_are_those_of_real_ranks(
 ) -> None:
     key = f"{name} {engine} {formats}"
     step = traced(engine, SIDES[name])
-    told = step_of(
-        step, placed(step, ()), RANKS, formats=formats, in_fp8=frozenset(real[0][key]["fp8"])
-    ).wires
+    ranks, group = (RANKS * REPLICAS, RANKS) if engine == "hsdp" else (RANKS, 0)
+    fp8 = frozenset(real[0][key]["fp8"])
+    told = step_of(step, placed(step, ()), ranks, formats=formats, in_fp8=fp8, group=group).wires
     assert len(told) == len(real[0][key]["sent"]) > 0
-    for rank in real:
-        assert [(wire.op, int(wire.size)) for wire in told] == rank[key]["sent"]
+    for rank in (rank for rank in real if key in rank):
+        assert [(wire.op, int(wire.size), wire.ranks or ranks) for wire in told] == rank[key]["sent"]
         if formats.gradients != "bf16":  # of which LoKA keeps count itself: what went to the other rank
             sent = sum(
                 w.size for w in told if w.op == "all_to_all" or (engine == "ddp" and w.op == "all_gather")

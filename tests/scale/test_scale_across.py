@@ -15,7 +15,7 @@ import torch
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import exactly, network
+from networks import EXAMPLE, ROWS, across, exactly, network, row, tower
 from torch import nn
 
 import loka
@@ -28,34 +28,13 @@ from loka.core.records.across import Across
 from loka.core.records.network import Network
 from loka.core.records.plan import Decision, Plan
 from loka.nn.linears import signature
-from loka.scaling.cluster.across import _inputs, _ratio, scale_across
+from loka.scaling.cluster.across import scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
+from loka.scaling.cluster.ends import inputs_of, ratio_between
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
 from loka.scaling.cluster.schedule import schedule
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
-ROWS = 8192
-
-
-def tower(width: int = 2048, depth: int = 3) -> nn.Sequential:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def across(model: nn.Module | None = None, **options: Any) -> Across:
-    given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
-    return scale_across(model or tower(), torch.randn(4, 2048), **given)
-
-
-def row(found: Across, gpus: int, engine: str, gather: str, gradients: str = "bf16") -> Any:
-    (one,) = (
-        row
-        for row in found.rows
-        if (row.gpus, row.engine, row.gather, row.gradients) == (gpus, engine, gather, gradients)
-    )
-    return one
 
 
 def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwise_e4m3_pow2") -> Plan:
@@ -189,14 +168,16 @@ def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp() -> None:
 
 @pytest.fixture(scope="module")
 def prepared() -> Any:
-    """A traced step of each engine, with its times."""
+    """A step of each engine on 64 GPUs, with its times; HSDP's in groups of 16."""
     model, mode = tower(), fake_mode()
     found = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS)
     times, steps = forecast_times(found), {}
-    for engine, formats in (("ddp", Formats("-", "bf16")), ("fsdp2", Formats("bf16", "bf16"))):
+    for engine, gather in (("ddp", "-"), ("fsdp2", "bf16"), ("hsdp", "bf16")):
+        formats, group = Formats(gather, "bf16"), 16 if engine == "hsdp" else 0
         batch = fake_batch(torch.randn(4, 2048), mode, rows=ROWS)
         step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)  # type: ignore[arg-type]
-        steps[engine] = step_of(step, placed(step, times), 64, formats=formats, in_fp8=frozenset())
+        where = placed(step, times)
+        steps[engine] = step_of(step, where, 64, formats=formats, in_fp8=frozenset(), group=group)
     return steps, mean_rate(times)
 
 
@@ -204,7 +185,11 @@ _factors = st.floats(1, 20)
 
 
 @settings(max_examples=40)
-@given(engine=st.sampled_from(["ddp", "fsdp2"]), planned=st.booleans(), factors=st.tuples(*[_factors] * 6))
+@given(
+    engine=st.sampled_from(["ddp", "fsdp2", "hsdp"]),
+    planned=st.booleans(),
+    factors=st.tuples(*[_factors] * 6),
+)
 def test_a_slower_network_never_makes_a_step_faster(
     prepared: Any, engine: str, planned: bool, factors: tuple[float, ...]
 ) -> None:
@@ -336,10 +321,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_the_command(folder: Path) -> None:
     text = run(
         "scale", "my_many_models:build", "--network", EXAMPLE, "--gpus", "8,1024", "--unit", "0",
-        "--out", "across.json", cwd=folder,
+        "--group", "8", "--out", "across.json", cwd=folder,
     )  # fmt: skip
     saved = Across.load(folder / "across.json")
     assert {one.gpus for one in saved.rows} == {8, 1024}
+    assert {one.engine for one in saved.rows} == {"ddp", "fsdp2", "hsdp/8"}
     assert saved.units == ("0",)
     assert saved.batch_size == 8192
     assert all(line in text for line in saved.answers())
@@ -354,6 +340,9 @@ def test_the_command(folder: Path) -> None:
         (("--network", EXAMPLE, "--plan", "none.json"), ("none.json",)),
         (("--network", EXAMPLE, "--unit", "blocks.*"), ("no module", "'blocks.*'")),
         (("--unit", "blocks.*"), ("--network too",)),
+        (("--group", "8"), ("--network too",)),
+        (("--network", EXAMPLE, "--group", "3"), ("nodes of 8", "one of 2, 4, 8, 16")),
+        (("--network", EXAMPLE, "--engine", "zero"), ("'zero'", "ddp, fsdp2, hsdp")),
     ],
 )
 def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: tuple[str, ...]) -> None:
@@ -381,7 +370,7 @@ def test_ten_seconds_for_a_hundred_sites() -> None:
 def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
     """The search for a ratio's ends, against 400 draws of all inputs' ends at once."""
     net, (steps, rate) = Network.load(EXAMPLE), prepared
-    inputs = _inputs(net)
+    inputs = inputs_of(net)
     drawn = random.Random(0)
     for engine, step in steps.items():
 
@@ -392,7 +381,7 @@ def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
             )
             return bf16 / planned
 
-        found, _ = _ratio(ratio, inputs)
+        found, _ = ratio_between(ratio, inputs)
         corners = [ratio({name: drawn.choice(("low", "high")) for name in inputs}) for _ in range(400)]
         assert found.low <= min(corners) * 1.001, engine
         assert found.high >= max(corners) * 0.999, engine

@@ -69,6 +69,14 @@ def scale(
         Path | None,
         typer.Option(help="With --network: a plan measured at this batch size, for its times."),
     ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="With --network: ddp, fsdp2, hsdp; by default the first two, all with --group."),
+    ] = None,
+    group: Annotated[
+        list[int] | None,
+        typer.Option(help="With --network: GPUs over which hsdp shards; by default those of a node."),
+    ] = None,
     unit: Annotated[
         list[str] | None,
         typer.Option(help="With --network: paths that FSDP2 shards each for itself, such as 'layers.*'."),
@@ -85,12 +93,12 @@ def scale(
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
     Needs no GPU: times are stored measurements, interpolated where that was checked, and unknown elsewhere.
-    With --network: does it still pay on many GPUs, under DDP and FSDP2?
+    With --network: does it still pay on many GPUs, under DDP, FSDP2 and HSDP?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    if network is None and (plan is not None or unit or table or ids is not None):
+    if network is None and (plan is not None or engine or group or unit or table or ids is not None):
         raise LokaError(
-            "--plan, --unit, --ids and --table are of steps on many GPUs",
+            "--plan, --engine, --group, --unit, --ids and --table are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -99,12 +107,14 @@ def scale(
         ask = _on_many(
             links,
             default_gpus(links) if gpus is None else _numbers(gpus),
-            None if plan is None else Plan.load(plan),
-            tuple(unit or ()),
             gpu=gpu,
             batch_size=batch_size,
             kernels=kernels,
-            tables={
+            options={
+                "plan": None if plan is None else Plan.load(plan),
+                "engines": engine or (),
+                "groups": group or (),
+                "units": tuple(unit or ()),
                 "tables": [shape for one in table or () for shape in parsed(one)],
                 "ids": ids,
                 "qcomm": qcomm,
@@ -181,13 +191,11 @@ def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
 def _on_many(
     network: Network,
     gpus: tuple[int, ...],
-    plan: Plan | None,
-    units: tuple[str, ...],
     *,
     gpu: str,
     batch_size: int,
     kernels: Any,
-    tables: dict[str, Any],
+    options: dict[str, Any],
 ) -> _Ask:
     from loka.scaling.cluster import scale_across
     from loka.scaling.cluster.collectives import check_ranks
@@ -198,12 +206,10 @@ def _on_many(
             built.batch,
             network=network,
             gpus=gpus,
-            plan=plan,
             gpu=gpu,
             batch_size=None if built.sized else batch_size,
             kernels=kernels,
-            units=units,
-            **tables,
+            **options,
         )
         return replace(found, batch_size=batch_size)
 
