@@ -89,6 +89,15 @@ def scale(
         typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128."),
     ] = None,
     qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
+    tables_by: Annotated[
+        str, typer.Option(help="With --network: where tables lie, by size or by torchrec's planner.")
+    ] = "size",
+    table_group: Annotated[
+        int, typer.Option(min=0, help="With --network: GPUs that share tables (2D), with --sync-every.")
+    ] = 0,
+    sync_every: Annotated[
+        int, typer.Option(min=0, help="With --network: steps between all-reduces of tables' replicas.")
+    ] = 0,
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
@@ -96,9 +105,20 @@ def scale(
     With --network: does it still pay on many GPUs, under DDP, FSDP2 and HSDP?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    if network is None and (plan is not None or engine or group or unit or table or ids is not None):
+    of_many = (
+        plan,
+        engine,
+        group,
+        unit,
+        table,
+        ids is not None,
+        tables_by != "size",
+        table_group,
+        sync_every,
+    )
+    if network is None and any(of_many):
         raise LokaError(
-            "--plan, --engine, --group, --unit, --ids and --table are of steps on many GPUs",
+            "--plan, --engine, --group, --unit and options of tables are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -118,6 +138,9 @@ def scale(
                 "tables": [shape for one in table or () for shape in parsed(one)],
                 "ids": ids,
                 "qcomm": qcomm,
+                "tables_by": tables_by,
+                "table_group": table_group,
+                "sync_every": sync_every,
             },
         )
     build = (

@@ -32,6 +32,7 @@ from loka.scaling.cluster.ends import Ends, inputs_of, ratio_between, time_betwe
 from loka.scaling.cluster.engines import ENGINES, Engine, EngineStep, traced_step
 from loka.scaling.cluster.memory import CAPACITY, held
 from loka.scaling.cluster.notes import notes_of, of_tables, origins
+from loka.scaling.cluster.placement import Placer
 from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
@@ -65,6 +66,9 @@ def scale_across(
     tables: Sequence[tuple[int, int]] = (),
     ids: float | None = None,
     qcomm: QComm = "bf16",
+    tables_by: Placer = "size",
+    table_group: int = 0,
+    sync_every: int = 0,
 ) -> Across:
     """What eight bits would give a training step of `model` on many GPUs, under DDP, FSDP2 and HSDP.
 
@@ -82,12 +86,15 @@ def scale_across(
         units: patterns of paths that FSDP2 and HSDP shard each for itself.
         ids: that a sample looks up in each table, in the mean; None: tables are left out.
         tables: rows and widths, in place of the model's own; `qcomm`: how their embeddings travel.
+        tables_by: size, or torchrec, whose planner is asked where they lie.
+        table_group: GPUs that share them, as under DMPCollection, 0: all; whose replicas of them are made
+            equal every `sync_every` steps.
 
     Raises:
         LokaError: no number of GPUs or one that fills no nodes, groups that do not fit, a model that does not
             run without numbers, more than 5 % of its FLOPs at shapes nobody measured near, an untimed plan.
         PlanMismatch: the plan is of another model, or of other shapes.
-        UnknownName, NotConverted: as `loka.scale`.
+        UnknownName, NotConverted: as `loka.scale`. MissingLibrary: TorchRec, where its planner is asked.
     """
     gpus = default_gpus(network) if gpus is None else gpus
     for ranks in gpus:
@@ -95,6 +102,10 @@ def scale_across(
     if not gpus:
         raise LokaError("no number of GPUs was asked for", way_out="such as 8, 64, 256")
     engines, groups = _engines(engines, groups, gpus, network)
+    if ids is None and not tables and (tables_by != "size" or table_group or sync_every):
+        raise LokaError("tables are to be placed, and left out", way_out="--ids, or --table too")
+    if table_group:
+        check_groups([table_group], gpus, network, option="--table-group", replicas_first=True)
     if plan is not None:
         lines = signature(unwrap(model), like=plan.model).differences(plan.model)
         if lines:
@@ -103,13 +114,21 @@ def scale_across(
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, engines, units)
     held_by: Tables | None = None
+    device = found.machine.device if plan is None else plan.machine.device
+    capacity = CAPACITY.get(device, 0.0)
     if ids is not None or tables:
         held_by = Tables(
-            shapes=tuple(tables) or steps[0].tables, ids=1.0 if ids is None else ids, qcomm=qcomm
+            shapes=tuple(tables) or steps[0].tables,
+            ids=1.0 if ids is None else ids,
+            qcomm=qcomm,
+            by=tables_by,
+            group=table_group,
+            every=sync_every,
         )
-    exchanges = {n: exchange(held_by, n, found.batch_size) if held_by else None for n in gpus}
+    exchanges = {
+        n: exchange(held_by, n, found.batch_size, network, capacity) if held_by else None for n in gpus
+    }
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
-    device = found.machine.device if plan is None else plan.machine.device
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     inputs = inputs_of(network)
     rate, rows = mean_rate(times), []
@@ -131,8 +150,11 @@ def scale_across(
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
         units=steps[-1].units,
         memory=memory,
-        capacity=CAPACITY.get(device, 0.0),
-        notes=(*notes_of(found, steps, told, plan, len(fp8), network), *of_tables(held_by, steps[0].tables)),
+        capacity=capacity,
+        notes=(
+            *notes_of(found, steps, told, plan, len(fp8), network),
+            *of_tables(held_by, exchanges, steps[0].tables),
+        ),
     )
 
 

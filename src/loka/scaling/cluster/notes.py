@@ -10,7 +10,7 @@ from loka.core.records.scale import Scale
 from loka.scaling.cluster.compute import GemmTime, Placed
 from loka.scaling.cluster.engines import EngineStep
 from loka.scaling.cluster.memory import ORIGIN
-from loka.scaling.cluster.tables import Tables
+from loka.scaling.cluster.tables import Exchange, Tables
 
 
 def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
@@ -25,14 +25,27 @@ def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
     return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
 
 
-def of_tables(tables: Tables | None, left_out: Sequence[tuple[int, int]]) -> list[str]:
+def of_tables(
+    tables: Tables | None, exchanges: Mapping[int, Exchange | None], left_out: Sequence[tuple[int, int]]
+) -> list[str]:
     if tables is not None:
-        return [
+        how: dict[str, list[str]] = {}
+        for ranks, one in exchanges.items():
+            how.setdefault(one.how if one else "", []).append(str(ranks))
+        placed = "; ".join(f"at {', '.join(ranks)} GPUs {told}" for told, ranks in how.items())
+        notes = [
             f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
-            f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie "
-            "table-wise, the largest first to the GPU with the fewest bytes (TorchRec's planner was not "
-            "asked), rows are read and written at the memory bandwidth, and ids travel behind compute"
+            f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie {placed}; "
+            "rows are read and written at the memory bandwidth, ids are alike in number and travel behind "
+            "compute"
         ]
+        if tables.group:
+            notes.append(
+                f"tables in groups of {tables.group}, as DMPCollection makes them: replicas are GPUs that "
+                f"follow one another; float32 weights, then AdaGrad's state are all-reduced every "
+                f"{tables.every} steps, behind which compute waits; each step has its share of it"
+            )
+        return notes
     elements = sum(rows * width for rows, width in left_out)
     told = (
         f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"

@@ -143,7 +143,7 @@ def step_of(
     entries: list[_Entry] = []
     shard = group or ranks
     if tables is not None:
-        entries += [_Traffic(tables.looked_up), _Sent(tables.pooled, "blocking")]
+        entries += [_Traffic(tables.looked_up), *_exchanged(tables)]
     ids = [] if tables is None else [_Sent(tables.ids, "reduce")]
     gathered = [p for p in step.params if p.name in in_fp8]
     if gathered:
@@ -172,9 +172,15 @@ def step_of(
         else:
             _add(entries, placed.segments[place])
     if tables is not None:
-        entries += [_Sent(tables.pooled, "blocking"), _Traffic(tables.updated)]
+        entries += [*_exchanged(tables, backward=True), _Traffic(tables.updated)]
+        entries += [_Sent(wire, "blocking", tables.every) for wire in tables.sync]
     sharded = 1 if step.engine == "ddp" else shard
     return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.params, sharded))))
+
+
+def _exchanged(tables: Exchange, *, backward: bool = False) -> list[_Entry]:
+    summed = replace(tables.summed, op="all_gather") if backward else tables.summed
+    return [_Sent(wire, "blocking") for wire in (tables.pooled, summed) if wire.size]
 
 
 def _add(entries: list[_Entry], segment: Segment) -> None:
