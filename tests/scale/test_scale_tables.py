@@ -110,7 +110,7 @@ def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds() -> None:
     with pytest.raises(LokaError, match="finds no place for the tables on 2 GPUs"):
         exchange(asked, 2, 8, net, 151e9)
     for ranks, capacity in ((512, 151e9), (16, 0)):
-        with pytest.raises(LokaError, match=f"not asked for {ranks} GPUs.*|--gpus up to 256"):
+        with pytest.raises(LokaError, match=f"not asked for {ranks} GPUs"):
             exchange(asked, ranks, 8, net, capacity)
 
 

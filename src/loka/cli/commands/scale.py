@@ -20,7 +20,9 @@ from loka.core.records.across import Across
 from loka.core.records.network import Network
 from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
+from loka.core.storage.files import write_atomic
 from loka.data.batch import Batch, Source
+from loka.report.pages.across import across_page
 from loka.scaling import scale as scale_model
 from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
@@ -55,6 +57,7 @@ def scale(
     data: DataFile = None,
     schema: SchemaFile = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
+    page: Annotated[Path | None, typer.Option(help="With --network: HTML page with plots.")] = None,
     network: Annotated[
         Path | None,
         typer.Option(
@@ -105,20 +108,10 @@ def scale(
     With --network: does it still pay on many GPUs, under DDP, FSDP2 and HSDP?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    of_many = (
-        plan,
-        engine,
-        group,
-        unit,
-        table,
-        ids is not None,
-        tables_by != "size",
-        table_group,
-        sync_every,
-    )
-    if network is None and any(of_many):
+    placed = tables_by != "size" or table_group or sync_every
+    if network is None and any((plan, engine, group, unit, table, ids is not None, page, placed)):
         raise LokaError(
-            "--plan, --engine, --group, --unit and options of tables are of steps on many GPUs",
+            "--page, --plan, --engine, --group, --unit and options of tables are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -151,6 +144,10 @@ def scale(
     if out is not None:
         found.save(out)
         say(f"written: {out}")
+    if page is not None:
+        assert isinstance(found, Across)
+        write_atomic(page, across_page(found).encode())
+        say(f"written: {page}")
 
 
 def calibrate_links(
