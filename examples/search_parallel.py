@@ -9,49 +9,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.core.records.across import Across
-from loka.scaling.cluster import Network, scale_across
+from loka.scaling.cluster import Across, Network, scale_across
 from loka.scaling.inputs import fake_mode
 
 GPUS, ROWS, WIDTH = 1024, 8192, 4096
 UNITS = {"stage": "[0-3]", "block": "[0-3].[0-5]"}
 
 
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-
 @functools.cache
-def across(engine: Any, group: int, unit: str, kernels: Any) -> Across:
+def across(engine: str, kernels: str, groups: tuple[int, ...], unit: str) -> Across:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
     with fake_mode():
         model = nn.Sequential(*(nn.Sequential(*(block() for _ in range(6))) for _ in range(4)))
         x = torch.empty(4, WIDTH)
-    options: Any = {"groups": (group,)} if group else {}
     network = Network.load(Path(__file__).with_name("h200-ib.json"))
-    return scale_across(
-        model, x, network=network, gpus=(GPUS,), batch_size=ROWS, engines=(engine,), units=(UNITS[unit],),
-        kernels=kernels, **options,
-    )  # fmt: skip
+    knobs: Any = {"engines": (engine,), "kernels": kernels, "groups": groups, "units": (UNITS[unit],)}
+    return scale_across(model, x, network=network, gpus=(GPUS,), batch_size=ROWS, **knobs)
 
 
 def objective(trial: Any) -> float:
     """Milliseconds of a step; infinite where a GPU's memory is too small."""
-
-    def pick(name: str, *values: Any, when: bool = True) -> Any:
-        return trial.suggest_categorical(name, values) if when else values[0]
-
-    engine = pick("engine", "ddp", "fsdp2", "hsdp")
-    plan = pick("plan", "bf16", "torch", "all")
-    group = pick("group", 8, 64) if engine == "hsdp" else 0
-    unit = pick("unit", *UNITS, when=engine != "ddp")
-    gather = pick("gather", "bf16", "fp8", when=engine != "ddp" and plan != "bf16")
-    gradients = pick("gradients", "bf16", "int8", when=plan != "bf16")
-    found = across(engine, group, unit, "all" if plan == "bf16" else plan)
+    pick = trial.suggest_categorical
+    engine, plan = pick("engine", ("ddp", "fsdp2", "hsdp")), pick("plan", ("bf16", "torch", "all"))
+    ddp, fp8 = engine == "ddp", plan != "bf16"
+    groups = (pick("group", (8, 64)),) if engine == "hsdp" else ()
+    unit = "stage" if ddp else pick("unit", tuple(UNITS))
+    gather = "-" if ddp else pick("gather", ("bf16", "fp8")) if fp8 else "bf16"
+    gradients = pick("gradients", ("bf16", "int8")) if fp8 else "bf16"
+    found = across(engine, plan if fp8 else "all", groups, unit)
     if any(sum(parts.values()) > found.capacity for parts in found.memory.values()):
         return float("inf")
-    wire = ("-" if engine == "ddp" else gather, gradients)
-    (row,) = (row for row in found.rows if (row.gather, row.gradients) == wire)
-    step = row.bf16 if plan == "bf16" else row.planned
+    (row,) = (row for row in found.rows if (row.gather, row.gradients) == (gather, gradients))
+    step = row.planned if fp8 else row.bf16
     trial.set_user_attr("ends", [step.low / 1e3, step.high / 1e3])
     return step.value / 1e3
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ from loka.distributed import GradientWire, fp8_all_gather, send_gradients
 from loka.distributed.gradient_codec import codec_named
 from loka.scaling.cluster import engines, wires
 from loka.scaling.cluster.compute import layers_in_fp8, placed
-from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, traced_step
+from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, Replicated, traced_step
 from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.wires import DECODED, ENCODED, check_traced, gather_wire, reduce_wires
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
@@ -216,10 +216,10 @@ def test_bytes_that_are_not_the_engines_are_refused() -> None:
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
     events[first] = Reduced(events[first].params[:-1], events[first].size, 2)  # type: ignore[union-attr]
-    with pytest.raises(LokaError, match="were counted"):
-        check_traced(
-            EngineStep(engine="fsdp2", events=tuple(events), units=(), params=(), tables=(), buffers=0)
-        )
+    own = [Replicated((), 8, 4)]  # an all-reduce of the model's
+    for wrong in (events, own):
+        with pytest.raises(LokaError, match="were counted"):
+            check_traced(replace(step, events=tuple(wrong)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

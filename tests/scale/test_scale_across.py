@@ -28,9 +28,8 @@ from loka.core.records.across import Across
 from loka.core.records.network import Network
 from loka.core.records.plan import Decision, Plan
 from loka.nn.linears import signature
-from loka.scaling.cluster.across import scale_across
+from loka.scaling.cluster.across import _inputs, _ratio, scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
-from loka.scaling.cluster.ends import inputs_of, ratio_between
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
 from loka.scaling.cluster.schedule import schedule
@@ -342,7 +341,7 @@ def test_the_command(folder: Path) -> None:
         (("--unit", "blocks.*"), ("--network too",)),
         (("--group", "8"), ("--network too",)),
         (("--network", EXAMPLE, "--group", "3"), ("nodes of 8", "one of 2, 4, 8, 16")),
-        (("--network", EXAMPLE, "--engine", "zero"), ("'zero'", "ddp, fsdp2, hsdp")),
+        (("--network", EXAMPLE, "--engine", "zero"), ("engines zero", "ddp, fsdp2, hsdp")),
     ],
 )
 def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: tuple[str, ...]) -> None:
@@ -370,7 +369,7 @@ def test_ten_seconds_for_a_hundred_sites() -> None:
 def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
     """The search for a ratio's ends, against 400 draws of all inputs' ends at once."""
     net, (steps, rate) = Network.load(EXAMPLE), prepared
-    inputs = inputs_of(net)
+    inputs = _inputs(net)
     drawn = random.Random(0)
     for engine, step in steps.items():
 
@@ -381,7 +380,7 @@ def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
             )
             return bf16 / planned
 
-        found, _ = ratio_between(ratio, inputs)
+        found, _ = _ratio(ratio, inputs)
         corners = [ratio({name: drawn.choice(("low", "high")) for name in inputs}) for _ in range(400)]
         assert found.low <= min(corners) * 1.001, engine
         assert found.high >= max(corners) * 0.999, engine

@@ -157,9 +157,8 @@ def test_collectives_of_groups_by_hand() -> None:
         Wire("all_gather", size), 8, found
     )
     assert wire_us(Wire("all_reduce", size, ranks=4, stride=8), 32, found) == pytest.approx(1 + 20 + 1200)
-    # Groups of 2: of the 16 replicas two are in a node, over two cards of it. Every second rank of 4 nodes.
-    assert spread(16, 2, 4) == (8, 2)
-    assert [spread(*one, 4) for one in ((32, 1), (2, 1), (8, 4), (4, 8))] == [(8, 4), (1, 2), (8, 1), (4, 1)]
+    meshes = ((16, 2), (32, 1), (2, 1), (8, 4), (4, 8))  # of 16 replicas of groups of 2, two are in a node
+    assert [spread(*one, 4) for one in meshes] == [(8, 2), (8, 4), (1, 2), (8, 1), (4, 1)]
 
 
 @pytest.mark.parametrize("group", [-4, 0, 1, 3, 6, 16, 32])

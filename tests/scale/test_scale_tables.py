@@ -68,50 +68,41 @@ def test_a_step_waits_for_lookups_embeddings_and_their_gradients() -> None:
     assert "tables: 1 of 32000 elements, 1 ids" in str(given)
 
 
+_TWO: Any = {"table_group": 4, "sync_every": 1}
+
+
 def test_two_dimensions_by_hand() -> None:
     """Groups of 2 in 8 GPUs: two tables of 100 rows of 16, each on a GPU of every group, for its 2 x 8 rows.
     Every fourth GPU is in a group, as in DMPCollection; four that follow one another have the same table."""
-    flat, found = (
-        exchange(Tables(shapes=((100, 16),) * 2, **two), ranks, 8)
-        for ranks, two in ((2, {}), (8, {"group": 2, "every": 10}))
-    )
+    shapes = ((100, 16),) * 2
+    flat = exchange(Tables(shapes=shapes), 2, 8)
+    found = exchange(Tables(shapes=shapes, group=2, every=10), 8, 8)
     assert replace(flat.pooled, stride=4) == found.pooled
-    assert (found.held, found.updated) == (flat.held, flat.updated)
-    assert found.sync == (
-        Wire("all_reduce", 4 * 100 * 16, ranks=4), Wire("all_reduce", 4 * 100, ranks=4)
-    )  # fmt: skip
-    assert not flat.sync
-    net = network(inside=(2, 100), launch=1, memory=1000)
+    assert (found.held, found.updated, flat.sync) == (flat.held, flat.updated, ())
+    assert found.sync == tuple(Wire("all_reduce", 4 * size, ranks=4) for size in (100 * 16, 100))
     often, seldom, never = (across(ids=3, **two) for two in (_TWO, {**_TWO, "sync_every": 50}, {}))
     one = exchange(Tables(shapes=((1000, 2048),), group=4, every=1), 8, ROWS)
-    us = sum(wire_us(wire, 8, net) for wire in one.sync)
+    us = sum(wire_us(wire, 8, network(inside=(2, 100), launch=1, memory=1000)) for wire in one.sync)
     for a, b, c in zip(often.rows, seldom.rows, never.rows, strict=True):
         assert a.planned.value - b.planned.value == pytest.approx(us * 49 / 50, rel=1e-6)
         assert b.parts.sent < c.parts.sent  # exchanged among 4 and not among 8
 
 
-_TWO: Any = {"table_group": 4, "sync_every": 1}
-
-
 def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds() -> None:
     """2e9 rows of 128 are 1.02 TB; 16 GPUs of 151 GB hold 64.5 GB of them each, and read a 16th of ids. Eight
-    small tables besides are whole."""
+    small tables are whole, one or two on the fullest GPU."""
     pytest.importorskip("torchrec")
-    shapes = ((2_000_000_000, 128), *((1000, 64),) * 8)
-    net, asked = network(), Tables(shapes=shapes, ids=2, by="torchrec")
-    found = exchange(asked, 16, 8, net, 151e9)
-    rows = 16 * 8
+    asked = Tables(shapes=((2_000_000_000, 128), *((1000, 64),) * 8), ids=2, by="torchrec")
+    found, rows = exchange(asked, 16, 8, network(), 151e9), 16 * 8
     assert "1 row_wise" in found.how
     assert found.summed == Wire("reduce_scatter", rows * 128 * 2, ranks=16)
-    assert found.pooled.size in (rows * 64 * 2, rows * 128 * 2)  # one or two tables on the fullest GPU
+    small = found.pooled.size / (rows * 64 * 2)
+    assert small in (1, 2)
+    assert found.ids.size == rows * 2 * 8 * (small + 1 / 16)
     assert found.held == pytest.approx(4 * 2e9 / 16 * 129, rel=1e-3)
-    lists = found.ids.size / (rows * 2 * 8)
-    assert lists == found.pooled.size / (rows * 64 * 2) + 1 / 16
-    with pytest.raises(LokaError, match="finds no place for the tables on 2 GPUs"):
-        exchange(asked, 2, 8, net, 151e9)
-    for ranks, capacity in ((512, 151e9), (16, 0)):
-        with pytest.raises(LokaError, match=f"not asked for {ranks} GPUs"):
-            exchange(asked, ranks, 8, net, capacity)
+    for ranks, capacity, told in ((2, 151e9, "no place"), (512, 151e9, "for 512 GPUs"), (16, 0, "of 0 GB")):
+        with pytest.raises(LokaError, match=told):
+            exchange(asked, ranks, 8, network(), capacity)
 
 
 def test_without_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,14 +72,8 @@ def scale(
         Path | None,
         typer.Option(help="With --network: a plan measured at this batch size, for its times."),
     ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(help="With --network: ddp, fsdp2, hsdp; by default the first two, all with --group."),
-    ] = None,
-    group: Annotated[
-        list[int] | None,
-        typer.Option(help="With --network: GPUs over which hsdp shards; by default those of a node."),
-    ] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="With --network: of ddp, fsdp2, hsdp.")] = None,
+    group: Annotated[list[int] | None, typer.Option(help="With --network: GPUs of a group of hsdp.")] = None,
     unit: Annotated[
         list[str] | None,
         typer.Option(help="With --network: paths that FSDP2 shards each for itself, such as 'layers.*'."),
@@ -92,15 +86,9 @@ def scale(
         typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128."),
     ] = None,
     qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
-    tables_by: Annotated[
-        str, typer.Option(help="With --network: where tables lie, by size or by torchrec's planner.")
-    ] = "size",
-    table_group: Annotated[
-        int, typer.Option(min=0, help="With --network: GPUs that share tables (2D), with --sync-every.")
-    ] = 0,
-    sync_every: Annotated[
-        int, typer.Option(min=0, help="With --network: steps between all-reduces of tables' replicas.")
-    ] = 0,
+    tables_by: Annotated[str, typer.Option(help="Tables placed by size, or by torchrec's planner.")] = "size",
+    table_group: Annotated[int, typer.Option(min=0, help="GPUs that share tables (2D).")] = 0,
+    sync_every: Annotated[int, typer.Option(min=0, help="Steps between syncs of such groups.")] = 0,
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 

@@ -2,25 +2,27 @@
 
 step    the engine's own order of GEMMs and collectives (engines.py), bytes by format (wires.py)
 price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then streams (schedule.py)
-ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once (ends.py)
+ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
-from loka.core.records.across import Across, AcrossRow, Parts
-from loka.core.records.network import Network
+from loka.core.records.across import Across, AcrossRow, Parts, Swing
+from loka.core.records.network import Network, Quantity
 from loka.core.records.plan import Plan
 from loka.nn.linears import signature
 from loka.nn.unwrap import unwrap
-from loka.scaling.cluster.collectives import check_groups, check_ranks
+from loka.scaling.cluster.collectives import HOPS, End, check_groups, check_ranks
 from loka.scaling.cluster.compute import (
+    OTHER_RATE,
     Placed,
     forecast_times,
     layers_in_fp8,
@@ -28,12 +30,11 @@ from loka.scaling.cluster.compute import (
     placed,
     planned_times,
 )
-from loka.scaling.cluster.ends import Ends, inputs_of, ratio_between, time_between
 from loka.scaling.cluster.engines import ENGINES, Engine, EngineStep, traced_step
 from loka.scaling.cluster.memory import CAPACITY, held
 from loka.scaling.cluster.notes import notes_of, of_tables, origins
 from loka.scaling.cluster.placement import Placer
-from loka.scaling.cluster.pricing import Formats, step_of
+from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, Priced, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
 from loka.scaling.cluster.wires import check_traced
@@ -42,6 +43,7 @@ from loka.scaling.scale import Kernels, scale
 
 GPUS = (8, 64, 256, 1024)
 
+_Ends = Mapping[str, End]
 _SHARDED = tuple(Formats(gather, grads) for gather in ("bf16", "fp8") for grads in ("bf16", "int8"))
 _FORMATS = {
     "ddp": (Formats("-", "bf16"), Formats("-", "int8")),
@@ -113,33 +115,40 @@ def scale_across(
     found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
     times = forecast_times(found) if plan is None else planned_times(found, plan)
     steps = _steps(model, batch, found.batch_size, engines, units)
-    held_by: Tables | None = None
     device = found.machine.device if plan is None else plan.machine.device
     capacity = CAPACITY.get(device, 0.0)
+    lie: dict[int, Exchange] = {}
+    asked: Tables | None = None
     if ids is not None or tables:
-        held_by = Tables(
-            shapes=tuple(tables) or steps[0].tables,
-            ids=1.0 if ids is None else ids,
-            qcomm=qcomm,
-            by=tables_by,
-            group=table_group,
-            every=sync_every,
-        )
-    exchanges = {
-        n: exchange(held_by, n, found.batch_size, network, capacity) if held_by else None for n in gpus
-    }
+        options: Any = {"qcomm": qcomm, "by": tables_by, "group": table_group, "every": sync_every}
+        shapes = tuple(tables) or steps[0].tables
+        asked = Tables(shapes=shapes, ids=1.0 if ids is None else ids, **options)
+        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in gpus}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
-    inputs = inputs_of(network)
+    inputs = _inputs(network)
     rate, rows = mean_rate(times), []
     memory = {}
     for ranks in dict.fromkeys(gpus):
-        for step, group in _meshes(steps, groups, ranks):
-            name = f"hsdp/{group}" if group else step.engine
-            made = _Steps(name, step, told[step.engine], rate, ranks, group, network, fp8, exchanges[ranks])
-            rows += [_row(made, formats, inputs) for formats in _FORMATS[step.engine]]
-            one = exchanges[ranks]
-            memory[f"{ranks} {name}"] = held(step, group or ranks, fp8, one.held if one else 0.0)
+        lies = lie.get(ranks)
+        for step in steps:
+            for group in [one for one in groups if one < ranks] if step.engine == "hsdp" else [0]:
+                name = f"hsdp/{group}" if group else step.engine
+                priced = {
+                    formats: step_of(
+                        step,
+                        told[step.engine],
+                        ranks,
+                        formats=formats,
+                        in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
+                        tables=lies,
+                        group=group,
+                    )
+                    for formats in _FORMATS[step.engine]
+                }
+                made = _Steps(name, ranks, rate, network, priced)
+                rows += [_row(made, formats, inputs) for formats in priced]
+                memory[f"{ranks} {name}"] = held(step, group or ranks, fp8, lies.held if lies else 0.0)
     return Across(
         model=found.model,
         batch_size=found.batch_size,
@@ -148,12 +157,12 @@ def scale_across(
         times=origins(times, plan),
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
-        units=steps[-1].units,
+        units=max((step.units for step in steps), key=len),
         memory=memory,
         capacity=capacity,
         notes=(
             *notes_of(found, steps, told, plan, len(fp8), network),
-            *of_tables(held_by, exchanges, steps[0].tables),
+            *of_tables(asked, lie, steps[0].tables),
         ),
     )
 
@@ -167,29 +176,17 @@ def default_gpus(network: Network) -> tuple[int, ...]:
 
 def _engines(
     engines: Sequence[Engine], groups: Sequence[int], gpus: Sequence[int], network: Network
-) -> tuple[tuple[Engine, ...], tuple[int, ...]]:
-    for engine in engines:
-        if engine not in ENGINES:
-            raise UnknownName(f"engine {engine!r}", way_out=f"one of {', '.join(ENGINES)}")
-    if groups and engines and "hsdp" not in engines:
-        raise LokaError(
-            f"groups of {', '.join(map(str, groups))} GPUs under {', '.join(engines)}",
-            way_out="hsdp shards in groups: name it too, or leave groups out",
+) -> tuple[Sequence[Engine], Sequence[int]]:
+    chosen = tuple(dict.fromkeys(engines)) or ENGINES[: 3 if groups else 2]
+    if not set(chosen) <= set(ENGINES) or (groups and "hsdp" not in chosen):
+        raise UnknownName(
+            f"engines {', '.join(chosen)}{' with groups' if groups else ''}",
+            way_out=f"of {', '.join(ENGINES)}; groups are of hsdp",
         )
-    chosen = tuple(dict.fromkeys(engines)) or (ENGINES if groups else ENGINES[:2])
     if "hsdp" in chosen:
         groups = tuple(dict.fromkeys(groups)) or (network.gpus_per_node,)
         check_groups(groups, gpus, network, option="--group")
-    return chosen, tuple(groups)
-
-
-def _meshes(steps: Sequence[EngineStep], groups: Sequence[int], ranks: int) -> list[tuple[EngineStep, int]]:
-    """Each step with its group, 0 where there is none. A group without replicas is FSDP2, and left out."""
-    return [
-        (step, group)
-        for step in steps
-        for group in ([one for one in groups if one < ranks] if step.engine == "hsdp" else [0])
-    ]
+    return chosen, groups
 
 
 def _steps(
@@ -204,46 +201,26 @@ def _steps(
     return steps
 
 
+@dataclass
 class _Steps:
     """Step times of one engine on a number of GPUs; each is worked out once."""
 
-    def __init__(
-        self,
-        name: str,
-        step: EngineStep,
-        place: Placed,
-        rate: float,
-        ranks: int,
-        group: int,
-        network: Network,
-        fp8: frozenset[str],
-        tables: Exchange | None,
-    ) -> None:
-        self.engine, self.ranks, self.formats = name, ranks, _FORMATS[step.engine]
-        self._rate, self._network = rate, network
-        self._priced = {
-            formats: step_of(
-                step,
-                place,
-                ranks,
-                formats=formats,
-                in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
-                tables=tables,
-                group=group,
-            )
-            for formats in self.formats
-        }
-        self._known: dict[tuple[Any, ...], float] = {}
+    engine: str
+    ranks: int
+    rate: float
+    network: Network
+    priced: Mapping[Formats, Priced]
+    known: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
-    def us(self, formats: Formats, ends: Ends, *, planned: bool) -> float:
+    def us(self, formats: Formats, ends: _Ends, *, planned: bool) -> float:
         """Microseconds of the step with inputs at the ends that are given."""
         key = (formats, planned, tuple(sorted(ends.items())))
-        if key not in self._known:
-            self._known[key] = self._line(formats, ends, planned=planned).total
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self._line(formats, ends, planned=planned).total
+        return self.known[key]
 
     def parts(self, formats: Formats, *, planned: bool) -> Parts:
-        line, priced = self._line(formats, {}, planned=planned), self._priced[formats]
+        line, priced = self._line(formats, {}, planned=planned), self.priced[formats]
         gemms = priced.gemm_us(planned=planned)
         return Parts(
             gemms=gemms,
@@ -253,34 +230,102 @@ class _Steps:
             sent=priced.sent_bytes,
         )
 
-    def _line(self, formats: Formats, ends: Ends, *, planned: bool) -> Timeline:
-        priced = self._priced[formats]
-        return schedule(priced.items(self._network, self.ranks, rate=self._rate, planned=planned, ends=ends))
+    def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:
+        priced = self.priced[formats]
+        return schedule(priced.items(self.network, self.ranks, rate=self.rate, planned=planned, ends=ends))
 
 
 def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
-    plain = steps.formats[0]
+    plain = Formats("-" if steps.engine == "ddp" else "bf16", "bf16")
 
-    def bf16(ends: Ends) -> float:
+    def bf16(ends: _Ends) -> float:
         return steps.us(plain, ends, planned=False)
 
-    def planned(ends: Ends) -> float:
+    def planned(ends: _Ends) -> float:
         return steps.us(formats, ends, planned=True)
 
-    speedup, swings = ratio_between(lambda ends: bf16(ends) / planned(ends), inputs)
+    speedup, swings = _ratio(lambda ends: bf16(ends) / planned(ends), inputs)
     gain = Estimate(1.0, 1.0, 1.0)
     if formats != plain:
-        gain, _ = ratio_between(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
+        gain, _ = _ratio(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
     return AcrossRow(
         gpus=steps.ranks,
         engine=steps.engine,
         gather=formats.gather,
         gradients=formats.gradients,
-        bf16=time_between(bf16, inputs),
-        planned=time_between(planned, inputs),
+        bf16=_time(bf16, inputs),
+        planned=_time(planned, inputs),
         speedup=speedup,
         format_gain=gain,
         bf16_parts=steps.parts(plain, planned=False),
         parts=steps.parts(formats, planned=True),
         swings=swings,
     )
+
+
+def _inputs(network: Network) -> dict[str, Quantity | None]:
+    """Everything that has two ends, by name; None where the ends are GEMM times' own."""
+    return {
+        TIMES: None,
+        GAINS: None,
+        **network.quantities,
+        HOPS: Quantity(
+            value=2,
+            low=1,
+            high=2,
+            origin="assumed",
+            comment="two ways to count. 2: as NCCL's tuner does, a ring's for gathers, the fewer of ring "
+            "and tree for all-reduce, and one to each rank for all-to-all; 1: log2 of the ranks, for "
+            "all-to-all one",
+        ),
+        PRODUCTS: Quantity(
+            value=OTHER_RATE.value,
+            low=OTHER_RATE.low,
+            high=OTHER_RATE.high,
+            origin="assumed",
+            comment="time of products that are no site, over that of as many FLOPs of sites; a guess",
+        ),
+    }
+
+
+_FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}
+_ROUNDS = 2  # over all inputs, from each start
+_TRIED: tuple[End, ...] = ("low", "high")
+
+
+def _all_at(fast: bool, inputs: Iterable[str]) -> dict[str, End]:
+    """Every input at the end at which a step is fast, or slow."""
+    return {name: "high" if (name in _FASTER) is fast else "low" for name in inputs}
+
+
+def _time(value: Callable[[_Ends], float], inputs: Iterable[str]) -> Estimate:
+    """A step time. No start of the schedule falls when something takes longer, so its ends are those of all
+    inputs at their fast and at their slow ends."""
+    return Estimate(value({}), value(_all_at(True, inputs)), value(_all_at(False, inputs)))
+
+
+def _ratio(value: Callable[[_Ends], float], inputs: Iterable[str]) -> tuple[Estimate, dict[str, Swing]]:
+    """A ratio of step times, which an input may move either way, and the more the less another hides it: its
+    ends are searched for, one input after the other moved to its best end. Where a fast wire makes way for
+    GEMMs and a slow one hides them, that stops short of the best, so it begins in the middle and at both
+    ends of all."""
+    swings = {name: Swing(low=value({name: "low"}), high=value({name: "high"})) for name in inputs}
+    order = sorted(swings, key=lambda name: -swings[name].size)
+    starts: tuple[dict[str, End], ...] = ({}, _all_at(True, inputs), _all_at(False, inputs))
+    low = min(-_highest(lambda ends: -value(ends), order, start) for start in starts)
+    high = max(_highest(value, order, start) for start in starts)
+    return Estimate(value({}), low, high), swings
+
+
+def _highest(value: Callable[[_Ends], float], order: Sequence[str], start: dict[str, End]) -> float:
+    ends, best = start, value(start)
+    for _ in range(_ROUNDS):
+        before = best
+        for name in order:
+            for end in _TRIED:
+                found = value({**ends, name: end})
+                if found > best:
+                    best, ends = found, {**ends, name: end}
+        if best == before:
+            break
+    return best

@@ -67,15 +67,13 @@ def check_groups(
 ) -> None:
     """Raises LokaError for a group that some number of GPUs is no multiple of, that parts nodes unevenly, or
     that has no replicas on any of them. GPUs that follow one another are of a group, or of replicas."""
-    each, most = network.gpus_per_node, max(gpus)
+    each = network.gpus_per_node
 
     def fits(group: int, ranks: int) -> bool:
         side = ranks // group if replicas_first else group
-        return ranks % group == 0 and (each % side == 0 or side % each == 0)
+        return ranks <= group or (ranks % group == 0 and 0 in (each % side, side % each))
 
-    candidates = [
-        group for group in range(2, most) if all(ranks <= group or fits(group, ranks) for ranks in gpus)
-    ]
+    candidates = [group for group in range(2, max(gpus)) if all(fits(group, ranks) for ranks in gpus)]
     for group in groups:
         if group not in candidates:
             raise LokaError(

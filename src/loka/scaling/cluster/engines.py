@@ -209,7 +209,10 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.log.events.append(CopiedOut())
         if self.log.replicated and func is torch.ops.c10d.allreduce_.default:
-            self._replicated(args[0][0])
+            last = next((e for e in reversed(self.log.events) if isinstance(e, Reduced)), None)
+            shard = args[0][0]  # a model's own all-reduce has other bytes, which `check_traced` refuses
+            params = () if last is None else last.params
+            self.log.events.append(Replicated(params, _bytes(shard), shard.element_size()))
         if func._overloadpacket in self._flops:
             flops = float(self._flops[func._overloadpacket](*args, **kwargs, out_val=out))
             self.log.events.append(_matmul(func, args, flops, self.log.backward))
@@ -220,16 +223,6 @@ class _Watch(TorchDispatchMode):
             if size and func._overloadpacket not in _MADE and not lookup:
                 _add_moved(self.log, size)
         return out
-
-    def _replicated(self, shard: torch.Tensor) -> None:
-        last = next((e for e in reversed(self.log.events) if not isinstance(e, Moved)), None)
-        if not isinstance(last, Reduced):
-            raise LokaError(
-                "the model's own forward or backward has an all-reduce in it, which is no engine's",
-                way_out="leave hsdp out: other engines leave such a collective out of the step",
-            )
-        size = shard.numel() * shard.element_size()
-        self.log.events.append(Replicated(last.params, size, shard.element_size()))
 
 
 _MADE = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.detach, _aten.set_}

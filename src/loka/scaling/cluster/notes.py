@@ -26,24 +26,20 @@ def origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
 
 
 def of_tables(
-    tables: Tables | None, exchanges: Mapping[int, Exchange | None], left_out: Sequence[tuple[int, int]]
+    tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]
 ) -> list[str]:
     if tables is not None:
-        how: dict[str, list[str]] = {}
-        for ranks, one in exchanges.items():
-            how.setdefault(one.how if one else "", []).append(str(ranks))
-        placed = "; ".join(f"at {', '.join(ranks)} GPUs {told}" for told, ranks in how.items())
+        placed = "; ".join(f"at {ranks} GPUs {one.how}" for ranks, one in lie.items())
         notes = [
             f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
             f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie {placed}; "
-            "rows are read and written at the memory bandwidth, ids are alike in number and travel behind "
-            "compute"
+            "rows are read and written at the memory bandwidth, and ids travel behind compute"
         ]
         if tables.group:
             notes.append(
-                f"tables in groups of {tables.group}, as DMPCollection makes them: replicas are GPUs that "
-                f"follow one another; float32 weights, then AdaGrad's state are all-reduced every "
-                f"{tables.every} steps, behind which compute waits; each step has its share of it"
+                f"tables in groups of {tables.group}, as DMPCollection makes them: replicas follow one "
+                f"another; every {tables.every} steps weights, then AdaGrad's state are all-reduced in "
+                "float32, compute waits, and each step has its share"
             )
         return notes
     elements = sum(rows * width for rows, width in left_out)
@@ -75,9 +71,9 @@ def _of_units(steps: Sequence[EngineStep]) -> list[str]:
     notes = [f"FSDP2 shards {len(units)} units and the root: {told}"]
     if any(step.engine == "hsdp" for step in steps):
         notes.append(
-            "hsdp/8: FSDP2 inside of each 8 GPUs that follow one another, and an all-reduce of each unit's "
-            "shard in bf16 across replicas; assumed: where a group is a node it runs beside gathers, and "
-            "elsewhere takes its turn with them. One group without replicas is FSDP2, and has no row"
+            "hsdp/8: FSDP2 in each 8 GPUs that follow one another, and an all-reduce of each unit's shard in "
+            "bf16 across replicas; assumed: where a group is a node it runs beside gathers, else takes its "
+            "turn with them. A group without replicas is FSDP2, and has no row"
         )
     return notes
 

@@ -1,9 +1,7 @@
 """Where tables lie, and what the GPU that has the most of each has to do.
 
-    size        table-wise: the largest first, each to the GPU that holds the fewest bytes so far
-    torchrec    EmbeddingShardingPlanner, for GPUs and links of the network: table-, row- or column-wise
-
-By size, with more GPUs than tables, no GPU's share falls any more.
+size        table-wise: the largest first, each to the GPU that holds the fewest bytes so far
+torchrec    EmbeddingShardingPlanner's table-, row- and column-wise shards, by the network's links
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from typing import Literal, get_args
 
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network
+from loka.core.timing import first_line
 from loka.distributed.embedding_bags import quiet, torchrec
-from loka.scaling.cluster.collectives import spread
 
 Placer = Literal["size", "torchrec"]
 PLACERS: tuple[Placer, ...] = get_args(Placer)
@@ -26,14 +24,11 @@ _Shapes = Sequence[tuple[int, int]]
 MOST = 256
 """GPUs that the planner is asked for: 26 tables took it 7 s on a busy core, and 21 to 39 s for 1024."""
 
-_TYPES = ("table_wise", "row_wise", "column_wise")
-
 
 @dataclass(frozen=True)
 class Load:
-    """Each of the GPU that has the most of it. Bytes of `weights` and of row-wise `momentum`; columns that
-    are `read` for an id of each table, and that go out `pooled`, or to be `summed` over ranks; `lists` of all
-    ids of a table."""
+    """Each of the GPU that has the most: bytes of `weights` and row-wise `momentum`; columns `read` for an id
+    of each table, sent `pooled`, and `summed` over ranks; `lists` of all ids of a table."""
 
     how: str
     weights: float
@@ -55,51 +50,39 @@ def by_size(shapes: _Shapes, ranks: int) -> Load:
 
 
 def by_torchrec(
-    shapes: _Shapes,
-    ranks: int,
-    stride: int,
-    ids: float,
-    batch_size: int,
-    *,
-    network: Network,
-    capacity: float,
+    shapes: _Shapes, ranks: int, local: int, *, ids: float, batch_size: int, network: Network, capacity: float
 ) -> Load:
-    """Raises LokaError for more than MOST ranks, a GPU of unknown memory or tables without a place there, and
-    MissingLibrary."""
-    library = torchrec()
-    planner, types = torchrec("torchrec.distributed.planner"), torchrec("torchrec.distributed.planner.types")
-    reservations = torchrec("torchrec.distributed.planner.storage_reservations")
+    """`local`: ranks in a node; `capacity`: bytes of a GPU. Raises MissingLibrary, and LokaError for more
+    than MOST ranks, a GPU of unknown memory or tables without a place there."""
+    library, planner = torchrec(), torchrec("torchrec.distributed.planner")
+    types = torchrec("torchrec.distributed.planner.types")
+    free = torchrec("torchrec.distributed.planner.storage_reservations").FixedPercentageStorageReservation
     sharder = torchrec("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder()
     if ranks > MOST or not capacity:
         raise LokaError(
             f"TorchRec's planner is not asked for {ranks} GPUs of {capacity / 1e9:.0f} GB",
-            why=[f"it takes seconds up to {MOST}, and has to know the memory"],
             way_out=f"--gpus up to {MOST}, --table-group of so many, or --tables-by size",
         )
-    link = network.between or network.inside
-    gbps = {"hbm_mem_bw": network.memory_gbps, "inter_host_bw": link.bandwidth_gbps}
-    gbps["intra_host_bw"] = network.inside.bandwidth_gbps
     configs = [
-        library.EmbeddingBagConfig(
-            name=f"t{i}", num_embeddings=rows, embedding_dim=width, feature_names=[f"f{i}"]
-        )
-        for i, (rows, width) in enumerate(shapes)
+        library.EmbeddingBagConfig(name=f"t{i}", num_embeddings=n, embedding_dim=d, feature_names=[f"f{i}"])
+        for i, (n, d) in enumerate(shapes)
     ]
-    allowed = types.ParameterConstraints(
-        sharding_types=list(_TYPES), compute_kernels=["fused"], pooling_factors=[ids]
-    )
+    kinds, per_ms = ["table_wise", "row_wise", "column_wise"], 1e6  # bytes of a GB/s
+    allowed = types.ParameterConstraints(kinds, compute_kernels=["fused"], pooling_factors=[ids])
     with quiet():
         asked = planner.EmbeddingShardingPlanner(
             topology=planner.Topology(
                 world_size=ranks,
                 compute_device="cuda",
                 hbm_cap=int(capacity),
-                local_world_size=spread(ranks, stride, network.gpus_per_node)[1],
-                **{name: quantity.value * 1e6 for name, quantity in gbps.items()},  # bytes a millisecond
+                local_world_size=local,
+                hbm_mem_bw=network.memory_gbps.value * per_ms,
+                intra_host_bw=network.inside.bandwidth_gbps.value * per_ms,
+                inter_host_bw=(network.between or network.inside).bandwidth_gbps.value * per_ms,
             ),
             batch_size=batch_size,
             constraints={config.name: allowed for config in configs},
-            storage_reservation=reservations.FixedPercentageStorageReservation(0.15),
+            storage_reservation=free(0.15),
             debug=False,
             stats=[],
         )
@@ -108,8 +91,8 @@ def by_torchrec(
         except (types.PlannerError, RuntimeError) as error:
             raise LokaError(
                 f"TorchRec's planner finds no place for the tables on {ranks} GPUs",
-                why=[line.strip() for line in str(error).splitlines() if line.strip()][:4],
-                way_out="more GPUs, smaller tables, or --tables-by size, which shows what lacks",
+                why=[first_line(error)],
+                way_out="more GPUs, or --tables-by size, which shows what lacks",
             ) from error
     (placed,) = found.plan.values()
     shards = [
@@ -117,8 +100,8 @@ def by_torchrec(
         for config in configs
         for part in placed[config.name].sharding_spec.shards
     ]
-    kinds = Counter(placed[config.name].sharding_type for config in configs)
-    told = ", ".join(f"{kinds[kind]} {kind}" for kind in _TYPES if kinds[kind])
+    many = Counter(one.sharding_type for one in placed.values())
+    told = ", ".join(f"{many[kind]} {kind}" for kind in kinds if many[kind])
     return _load(shards, f"by TorchRec's planner, {told}, 15 % of memory left free")
 
 

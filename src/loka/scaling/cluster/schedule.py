@@ -13,7 +13,7 @@ taken to be ahead of the GPU.
     Reduce    behind the compute before it. `waits`: FSDP2's compute first waits for the reduction before it.
     Replicate HSDP. Behind the reduction before it and all-reduces before that. `apart`: over links that no
               other collective of the step uses, and beside these, as it has a stream of its own.
-    Blocking  compute waits for it, and it for compute.
+    Blocking  compute waits for it, and it for compute and all-reduces of replicas.
     Join      compute waits for all of the wire, as the optimizer does.
 """
 
@@ -111,7 +111,7 @@ def schedule(items: Iterable[Item]) -> Timeline:
             wire = wire if item.apart else replicated
             sent += item.us
         elif isinstance(item, Blocking):
-            now = wire = max(wire, now) + item.us
+            now = wire = max(wire, now, replicated) + item.us
             sent += item.us
         else:
             now = max(now, wire, replicated)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from loka.core.exceptions import LokaError
 from loka.core.records.network import Network
-from loka.scaling.cluster.collectives import Op, Wire
+from loka.scaling.cluster.collectives import Op, Wire, spread
 from loka.scaling.cluster.placement import PLACERS, Placer, by_size, by_torchrec
 
 QComm = Literal["fp32", "bf16", "fp8"]
@@ -81,9 +81,9 @@ def exchange(
         load = by_size(tables.shapes, shard)
     else:
         assert network is not None
-        load = by_torchrec(
-            tables.shapes, shard, stride, tables.ids, batch_size, network=network, capacity=capacity
-        )
+        local = spread(shard, stride, network.gpus_per_node)[1]
+        asked: Any = {"ids": tables.ids, "batch_size": batch_size, "network": network, "capacity": capacity}
+        load = by_torchrec(tables.shapes, shard, local, **asked)
     rows = shard * batch_size
     gathered = rows * tables.ids
     size = _BYTES[tables.qcomm]
