@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from loka.core.records.across import Across, AcrossRow
-from loka.report.pages.html import Html, document, figure, number, section, table, tag
+from loka.report.pages.html import Html, document, figure, section, tag
 from loka.report.pages.svg import Frame
 
 _PARTS = {"GEMMs": "a", "other": "c", "exposed": "b"}
-_HEADER = ("GPUs", "engine", "gather", "gradients", "bf16 ms", "by plan ms", "speed-up", "low", "high")
 
 
 def across_page(found: Across) -> str:
@@ -22,18 +21,12 @@ def across_page(found: Across) -> str:
         figure(_bars([*rows]), f"{engine}, bf16 on the wire: bf16, and right of it by plan. ", *legend, said)
         for engine, rows in groupby(plain, key=lambda row: row.engine)
     ]
-    cells = []
-    for row in found.rows:
-        gain, times = row.speedup, (row.bf16.value / 1e3, row.planned.value / 1e3)
-        shown = (number(one, "{:.2f}") for one in (*times, gain.value, gain.low, gain.high))
-        cells.append((number(row.gpus, "{:d}"), row.engine, row.gather, row.gradients, *shown))
     title = f"{found.model} on many GPUs"
     return document(
         title,
         tag("h1", title),
         section("steps", "A step by part", tag("div", *drawn, class_="grid")),
-        section("rows", "Every format", table(_HEADER, cells, caption="Steps", first=40)),
-        section("all", "All of it", tag("div", tag("pre", str(found)), class_="scroll")),
+        section("all", "Every format, and what it rests on", tag("pre", str(found), class_="scroll")),
     )
 
 
