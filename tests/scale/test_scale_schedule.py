@@ -89,6 +89,7 @@ def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart: b
         Compute(12),
     ]  # fmt: skip
     assert schedule(items).total == total
+    assert schedule([Reduce(1, waits=True), Replicate(9, apart), Blocking(2)]).total == 12
 
 
 def test_a_copy_out_needs_a_gather() -> None:
