@@ -1,7 +1,5 @@
 """Training under FSDP2 with FP8 gathers, as every rank of a test does it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Collectives that are told before training are those that real ranks send: the same ones, in the same order,
 of the same bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator
@@ -69,11 +67,11 @@ Found = list[tuple[str, int, int]]
 class Sent(TorchDispatchMode):
     """Collectives, each with the bytes of its larger buffer and the ranks of its group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.found: Found = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in leaves)
@@ -124,7 +122,7 @@ class Job:
 
     plan: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, engine, formats in CASES:
             if (engine == "hsdp") == (dist.get_world_size() == RANKS):
@@ -132,7 +130,7 @@ class Job:
             found[f"{name} {engine} {formats}"] = self.step(engine, formats, SIDES[name], rank)
         return found
 
-    def step(self, engine: str, formats: Formats, sides: tuple[int, ...], rank: int) -> Any:
+    def step(self, engine, formats, sides, rank):
         model: Any = tower(*sides)
         wire = GradientWire(scatter=formats.gradients, gather=formats.gradients)
         if engine == "ddp":
@@ -176,9 +174,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
-def test_bytes_and_order_are_those_of_real_ranks(
-    real: list[dict[str, Any]], name: str, engine: str, formats: Formats
-) -> None:
+def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     key = f"{name} {engine} {formats}"
     step = traced(engine, SIDES[name])
     ranks, group = (RANKS * REPLICAS, RANKS) if engine == "hsdp" else (RANKS, 0)
@@ -194,7 +190,7 @@ def test_bytes_and_order_are_those_of_real_ranks(
             assert rank[key]["to others"] == sent * (RANKS - 1) / RANKS
 
 
-def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str, Any]]) -> None:
+def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real):
     found = loka.scale(uneven(), torch.randn(4, 24), batch_size=8192)
     names = {f"{layer.path}.weight" for layer in layers_in_fp8(found, plan_of(uneven))}
     assert names == set(real[0]["uneven fsdp2 Formats(gather='fp8', gradients='bf16')"]["fp8"])
@@ -204,14 +200,14 @@ def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str,
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])
-def test_padding_is_the_engines_at_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_the_engines_at_any_number_of_ranks(ranks, monkeypatch):
     for module in (engines, wires):
         monkeypatch.setattr(module, "TRACED", ranks)
     for engine in ENGINES:
         check_traced(traced(engine, SIDES["uneven"]))
 
 
-def test_bytes_that_are_not_the_engines_are_refused() -> None:
+def test_bytes_that_are_not_the_engines_are_refused():
     step = traced("fsdp2", SIDES["uneven"])
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
@@ -223,7 +219,7 @@ def test_bytes_that_are_not_the_engines_are_refused() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
+def test_gemms_stand_where_the_engine_runs_them(engine):
     """Backward: grad_input and grad_weight of the last layer first; its bucket or unit behind them."""
     step = traced(engine, SIDES["buckets"])
     products = [(e.backward, e.m, e.n, e.k) for e in step.events if isinstance(e, Matmul)]
@@ -237,14 +233,14 @@ def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
         assert kinds.count("Gathered") == kinds.count("CopiedOut") == 2 * 4 - 1 + 1
 
 
-def test_units_by_pattern_and_tables() -> None:
+def test_units_by_pattern_and_tables():
     class Tables(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.EmbeddingBag(50, 16, sparse=True)
             self.top = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 1)])
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             x = self.table(ids)
             for layer in self.top:
                 x = layer(x)
@@ -264,7 +260,7 @@ def test_units_by_pattern_and_tables() -> None:
         traced_step(model, batch, mode=mode, engine="fsdp2", units=["towers.*"])
 
 
-def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path: Path) -> None:
+def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path):
     traced("ddp", SIDES["uneven"])
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
@@ -276,13 +272,13 @@ def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_p
         dist.destroy_process_group()
 
 
-def test_what_does_not_run_without_numbers_is_told() -> None:
+def test_what_does_not_run_without_numbers_is_told():
     class Looks(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layer(x) * x.max().item()
 
     mode = fake_mode()
@@ -295,7 +291,7 @@ def test_what_does_not_run_without_numbers_is_told() -> None:
 class Moved(TorchDispatchMode):
     size = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in str(func):
             leaves = tree_leaves((args, kwargs, out))
@@ -304,7 +300,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
-def test_what_codecs_read_and_write(name: str) -> None:
+def test_what_codecs_read_and_write(name):
     codec, x = codec_named(name), torch.randn(8, 128 * 100)
     with Moved() as encode:
         code = codec.encode(x)
@@ -314,7 +310,7 @@ def test_what_codecs_read_and_write(name: str) -> None:
     assert DECODED[name] == pytest.approx(decode.size / x.numel(), abs=1)
 
 
-def test_eight_bits_send_fewer_bytes() -> None:
+def test_eight_bits_send_fewer_bytes():
     step = traced("fsdp2", SIDES["uneven"])
     names = frozenset(p.name for p in step.params if len(p.shape) == 2)
     matrices = [p for p in step.params if len(p.shape) == 2]

@@ -1,7 +1,5 @@
 """Two streams by hand: what waits for what in DDP and in FSDP2; and what must never fall or grow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -24,7 +22,7 @@ from loka.scaling.cluster.schedule import (
 )
 
 
-def test_ddp_hides_buckets_behind_backward() -> None:
+def test_ddp_hides_buckets_behind_backward():
     """Backward 10, 10, 10; a bucket of 15 after each of the first two, of 4 after the last.
 
     wire: 10 to 25, 25 to 40, 40 to 44; compute ends at 30, the optimizer of 1 starts at 44.
@@ -37,19 +35,19 @@ def test_ddp_hides_buckets_behind_backward() -> None:
     assert (line.total, line.compute, line.wire, line.exposed) == (45, 31, 34, 14)
 
 
-def test_a_hook_that_waits_hides_nothing() -> None:
+def test_a_hook_that_waits_hides_nothing():
     items = [Compute(10), Blocking(15), Compute(10), Blocking(15), Compute(10), Blocking(4), Join()]
     assert schedule(items).total == 64
 
 
-def test_fsdp2_gathers_ahead_in_forward() -> None:
+def test_fsdp2_gathers_ahead_in_forward():
     """Units of 10 with gathers of 6: the first is exposed, the second runs at once behind it, the third from
     the first's copy-out on, at 6, when the wire is free at 12. compute: 6 to 16, to 26, to 36."""
     unit: list[Item] = [Gather(6, backward=False), Copied(), Compute(10)]
     assert schedule(unit * 3).total == 36
 
 
-def test_fsdp2_gathers_no_more_than_one_unit_ahead_in_forward() -> None:
+def test_fsdp2_gathers_no_more_than_one_unit_ahead_in_forward():
     """The third gather waits for the copy-out of the first unit, which waited 50 for its own gather."""
     items = [
         Gather(50, backward=False), Copied(), Compute(1),
@@ -62,7 +60,7 @@ def test_fsdp2_gathers_no_more_than_one_unit_ahead_in_forward() -> None:
     assert schedule(items).total == 153
 
 
-def test_fsdp2_backward_gathers_one_unit_ahead_and_reduces_one_at_a_time() -> None:
+def test_fsdp2_backward_gathers_one_unit_ahead_and_reduces_one_at_a_time():
     """Two units; gathers take 8, computing 10, reductions 12.
 
     gather 1: 0-8, gather 0 from 8 on: 8-16; compute 1: 8-18; reduction 1: 18-30; compute 0: 18-28; then
@@ -113,9 +111,7 @@ def _steps(draw: st.DrawFn) -> list[Item]:
 
 
 @given(items=_steps(), at=st.integers(0, 31), longer=_us)
-def test_a_step_never_gets_shorter_when_something_takes_longer(
-    items: list[Item], at: int, longer: float
-) -> None:
+def test_a_step_never_gets_shorter_when_something_takes_longer(items, at, longer):
     timed = [place for place, item in enumerate(items) if hasattr(item, "us")]
     place = timed[at % len(timed)]
     slower = [*items]
@@ -124,14 +120,14 @@ def test_a_step_never_gets_shorter_when_something_takes_longer(
 
 
 @given(items=_steps())
-def test_a_step_lies_between_its_longest_stream_and_both_one_behind_the_other(items: list[Item]) -> None:
+def test_a_step_lies_between_its_longest_stream_and_both_one_behind_the_other(items):
     line = schedule(items)
     beside = sum(item.us for item in items if isinstance(item, Replicate) and item.apart)
     assert line.total >= max(line.compute, line.wire - beside, beside) * (1 - 1e-12)
     assert line.total <= (line.compute + line.wire) * (1 + 1e-12)
 
 
-def test_collectives_by_hand() -> None:
+def test_collectives_by_hand():
     """Nodes of 4; inside alpha 2, 100 GB/s; between alpha 5, 10 GB/s a GPU; a launch takes 1 us."""
     found = network(inside=(2, 100), between=(5, 10), per_node=4)
     size = 8e6
@@ -176,9 +172,7 @@ def test_groups_that_do_not_fit(group: int) -> None:
     size=st.floats(1, 1e9),
     more=st.floats(1, 10),
 )
-def test_collectives_never_fall_with_size_alpha_or_hops_and_never_grow_with_bandwidth(
-    op: str, nodes: int, size: float, more: float
-) -> None:
+def test_collectives_never_fall_with_size_alpha_or_hops_and_never_grow_with_bandwidth(op, nodes, size, more):
     ranks, plain = 4 * nodes, network(inside=(2, 100), between=(5, 10), per_node=4)
     wire = Wire(op, size)  # type: ignore[arg-type]
     us = wire_us(wire, ranks, plain)
@@ -195,11 +189,11 @@ def test_collectives_never_fall_with_size_alpha_or_hops_and_never_grow_with_band
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 6, 10])
-def test_gpus_that_fill_no_nodes(ranks: int) -> None:
+def test_gpus_that_fill_no_nodes(ranks):
     with pytest.raises(LokaError, match="multiple of 4"):
         check_ranks(ranks, network(per_node=4))
 
 
-def test_part_of_a_node() -> None:
+def test_part_of_a_node():
     check_ranks(3, network(per_node=4))
     check_ranks(8, network(per_node=4))

@@ -22,7 +22,7 @@ ROWS = 8192
 EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_by_hand():
     """Tables of 100, 60 and 50 rows of 16: the largest alone, the others on the other GPU."""
     found = exchange(Tables(shapes=((60, 16), (100, 16), (50, 16)), ids=3, qcomm="fp8"), 2, 8)
     assert found.held == 4 * 110 * 17
@@ -36,12 +36,12 @@ def test_bytes_by_hand() -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.EmbeddingBag(1000, 2048)
         self.top = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.top(self.table(ids))
 
 
@@ -51,7 +51,7 @@ def across(**options: Any) -> Across:
     return scale_across(Model(), ids, network=quiet, gpus=(8,), batch_size=ROWS, **options)
 
 
-def test_a_step_waits_for_lookups_embeddings_and_their_gradients() -> None:
+def test_a_step_waits_for_lookups_embeddings_and_their_gradients():
     without, with_, small = across(), across(ids=3), across(ids=3, qcomm="fp8")
     net = network(inside=(2, 100), launch=1, memory=1000)
     told = exchange(Tables(shapes=((1000, 2048),), ids=3), 8, ROWS)
@@ -130,7 +130,7 @@ def test_tables_that_cannot_be(options: Any) -> None:
         across(**options)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     ask = ("scale", "dcnv2", "--network", EXAMPLE, "--gpus", 8)
     text = run(*ask, "--table", "2x1000x16", "--table", "1x50x8", "--ids", 2, cwd=tmp_path)
     assert "tables: 3 of 32400 elements, 2 ids a sample in each, embeddings in bf16" in text

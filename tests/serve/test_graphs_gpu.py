@@ -1,7 +1,5 @@
 """Servers by CUDA graphs on a GPU; test_serve_graphs has a CPU's, with stand-ins."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,7 +38,7 @@ def frozen(model: Wide, plan: Any, **options: Any) -> Server:
     return freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=BUCKETS, **options)
 
 
-def test_every_bucket_answers_as_its_program() -> None:
+def test_every_bucket_answers_as_its_program():
     """Bit for bit, padded rows included, and near to the model run eagerly."""
     model = model_of(0)
     server = frozen(model, plans(model))
@@ -61,7 +59,7 @@ def test_every_bucket_answers_as_its_program() -> None:
     assert server.card.in_hp == (("first", "second"), ())
 
 
-def test_without_graphs_it_answers_as_the_converted_model() -> None:
+def test_without_graphs_it_answers_as_the_converted_model():
     model = model_of(0)
     plan = plans(model)[16]
     server, eager = frozen(model, plan, graphs=False), converted(model, plan)
@@ -70,7 +68,7 @@ def test_without_graphs_it_answers_as_the_converted_model() -> None:
             assert torch.equal(server(rows(count)).output, eager(rows(count)))
 
 
-def test_new_weights_while_requests_go_on() -> None:
+def test_new_weights_while_requests_go_on():
     """No request is lost, and each is answered by the weights of its version."""
     models = [model_of(seed) for seed in range(2)]
     server = frozen(models[0], plans(models[0]))
@@ -80,7 +78,7 @@ def test_new_weights_while_requests_go_on() -> None:
         answers.append([server(x).output.clone() for x in requests])
     assert not torch.equal(answers[0][2], answers[1][2])
 
-    def ask() -> set[int]:
+    def ask():
         seen = set()
         while not done.is_set():
             for x, each in zip(requests, zip(*answers, strict=True), strict=True):
@@ -97,7 +95,7 @@ def test_new_weights_while_requests_go_on() -> None:
     assert len(set.union(*(each.result() for each in asking))) > 1
 
 
-def test_the_alarm_names_a_shift() -> None:
+def test_the_alarm_names_a_shift():
     model = model_of(0)
     server = frozen(model, plans(model)[16])
     for turn in range(2000):
