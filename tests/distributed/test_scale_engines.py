@@ -5,7 +5,6 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -83,7 +82,7 @@ class Sent(TorchDispatchMode):
 
 
 def noting(function: Any, op: str, found: Found) -> Any:
-    def noted(*args: Any, **kwargs: Any) -> Any:
+    def noted(*args, **kwargs):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
         ranks = groups[0].size() if groups else dist.get_world_size()
@@ -111,7 +110,7 @@ def called() -> Iterator[Found]:
         yield found
 
 
-def in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+def in_bf16(state, bucket):
     """torch's hook, which DDP refuses by its name where there is no NCCL."""
     return bf16_compress_hook(state, bucket)
 
@@ -166,7 +165,7 @@ def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def real(tmp_path_factory) -> list[dict[str, Any]]:
     job, folder = Job(plan_of(uneven)), tmp_path_factory.mktemp("ranks")
     one, *more = on_ranks(job, RANKS, folder)
     first, *others = on_ranks(job, RANKS * REPLICAS, folder)
@@ -211,7 +210,7 @@ def test_bytes_that_are_not_the_engines_are_refused():
     step = traced("fsdp2", SIDES["uneven"])
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
-    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)  # type: ignore[union-attr]
+    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)
     own = [Replicated((), 8, 4)]  # an all-reduce of the model's
     for wrong in (events, own):
         with pytest.raises(LokaError, match="were counted"):

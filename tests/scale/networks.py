@@ -1,7 +1,5 @@
 """Networks of round numbers, whose times can be worked out by hand, and a tower on many GPUs of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -172,7 +172,7 @@ def prepared() -> Any:
     for engine, gather in (("ddp", "-"), ("fsdp2", "bf16"), ("hsdp", "bf16")):
         formats, group = Formats(gather, "bf16"), 16 if engine == "hsdp" else 0
         batch = fake_batch(torch.randn(4, 2048), mode, rows=ROWS)
-        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)  # type: ignore[arg-type]
+        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)
         where = placed(step, times)
         steps[engine] = step_of(step, where, 64, formats=formats, in_fp8=frozenset(), group=group)
     return steps, mean_rate(times)
@@ -187,9 +187,7 @@ _factors = st.floats(1, 20)
     planned=st.booleans(),
     factors=st.tuples(*[_factors] * 6),
 )
-def test_a_slower_network_never_makes_a_step_faster(
-    prepared: Any, engine: str, planned: bool, factors: tuple[float, ...]
-) -> None:
+def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, factors):
     steps, rate = prepared
     a, b, c, d, e, f = factors
 

@@ -1,14 +1,12 @@
 """HSDP on many GPUs: what goes between nodes, what a GPU holds, and which groups and engines are refused."""
 
-from __future__ import annotations
-
 import pytest
 from networks import across, network, row, tower
 
 from loka.core.exceptions import LokaError, UnknownName
 
 
-def test_hsdp_sends_between_nodes_what_a_card_holds() -> None:
+def test_hsdp_sends_between_nodes_what_a_card_holds():
     """Where nodes are far apart HSDP's wire is an eighth of the gradients in bf16, twice, to 7 of 8 nodes."""
     model = tower()
     n = sum(p.numel() for p in model.parameters())
@@ -24,7 +22,7 @@ def test_hsdp_sends_between_nodes_what_a_card_holds() -> None:
     assert {r.engine for r in across(model, engines=("hsdp",), gpus=(16,)).rows} == {"hsdp/8"}
 
 
-def test_engines_that_there_are() -> None:
+def test_engines_that_there_are():
     for options in ({"engines": ("fsdp",)}, {"engines": ("ddp",), "groups": (8,)}):
         with pytest.raises(UnknownName, match="of ddp, fsdp2, hsdp; groups are of hsdp"):
             across(**options)

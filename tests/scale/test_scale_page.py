@@ -1,11 +1,8 @@
 """The page of steps on many GPUs shows the record's numbers; the search by Optuna asks for them."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import loka as run
@@ -16,7 +13,7 @@ from loka.core.records.across import Across
 SEARCH = str(EXAMPLE.with_name("search_parallel.py"))
 
 
-def test_bars_and_lines_are_the_records_numbers(tmp_path: Path) -> None:
+def test_bars_and_lines_are_the_records_numbers(tmp_path):
     asked = (
         "--network",
         EXAMPLE,
@@ -45,9 +42,9 @@ def test_bars_and_lines_are_the_records_numbers(tmp_path: Path) -> None:
     assert "--network too" in run("scale", "dcnv2", "--page", "page.html", cwd=tmp_path, fails=2)
 
 
-def test_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Trial(dict):  # type: ignore[type-arg]
-        def suggest_categorical(self, name: str, values: tuple[str, ...]) -> str:
+def test_the_search(monkeypatch):
+    class Trial(dict):
+        def suggest_categorical(self, name, values):
             return self.get(name, values[0])
 
         set_user_attr = dict.__setitem__

@@ -75,7 +75,7 @@ def test_fsdp2_backward_gathers_one_unit_ahead_and_reduces_one_at_a_time():
 
 
 @pytest.mark.parametrize(("apart", "total"), [(True, 63), (False, 75)])
-def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart: bool, total: float) -> None:
+def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart, total):
     """The backward above with all-reduces of 20 and 1 behind its reductions, and an optimizer of 12.
 
     apart: 30-50, and behind the second reduction, 30-42, and the first all-reduce, 50-51. Else the wire has
@@ -90,7 +90,7 @@ def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart: b
     assert schedule([Reduce(1, waits=True), Replicate(9, apart), Blocking(2)]).total == 12
 
 
-def test_a_copy_out_needs_a_gather() -> None:
+def test_a_copy_out_needs_a_gather():
     with pytest.raises(ValueError, match="was not gathered"):
         schedule([Copied()])
 
@@ -115,7 +115,7 @@ def test_a_step_never_gets_shorter_when_something_takes_longer(items, at, longer
     timed = [place for place, item in enumerate(items) if hasattr(item, "us")]
     place = timed[at % len(timed)]
     slower = [*items]
-    slower[place] = replace(items[place], us=items[place].us + longer)  # type: ignore[union-attr, call-arg]
+    slower[place] = replace(items[place], us=items[place].us + longer)
     assert schedule(slower).total >= schedule(items).total
 
 
@@ -145,7 +145,7 @@ def test_collectives_by_hand():
     assert wire_us(Wire("all_gather", size), 8, found, {HOPS: "low"}) == pytest.approx(1 + 4 + 5 + 100)
 
 
-def test_collectives_of_groups_by_hand() -> None:
+def test_collectives_of_groups_by_hand():
     """Nodes of 4, of which 4 groups of 8 take two each: in a group 6 hops inside, 1 between, as of 8 ranks.
     Replicas are 4 ranks of 4 nodes, each with its own card: 2 x 2 hops of a tree, twice 3 / 4 of bytes."""
     found = network(inside=(2, 100), between=(5, 10), per_node=4)
@@ -159,7 +159,7 @@ def test_collectives_of_groups_by_hand() -> None:
 
 
 @pytest.mark.parametrize("group", [-4, 0, 1, 3, 6, 16, 32])
-def test_groups_that_do_not_fit(group: int) -> None:
+def test_groups_that_do_not_fit(group):
     """6 parts nodes of 4 unevenly, 16 is no part of 24, and 32 has no replicas; 12 has, on 24."""
     with pytest.raises(LokaError, match=f"--group {group} on 8, 24 GPUs") as found:
         check_groups([2, group], [8, 24], network(per_node=4), option="--group")
@@ -174,9 +174,9 @@ def test_groups_that_do_not_fit(group: int) -> None:
 )
 def test_collectives_never_fall_with_size_alpha_or_hops_and_never_grow_with_bandwidth(op, nodes, size, more):
     ranks, plain = 4 * nodes, network(inside=(2, 100), between=(5, 10), per_node=4)
-    wire = Wire(op, size)  # type: ignore[arg-type]
+    wire = Wire(op, size)
     us = wire_us(wire, ranks, plain)
-    assert wire_us(Wire(op, size * more), ranks, plain) >= us  # type: ignore[arg-type]
+    assert wire_us(Wire(op, size * more), ranks, plain) >= us
     for slower in (
         network(inside=(2 * more, 100), between=(5, 10), per_node=4),
         network(inside=(2, 100), between=(5 * more, 10), per_node=4),

@@ -1,7 +1,5 @@
 """Tables of a step on many GPUs: placement, bytes, and what a step waits for."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +69,7 @@ def test_a_step_waits_for_lookups_embeddings_and_their_gradients():
 _TWO: Any = {"table_group": 4, "sync_every": 1}
 
 
-def test_two_dimensions_by_hand() -> None:
+def test_two_dimensions_by_hand():
     """Groups of 2 in 8 GPUs: two tables of 100 rows of 16, each on a GPU of every group, for its 2 x 8 rows.
     Every fourth GPU is in a group, as in DMPCollection; four that follow one another have the same table."""
     shapes = ((100, 16),) * 2
@@ -88,7 +86,7 @@ def test_two_dimensions_by_hand() -> None:
         assert b.parts.sent < c.parts.sent  # exchanged among 4 and not among 8
 
 
-def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds() -> None:
+def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds():
     """2e9 rows of 128 are 1.02 TB; 16 GPUs of 151 GB hold 64.5 GB of them each, and read a 16th of ids. Eight
     small tables are whole, one or two on the fullest GPU."""
     pytest.importorskip("torchrec")
@@ -105,7 +103,7 @@ def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds() -> None:
             exchange(asked, ranks, 8, network(), capacity)
 
 
-def test_without_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrec(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrec", None)
     with pytest.raises(MissingLibrary, match="--tables-by size"):
         across(ids=3, tables_by="torchrec")
@@ -123,7 +121,7 @@ def test_without_torchrec(monkeypatch: pytest.MonkeyPatch) -> None:
         {"ids": 1.0, **_TWO, "table_group": 3},
     ],
 )
-def test_tables_that_cannot_be(options: Any) -> None:
+def test_tables_that_cannot_be(options):
     with pytest.raises(
         LokaError, match=r"ids a sample|one of (fp32, bf16, fp8|size, torchrec|2, 4)|both: |--ids"
     ):
