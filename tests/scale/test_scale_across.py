@@ -30,7 +30,7 @@ from loka.scaling.cluster.across import _inputs, _ratio, scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
-from loka.scaling.cluster.schedule import schedule
+from loka.scaling.cluster.schedule import Replicate, schedule
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
 
@@ -176,6 +176,13 @@ def prepared() -> Any:
         where = placed(step, times)
         steps[engine] = step_of(step, where, 64, formats=formats, in_fp8=frozenset(), group=group)
     return steps, mean_rate(times)
+
+
+@pytest.mark.parametrize("per_node", [8, 16, 32])
+def test_replicas_have_cards_of_their_own_where_a_group_is_a_node(prepared, per_node):
+    steps, rate = prepared
+    items = steps["hsdp"].items(network(per_node=per_node), 64, rate=rate, planned=False, ends={})
+    assert {item.apart for item in items if isinstance(item, Replicate)} == {per_node == 16}
 
 
 _factors = st.floats(1, 20)

@@ -14,6 +14,7 @@ from torch import nn
 from loka.core.exceptions import LokaError, MissingLibrary
 from loka.scaling.cluster import Across, scale_across
 from loka.scaling.cluster.collectives import Wire, wire_us
+from loka.scaling.cluster.pricing import _exchanged
 from loka.scaling.cluster.tables import Tables, exchange, parsed
 
 ROWS = 8192
@@ -94,6 +95,7 @@ def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds():
     found, rows = exchange(asked, 16, 8, network(), 151e9), 16 * 8
     assert "1 row_wise" in found.how
     assert found.summed == Wire("reduce_scatter", rows * 128 * 2, ranks=16)
+    assert [one.wire.op for one in _exchanged(found, backward=True)] == ["all_to_all", "all_gather"]
     small = found.pooled.size / (rows * 64 * 2)
     assert small in (1, 2)
     assert found.ids.size == rows * 2 * 8 * (small + 1 / 16)
