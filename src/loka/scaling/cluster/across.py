@@ -123,7 +123,7 @@ def scale_across(
         options: Any = {"qcomm": qcomm, "by": tables_by, "group": table_group, "every": sync_every}
         shapes = tuple(tables) or steps[0].tables
         asked = Tables(shapes=shapes, ids=1.0 if ids is None else ids, **options)
-        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in gpus}
+        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(gpus, reverse=True)}
     told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     inputs = _inputs(network)

@@ -29,7 +29,8 @@ def of_tables(
     tables: Tables | None, lie: Mapping[int, Exchange], left_out: Sequence[tuple[int, int]]
 ) -> list[str]:
     if tables is not None:
-        placed = "; ".join(f"at {ranks} GPUs {one.how}" for ranks, one in lie.items())
+        at = {one.how: [str(n) for n in lie if lie[n].how == one.how] for one in lie.values()}
+        placed = "; ".join(f"{how} (at {', '.join(ranks)} GPUs)" for how, ranks in at.items())
         notes = [
             f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
             f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie {placed}; "
