@@ -28,6 +28,7 @@ def attach(
     join: bool = False,
     make: Callable[..., Any] = Site,
     centres: Mapping[str, Sequence[float]] | None = None,
+    hot_columns: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
@@ -35,12 +36,14 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
-        make: makes what `x` and `weight` are handed to, of its name, candidates, device, `join` and `centre`.
+        make: makes what `x` and `weight` are handed to, of its name, candidates, device, `join`, `centre` and
+            `hot`.
         centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
+        hot_columns: by site name, the columns of what runs by a hot recipe, such as `plan.hot_columns`.
 
     Raises:
         NotConverted: the model runs sites already, or a module that a site names is not there, or there is
-            no centre for a centred recipe.
+            no centre for a centred recipe, or no columns for a hot one.
         UnknownName: a candidate that does not exist.
     """
     for names in candidates.values():
@@ -57,7 +60,10 @@ def attach(
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
         centre = _centre(path, chosen[0], layers[path], centres or {})
-        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre)
+        hot = _hot(path, chosen[0], layers[path], hot_columns or {})
+        by_caller.setdefault(use.caller, {})[use] = make(
+            path, chosen, device, join=join, centre=centre, hot=hot
+        )
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
@@ -77,6 +83,23 @@ def _centre(
             way_out="plan from a report in which this candidate was measured, which knows them",
         )
     return torch.tensor(centres[path], dtype=torch.float32, device="cpu")
+
+
+def _hot(
+    path: str, output: str, layer: LinearShape, hot_columns: Mapping[str, Sequence[int]]
+) -> torch.Tensor | None:
+    count = 0 if output == HP else candidate_named(output).recipe.hot
+    if not count:
+        return None
+    columns = hot_columns.get(path, ())
+    known = {column for column in columns if 0 <= column < layer.in_features}
+    if len(columns) != count or len(known) != count:
+        raise NotConverted(
+            f"{path}: {output} needs {count} of its {layer.in_features} columns, "
+            f"and {len(known)} are there among {len(columns)}",
+            way_out="plan from a report in which this candidate was measured, which knows them",
+        )
+    return torch.tensor(columns, dtype=torch.int64, device="cpu")
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:

@@ -27,7 +27,7 @@ from loka.core.records.stats import LinearStats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.operands import centre_of_input, draw_operands, layer_samplers, sides
+from loka.measurement.operands import centre_of_input, draw_operands, hot_of_input, layer_samplers, sides
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 
@@ -73,7 +73,7 @@ def draw_errors(
     folds: dict[Gemm, Fold] = {}
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
     rows = min(layer.rows, settings.rows)
-    centre = centre_of_input(layer).to(device)
+    centre, hot = centre_of_input(layer).to(device), _hot(layer, runnable.get(Gemm.OUTPUT, ()), device)
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
         for gemm, names in runnable.items():
@@ -84,7 +84,7 @@ def draw_errors(
                     continue
                 try:
                     dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m)
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot.get(name))
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
@@ -107,6 +107,11 @@ def draw_errors(
         if effect is not None:
             measures["ne"] = effect
     return LayerErrors(errors=errors, failures=failures)
+
+
+def _hot(layer: LinearStats, names: Sequence[str], device: torch.device) -> dict[str, torch.Tensor]:
+    found = {n: hot_of_input(layer, candidate_named(n).recipe) for n in names if n != HP}
+    return {name: columns.to(device) for name, columns in found.items() if columns is not None}
 
 
 def _centre(name: str, centre: torch.Tensor) -> torch.Tensor | None:
