@@ -34,7 +34,8 @@ class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
     `ne` is the budget that effects are small against where the plan has none. `centre`: the share of their
-    energy that means may have back which a centred recipe takes off.
+    energy that means may have back which a centred recipe takes off. `hot`: what the columns of a hot recipe
+    may hold less than the hottest ones, as a share of these.
     """
 
     amax_octaves: float = 1.0
@@ -42,6 +43,7 @@ class Limits:
     reopen_after: int = 3
     ne: float = 1e-4
     centre: float = 0.25
+    hot: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +240,11 @@ def _layer(
     back = _moved(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
     if back > limits.centre:
         unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
+    cold = _cooled(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
+    if cold > limits.hot:
+        unsafe.append(
+            f"its hot columns moved: they hold {1 - cold:.0%} of what as many others hold now; plan again"
+        )
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -256,6 +263,17 @@ def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
         return 0.0
     m = mean.new_tensor(centre, dtype=torch.float64)
     return float((mean.double() - m)[m != 0].square().sum() / m.square().sum())
+
+
+def _cooled(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
+    """What these columns now have of the error less than the hottest, as a share of these: 0 as planned."""
+    if learnt is None or recipe is None or not columns:
+        return 0.0
+    table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")
+    if table is None or not table.any():
+        return 0.0
+    heat = table.sum(dim=1)
+    return 1 - float(heat[list(columns)].sum() / heat.topk(len(columns)).values.sum())
 
 
 def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:

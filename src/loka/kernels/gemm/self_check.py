@@ -40,11 +40,12 @@ import math
 
 import torch
 
+from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.gemm.registry import Candidate, candidate_named
-from loka.kernels.quantize.quantizer import quantize_operand
+from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 
 Sides = tuple[int, int, int]
 
@@ -133,6 +134,12 @@ def _check(candidate: Candidate, problem: Problem, device: torch.device) -> str 
                 found = _quantizer_evidence(operand, hp, low)
                 if found is not None:
                     return found
+        if candidate.recipe.hot and problem.gemm is Gemm.OUTPUT:
+            columns = torch.arange(0, 2 * candidate.recipe.hot, 2, device=device)
+            for operand, hp, low in (("A", a, low_a), ("B", b, low_b)):
+                found = _residuals_evidence(operand, hp, low, columns)
+                if found is not None:
+                    return found
         out = _pinned_here(candidate, padded, device).run(low_a, low_b, dtype)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a fault of the kernel belongs here, not to what comes next
@@ -180,6 +187,19 @@ def _quantizer_evidence(operand: str, hp: torch.Tensor, low: Quantized) -> str |
     return (
         f"the quantizer is wrong for operand {operand} ({low.cast.name}): {scales} of "
         f"{low.scale.numel()} scales and {values} of {low.data.numel()} values differ from the reference"
+    )
+
+
+def _residuals_evidence(operand: str, hp: torch.Tensor, low: Quantized, columns: torch.Tensor) -> str | None:
+    """Appends the residuals to `low`; they are compared with those of the twin on the CPU."""
+    twin = Quantized(low.data.cpu().clone(), low.scale.cpu(), low.cast)
+    append(twin, hp.cpu(), columns.cpu(), second=operand == "B")
+    append_residuals(low, hp, columns, second=operand == "B")
+    wrong = int((low.data.cpu().float() != twin.data.float()).sum())
+    return (
+        f"the residuals of operand {operand} are wrong: {wrong} of {low.data.numel()} values"
+        if wrong
+        else None
     )
 
 

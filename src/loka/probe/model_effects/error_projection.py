@@ -93,8 +93,8 @@ def _given_back(
 def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, count: int) -> torch.Tensor:
     """The columns [count] that add most to the errors of samples with gradients `grads` [n, N].
 
-    The energies of columns are of all rows of `given` [T, K]: 64 samples alone would make columns hot by chance,
-    and what is left of them look a tenth smaller than it is (docs/log.md, 2026-11-23).
+    The energies of columns are of all rows of `given` [T, K]: in 64 samples alone columns are hot by chance,
+    which makes what is left look a tenth smaller than it is (docs/log.md, 2026-11-23).
     """
     energy = given.float().square().where(given.isfinite(), 0).mean(dim=0)
     full, g = weight.float(), grads.float()
