@@ -19,6 +19,8 @@ from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, si
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
+_PLAN_AGAIN = "plan from a report in which this candidate was measured, which knows them"
+
 
 def attach(
     model: nn.Module,
@@ -36,8 +38,7 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
-        make: makes what `x` and `weight` are handed to, of its name, candidates, device, `join`, `centre` and
-            `hot`.
+        make: makes what `x` and `weight` are handed to; its arguments are those of `Site`.
         centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
         hot_columns: by site name, the columns of what runs by a hot recipe, such as `plan.hot_columns`.
 
@@ -60,7 +61,7 @@ def attach(
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
         centre = _centre(path, chosen[0], layers[path], centres or {})
-        hot = _hot(path, chosen[0], layers[path], hot_columns or {})
+        hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
         by_caller.setdefault(use.caller, {})[use] = make(
             path, chosen, device, join=join, centre=centre, hot=hot
         )
@@ -80,26 +81,21 @@ def _centre(
         raise NotConverted(
             f"{path}: {output} needs {layer.in_features} numbers to take off its input, "
             f"and {len(centres.get(path, ()))} are there",
-            way_out="plan from a report in which this candidate was measured, which knows them",
+            way_out=_PLAN_AGAIN,
         )
     return torch.tensor(centres[path], dtype=torch.float32, device="cpu")
 
 
-def _hot(
-    path: str, output: str, layer: LinearShape, hot_columns: Mapping[str, Sequence[int]]
-) -> torch.Tensor | None:
+def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> torch.Tensor | None:
     count = 0 if output == HP else candidate_named(output).recipe.hot
-    if not count:
-        return None
-    columns = hot_columns.get(path, ())
-    known = {column for column in columns if 0 <= column < layer.in_features}
-    if len(columns) != count or len(known) != count:
+    known = len(set(columns) & set(range(layer.in_features)))
+    if count and (len(columns), known) != (count, count):
         raise NotConverted(
             f"{path}: {output} needs {count} of its {layer.in_features} columns, "
-            f"and {len(known)} are there among {len(columns)}",
-            way_out="plan from a report in which this candidate was measured, which knows them",
+            f"and {known} are there among {len(columns)}",
+            way_out=_PLAN_AGAIN,
         )
-    return torch.tensor(columns, dtype=torch.int64, device="cpu")
+    return torch.tensor(columns, dtype=torch.int64, device="cpu") if count else None
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:

@@ -73,7 +73,7 @@ def draw_errors(
     folds: dict[Gemm, Fold] = {}
     failures: dict[Gemm, dict[str, str]] = {gemm: {} for gemm in runnable}
     rows = min(layer.rows, settings.rows)
-    centre, hot = centre_of_input(layer).to(device), _hot(layer, runnable.get(Gemm.OUTPUT, ()), device)
+    centre = centre_of_input(layer).to(device)
     for count in itertools.count(1):
         operands = draw_operands(layer, samplers, rows, generator)
         for gemm, names in runnable.items():
@@ -84,7 +84,9 @@ def draw_errors(
                     continue
                 try:
                     dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot.get(name))
+                    out = run_gemm(
+                        name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=_hot(name, layer, device)
+                    )
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
@@ -109,9 +111,9 @@ def draw_errors(
     return LayerErrors(errors=errors, failures=failures)
 
 
-def _hot(layer: LinearStats, names: Sequence[str], device: torch.device) -> dict[str, torch.Tensor]:
-    found = {n: hot_of_input(layer, candidate_named(n).recipe) for n in names if n != HP}
-    return {name: columns.to(device) for name, columns in found.items() if columns is not None}
+def _hot(name: str, layer: LinearStats, device: torch.device) -> torch.Tensor | None:
+    columns = None if name == HP else hot_of_input(layer, candidate_named(name).recipe)
+    return None if columns is None else columns.to(device)
 
 
 def _centre(name: str, centre: torch.Tensor) -> torch.Tensor | None:

@@ -104,16 +104,6 @@ def hot_of(layer: LinearStats, left: Cast) -> torch.Tensor | None:
     return None if table is None or not table.any() else hottest(table.sum(dim=1), left.hot)
 
 
-def shares_of(layer: LinearStats, left: Cast, columns: torch.Tensor) -> tuple[float, float] | None:
-    """What these columns have of the input's and of the weight's term; None where nothing tells."""
-    table = _columns_of(layer, left)
-    if table is None:
-        return None
-    shares = table[columns.to(table.device)].sum(dim=0) / table.sum(dim=0)
-    of_input, of_weight = shares.nan_to_num(0).tolist()
-    return of_input, of_weight
-
-
 def _columns_of(layer: LinearStats, left: Cast) -> torch.Tensor | None:
     return layer.operands["input"].tensors.get(_COLUMNS + (_CENTRED if left.centred else ""))
 
@@ -144,11 +134,13 @@ def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
     samples = max((effect.count for effect in layer.effects.values()), default=0)
     if not samples:
         return None
-    terms, columns = 0.0, hot_of(layer, casts[0]) if casts[0].hot else None
-    shares = shares_of(layer, casts[0], columns) if columns is not None else None
-    if casts[0].hot and shares is None:
-        return None
-    for operand, cast, share in zip(OPERANDS, casts, shares or (0.0, 0.0), strict=True):
+    terms, shares = 0.0, (0.0,) * len(OPERANDS)
+    if casts[0].hot:
+        columns, table = hot_of(layer, casts[0]), _columns_of(layer, casts[0])
+        if columns is None or table is None:
+            return None
+        shares = tuple((table[columns].sum(dim=0) / table.sum(dim=0)).nan_to_num(0).tolist())
+    for operand, cast, share in zip(OPERANDS, casts, shares, strict=True):
         name = _name(cast) + (_CENTRED if casts[0].centred else "")
         table = layer.operands[operand].tensors.get(name)
         if table is None:

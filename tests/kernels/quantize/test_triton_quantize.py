@@ -152,7 +152,6 @@ def test_residuals_of_hot_columns(
     assert bad.nonzero().flatten().tolist() == [15, 16]
     both = [Quantized(q.data.cpu()[~bad], q.scale.cpu()[~bad], q.cast) for q in (out, twin)]
     check(*both, (68, 214))
-    assert dequantize(both[1])[:, 150:214].any(dim=1).sum() > 60
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

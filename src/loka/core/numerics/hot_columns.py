@@ -4,10 +4,9 @@
              = [Q(x), r_x, Q(x)_H] [Q(W), Q(W)_H, r_W]^T                            over K + 2 |H| columns
 
 H are the columns that add most to the error of the logits: in many layers 32 of hundreds have half of it and
-more. The scale of a row serves all of its columns. In its units v = x / s a residual v - q is exact in
-float32, and in e4m3 as precise as x itself: at most 2^-4 |v|, it is a normal number for |v| >= 2^-2, eleven
-octaves below the row's largest. Neither a power of two on it nor the product of both residuals changed KL/H
-by more than 2 % (docs/log.md, 2026-11-23). What is left of a hot column is e4m3's relative error once more.
+more. The scale s of a row serves all of its columns: a residual v - q of v = x / s is at most 2^-4 |v|, and a
+normal number of e4m3 down to |v| = 2^-2, eleven octaves below the row's largest. A power of two on it, or the
+product of both residuals, changed KL/H by 2 % at most (docs/log.md, 2026-11-23).
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from __future__ import annotations
 import torch
 
 from loka.core.numerics.reference import Quantized
+from loka.core.recipe import Format
 
 LEFT = 7e-4
-"""The energy of e4m3's rounding error over that of what it rounds: -31.5 dB."""
+"""Of a hot column's error: the energy of e4m3's error over that of what it rounds, -31.5 dB."""
 
 
 def hottest(heat: torch.Tensor, count: int) -> torch.Tensor:
@@ -26,13 +26,17 @@ def hottest(heat: torch.Tensor, count: int) -> torch.Tensor:
     return order[:count].sort().values
 
 
+def in_units(hp: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """v [R, C] float32 of values under scales [R, 1] of their rows."""
+    return (hp.float() / scale).clamp(-format.max, format.max)
+
+
 def append(low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: bool = False) -> None:
     """Writes r and Q of `columns` [C] of `hp` [R, K] behind column K of `low`, in place; Q and r if `second`.
 
     `low` is `hp` quantized to e4m3 by row into sides [>= R, >= K + 2 C].
     """
-    (rows, width), count, fmax = hp.shape, columns.numel(), low.cast.format.max
-    v = (hp[:, columns].float() / low.scale[:rows]).clamp(-fmax, fmax)
+    (rows, width), count = hp.shape, columns.numel()
     q = low.data[:rows, columns]
-    r = (v - q.float()).to(q.dtype)
+    r = (in_units(hp[:, columns], low.scale[:rows], low.cast.format) - q.float()).to(q.dtype)
     low.data[:rows, width : width + 2 * count] = torch.cat([q, r] if second else [r, q], dim=1)

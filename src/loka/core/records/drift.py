@@ -34,8 +34,7 @@ class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
     `ne` is the budget that effects are small against where the plan has none. `centre`: the share of their
-    energy that means may have back which a centred recipe takes off. `hot`: what the columns of a hot recipe
-    may hold less than the hottest ones, as a share of these.
+    energy that means may have back which a centred recipe takes off, and that columns of a hot one may lack.
     """
 
     amax_octaves: float = 1.0
@@ -43,7 +42,6 @@ class Limits:
     reopen_after: int = 3
     ne: float = 1e-4
     centre: float = 0.25
-    hot: float = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +239,7 @@ def _layer(
     if back > limits.centre:
         unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
     cold = _cooled(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
-    if cold > limits.hot:
+    if cold > limits.centre:
         unsafe.append(
             f"its hot columns moved: they hold {1 - cold:.0%} of what as many others hold now; plan again"
         )
@@ -266,7 +264,7 @@ def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
 
 
 def _cooled(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
-    """What these columns now have of the error less than the hottest, as a share of these: 0 as planned."""
+    """What these columns have less of the error now than the hottest, as a share of those: 0 as planned."""
     if learnt is None or recipe is None or not columns:
         return 0.0
     table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")

@@ -16,12 +16,13 @@ import torch
 
 from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.effect import Effect
-from loka.core.numerics.hot_columns import append, hottest
-from loka.core.numerics.reference import dequantize, quantize
+from loka.core.numerics.hot_columns import hottest, in_units
+from loka.core.numerics.reference import scale_of
 from loka.core.recipe import Cast, Casts, Format
 from loka.statistics.depth_scales import sample_scales, sides_of
 
 _PART = 1 << 24  # elements of stacked weights, and of stacked rows, at a time
+_LOOKED_AT = 1 << 18  # elements of the input
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -93,21 +94,22 @@ def _given_back(
 def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, count: int) -> torch.Tensor:
     """The columns [count] that add most to the errors of samples with gradients `grads` [n, N].
 
-    The energies of columns are of all rows of `given` [T, K]: in 64 samples alone columns are hot by chance,
-    which makes what is left look a tenth smaller than it is (docs/log.md, 2026-11-23).
+    Their energies are of many rows of `given` [T, K]: by 64 samples alone columns are hot by chance, and what
+    is left looks a tenth smaller than it is.
     """
-    energy = given.float().square().where(given.isfinite(), 0).mean(dim=0)
+    some = given[:: given.numel() // _LOOKED_AT + 1].float()
+    energy = some.square().where(some.isfinite(), 0).mean(dim=0)
     full, g = weight.float(), grads.float()
     sensitive = torch.matmul(g, full).square() + g.square() @ full.square()
     return hottest(energy * sensitive.nan_to_num(0, 0).mean(dim=0), count)
 
 
 def _with_residuals(hp: torch.Tensor, columns: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q(hp)_H and r [R, hot] float32 of all rows."""
-    low = quantize(hp, cast, padded=(hp.shape[0], hp.shape[1] + 2 * len(columns)))
-    append(low, hp, columns)
-    left, values = dequantize(low)[:, hp.shape[1] :].chunk(2, dim=1)
-    return values, left
+    """Q(hp)_H and r [R, hot] float32 of all rows: what `append` writes, of these columns alone."""
+    scale = scale_of(hp.abs().amax(dim=1, keepdim=True), cast)
+    v, fp8 = in_units(hp[:, columns], scale, cast.format), cast.format.dtype
+    q = v.to(fp8).float()
+    return q * scale, (v - q).to(fp8).float() * scale
 
 
 def _parts(count: int, each: int) -> Iterator[slice]:

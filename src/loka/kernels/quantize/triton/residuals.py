@@ -30,8 +30,7 @@ def append_residuals_fused(
         constants = {
             "FMAX": low.cast.format.max,
             "OUT": TRITON_TYPES[low.data.dtype],
-            "RESIDUAL": count if second else 0,
-            "VALUE": 0 if second else count,
+            "SECOND": second,
             "COUNT": count,
             "BLOCK_R": _ROWS,
         }
@@ -60,8 +59,7 @@ def _append(
     stride_column,
     FMAX: tl.constexpr,
     OUT: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    VALUE: tl.constexpr,
+    SECOND: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -75,5 +73,6 @@ def _append(
     out = out_ptr.to(tl.pointer_type(tl.uint8)) + r[:, None] * padded_columns
     low = tl.load(out + c[None, :], mask=inside, other=0)
     left = (value - low.to(OUT, bitcast=True).to(tl.float32)).to(OUT)
-    tl.store(out + width + VALUE + behind[None, :], low, mask=inside)
-    tl.store(out + width + RESIDUAL + behind[None, :], left.to(tl.uint8, bitcast=True), mask=inside)
+    place = out + width + behind[None, :]
+    tl.store(place + COUNT * (1 - SECOND), low, mask=inside)
+    tl.store(place + COUNT * SECOND, left.to(tl.uint8, bitcast=True), mask=inside)
