@@ -12,7 +12,6 @@ from torch import nn
 import loka
 from loka.compiler.joint_sites import unjoined
 from loka.core.exceptions import NoKernelFits, NotConverted, ServeRefused
-from loka.core.numerics.centring import restore, subtract
 from loka.core.recipe import Gemm, recipe_named
 from loka.core.records.drift import drift
 from loka.kernels.gemm.run import kernel_runs, reset_kernel_runs, run_gemm
@@ -57,19 +56,14 @@ def case() -> Case:
     return model_of(), stats, report
 
 
-def multiplied(plan: loka.Plan, path: str, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    hot, weight = torch.tensor(plan.hot_columns[path]), layer.weight.detach()
-    return run_gemm(HOT, x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, hot=hot) + layer.bias.detach()
-
-
 def test_the_probe_finds_them(case: Case) -> None:
     _, stats, report = case
-    for recipe in map(recipe_named, NAMES[1:]):
-        columns = hot_of_input(stats.layers["0"], recipe)
-        assert columns.tolist() == PLANTED.tolist() == list(report.hot_columns["0"][recipe.name])
-    assert hot_of_input(stats.layers["0"], recipe_named("rowwise_e4m3")) is None
+    for name in (HOT, BOTH):
+        columns = hot_of_input(stats.layers["0"], name)
+        assert columns.tolist() == PLANTED.tolist() == list(report.hot_columns["0"][name.split(":")[1]])
+    assert hot_of_input(stats.layers["0"], PLAIN) is None
     layer = probed(mean=8.0).layers["0"]  # which makes others hot as they are, and cold once centred
-    found = [hot_of_input(layer, recipe_named(name)).tolist() for name in NAMES[1:]]
+    found = [hot_of_input(layer, name).tolist() for name in (HOT, BOTH)]
     assert found == [(PLANTED - 1).tolist(), PLANTED.tolist()]
 
 
@@ -102,10 +96,9 @@ def test_planned_converted_and_back(case: Case, tmp_path: object) -> None:
     reset_kernel_runs()
     y = converted[0](x)
     assert kernel_runs() == {(TORCH, "output"): 1}
-    assert torch.allclose(y, multiplied(plan, "0", x, model[0]), rtol=1e-5, atol=1e-5)
-    inner, m = y.detach().relu(), torch.tensor(plan.centres["2"])
-    expected = restore(multiplied(plan, "2", subtract(inner, m), model[2]), m, model[2].weight.detach())
-    assert torch.allclose(converted[2](inner), expected, rtol=1e-5, atol=1e-5)
+    hot, weight = torch.tensor(plan.hot_columns["0"]), model[0].weight.detach()
+    twin = run_gemm(HOT, x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, hot=hot)
+    assert torch.allclose(y, twin + model[0].bias, rtol=1e-5, atol=1e-5)
     plain = loka.convert(copy.deepcopy(model), loka.plan(report, force={**chosen, "0/output": PLAIN}))
     grads = []
     for each in (converted, plain):  # backward is that of FP8 by row

@@ -84,9 +84,8 @@ def draw_errors(
                     continue
                 try:
                     dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    out = run_gemm(
-                        name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=_hot(name, layer, device)
-                    )
+                    hot = hot_of_input(layer, name, device)
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot)
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")
@@ -109,11 +108,6 @@ def draw_errors(
         if effect is not None:
             measures["ne"] = effect
     return LayerErrors(errors=errors, failures=failures)
-
-
-def _hot(name: str, layer: LinearStats, device: torch.device) -> torch.Tensor | None:
-    columns = None if name == HP else hot_of_input(layer, candidate_named(name).recipe)
-    return None if columns is None else columns.to(device)
 
 
 def _centre(name: str, centre: torch.Tensor) -> torch.Tensor | None:

@@ -225,9 +225,8 @@ def _draw(work: _Work, path: str) -> None:
         centre = tuple(centre_of_input(work.stats.layers[path]).tolist())
         if any(centre):
             work.report = replace(work.report, centres={**work.report.centres, path: centre})
-    recipes = [candidate_named(name).recipe for name in work.timer.candidates]
-    known = {recipe.name: hot_of_input(work.stats.layers[path], recipe) for recipe in recipes}
-    hot = {name: tuple(columns.tolist()) for name, columns in known.items() if columns is not None}
+    known = {name: hot_of_input(work.stats.layers[path], name) for name in work.timer.candidates}
+    hot = {candidate_named(n).recipe.name: tuple(c.tolist()) for n, c in known.items() if c is not None}
     if hot and sites:
         work.report = replace(work.report, hot_columns={**work.report.hot_columns, path: hot})
     if sites:
@@ -276,7 +275,7 @@ def _pointless(name: str, layer: LinearStats) -> str | None:
     recipe = candidate_named(name).recipe
     if recipe.centred and not bool(centre_of_input(layer).any()):
         return "no column's mean exceeds half its standard deviation: there is nothing to centre"
-    if recipe.hot and hot_of_input(layer, recipe) is None:
+    if recipe.hot and hot_of_input(layer, name) is None:
         return "which columns are hot is not known: no effect on KL/H was probed"
     return None
 

@@ -8,7 +8,7 @@ import torch
 
 from loka.core.numerics.centring import centre_of
 from loka.core.problem import DTYPES
-from loka.core.recipe import Gemm, Recipe
+from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.core.records.stats import LinearStats
 from loka.kernels.gemm.registry import candidate_named
@@ -50,11 +50,13 @@ def centre_of_input(layer: LinearStats) -> torch.Tensor:
     return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
 
 
-def hot_of_input(layer: LinearStats, recipe: Recipe) -> torch.Tensor | None:
-    """The columns [32] int64 on the CPU whose residuals `recipe` takes too; None where it takes none, or no
-    effect was probed that would tell."""
-    columns = hot_of(layer, recipe.output[0]) if recipe.output is not None and recipe.hot else None
-    return None if columns is None else columns.cpu()
+def hot_of_input(
+    layer: LinearStats, candidate: str, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    """The columns [32] int64 whose residuals it takes too; None: it takes none, or no effect tells which."""
+    output = None if candidate == HP else candidate_named(candidate).recipe.output
+    found = hot_of(layer, output[0]) if output is not None and output[0].hot else None
+    return None if found is None else found[0].to(device)
 
 
 def any_columns(candidate: str, device: torch.device) -> torch.Tensor | None:

@@ -118,8 +118,7 @@ def multiply(
 ) -> torch.Tensor:
     """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted.
 
-    `join`: a compiler may join it with other sites (loka/compiler). `hot` int64 [32]: the columns whose
-    residuals a hot recipe takes too.
+    `join`: a compiler may join it with other sites (loka/compiler). `hot` int64 [32]: as in `Site`.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotConverted(

@@ -142,15 +142,12 @@ def forward_parts(
         return y, *_parts(None, x), *_parts(None, x)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
     assert low_x is not None
-    hot = hot if made.run.candidate.recipe.hot else None
-    if hot is not None:
-        append_residuals(low_x, x, hot)
+    append_residuals(low_x, x, hot)
     if isinstance(weight, Fp8Weight):
         return made.run(low_x, weight.quantized(made.weight[0], health)), *_parts(kept_x, x), *_parts(None, x)
     low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
     assert low_weight is not None
-    if hot is not None:
-        append_residuals(low_weight, weight, hot, second=True)
+    append_residuals(low_weight, weight, hot, second=True)
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
 

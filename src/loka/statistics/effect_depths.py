@@ -98,14 +98,13 @@ def _tables(
     return found
 
 
-def hot_of(layer: LinearStats, left: Cast) -> torch.Tensor | None:
-    """The columns [left.hot] that a hot recipe of this cast of the input takes; None where nothing tells."""
-    table = _columns_of(layer, left)
-    return None if table is None or not table.any() else hottest(table.sum(dim=1), left.hot)
-
-
-def _columns_of(layer: LinearStats, left: Cast) -> torch.Tensor | None:
-    return layer.operands["input"].tensors.get(_COLUMNS + (_CENTRED if left.centred else ""))
+def hot_of(layer: LinearStats, left: Cast) -> tuple[torch.Tensor, list[float]] | None:
+    """The columns that a hot recipe takes, and their shares of both terms; None where nothing tells."""
+    table = layer.operands["input"].tensors.get(_COLUMNS + (_CENTRED if left.centred else ""))
+    if table is None or not table.any():
+        return None
+    columns = hottest(table.sum(dim=1), left.hot)
+    return columns, (table[columns].sum(dim=0) / table.sum(dim=0)).nan_to_num(0).tolist()
 
 
 def merge_tables(tables: Tables, others: Tables) -> Tables:
@@ -134,13 +133,10 @@ def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
     samples = max((effect.count for effect in layer.effects.values()), default=0)
     if not samples:
         return None
-    terms, shares = 0.0, (0.0,) * len(OPERANDS)
-    if casts[0].hot:
-        columns, table = hot_of(layer, casts[0]), _columns_of(layer, casts[0])
-        if columns is None or table is None:
-            return None
-        shares = tuple((table[columns].sum(dim=0) / table.sum(dim=0)).nan_to_num(0).tolist())
-    for operand, cast, share in zip(OPERANDS, casts, shares, strict=True):
+    terms, hot = 0.0, hot_of(layer, casts[0]) if casts[0].hot else (None, [0.0, 0.0])
+    if hot is None:
+        return None
+    for operand, cast, share in zip(OPERANDS, casts, hot[1], strict=True):
         name = _name(cast) + (_CENTRED if casts[0].centred else "")
         table = layer.operands[operand].tensors.get(name)
         if table is None:

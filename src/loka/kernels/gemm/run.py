@@ -110,7 +110,7 @@ def run_gemm(
         a, b: high-precision operands with any strides.
         health: int64 [3] that receives [runs, non-finite A, non-finite B].
         centre: float32 [K], taken off a and put back times b (core/numerics/centring.py); None is zero.
-        hot: int64 [32], the columns of a and b whose residuals a hot recipe takes too; None: of none of them.
+        hot: int64 [32], the columns whose residuals a hot recipe takes too; None: of none.
 
     Raises:
         NoKernelFits: the candidate cannot run this problem; nothing else is tried.
@@ -130,7 +130,6 @@ def run_gemm(
         run = scaled_gemm(candidate, problem)
         low_a = quantize_operand(a, run.casts[0], padded=run.padded_a, health=health, slot=BAD_A)
         low_b = quantize_operand(b, run.casts[1], padded=run.padded_b, health=health, slot=BAD_B)
-        if hot is not None and run.candidate.recipe.hot:
-            append_residuals(low_a, a, hot)
-            append_residuals(low_b, b, hot, second=True)
+        append_residuals(low_a, a, hot)
+        append_residuals(low_b, b, hot, second=True)
         return run(low_a, low_b)

@@ -65,10 +65,12 @@ def quantize_pair(
 
 
 def append_residuals(
-    low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: bool = False
+    low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False
 ) -> None:
-    """Writes the columns of residuals behind those of `low`, which is `hp` [R, K] quantized into wider sides
-    (core/numerics/hot_columns.py); `second`: as operand B has them."""
+    """`append` (core/numerics/hot_columns.py) to `low`, which is `hp` quantized; nothing where its cast is of
+    no hot recipe, or no columns are given."""
+    if columns is None or not low.cast.hot:
+        return
     if hp.device.type == "cuda":
         from loka.kernels.quantize.triton.residuals import append_residuals_fused
 

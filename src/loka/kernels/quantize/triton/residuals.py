@@ -2,8 +2,8 @@
 
     r = fp8(clamp(hp_H / scale) - q_H)
 
-Shapes: hp [R, K] with any strides; out [>= R, >= K + 2 COUNT] row-major, in which q lies already; columns
-[COUNT]. Twin: `append` of core/numerics/hot_columns.py, bit for bit.
+hp [R, K] with any strides; out [>= R, >= K + 2 COUNT] row-major, in which q lies already; columns [COUNT].
+Twin: `append` of core/numerics/hot_columns.py, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,20 +20,13 @@ from loka.kernels.triton.pack import INTERPRETED, TRITON_TYPES
 _ROWS = 32  # of a program
 
 
-def append_residuals_fused(
-    low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: bool = False
-) -> None:
-    """As `append` of core/numerics/hot_columns.py; a power of two of `columns`."""
+def append_residuals_fused(low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: bool) -> None:
+    """As `append`, of a power of two of `columns`."""
 
     def run() -> None:
         (rows, width), (stride, step), count = hp.shape, hp.stride(), columns.numel()
-        constants = {
-            "FMAX": low.cast.format.max,
-            "OUT": TRITON_TYPES[low.data.dtype],
-            "SECOND": second,
-            "COUNT": count,
-            "BLOCK_R": _ROWS,
-        }
+        form = {"FMAX": low.cast.format.max, "OUT": TRITON_TYPES[low.data.dtype]}
+        constants = {**form, "SECOND": second, "COUNT": count, "BLOCK_R": _ROWS}
         args = (hp, low.data, low.scale, columns, rows, width, low.data.shape[1], stride, step)
         launch(_append, (cdiv(rows, _ROWS), 1), args, constants)
 
@@ -42,7 +35,7 @@ def append_residuals_fused(
             run()
             return
         given = (hp, low.data, low.scale, columns)
-        key = ("residuals", hp.shape, hp.stride(), hp.dtype, low.shape, low.data.dtype, len(columns), second)
+        key = ("residuals", hp.shape, hp.stride(), hp.dtype, low.shape, low.cast, len(columns), second)
         recorded(key, given, run, lambda *_: None, lambda *_: None)
 
 
