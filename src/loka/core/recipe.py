@@ -93,8 +93,7 @@ class Cast:
     """How one operand becomes FP8 or INT8. With `power_of_two` scales, requantizing is exact.
 
     `centred`: of the input of `output`, from which a vector was taken before (core/numerics/centring.py).
-    `hot`: of operands of `output`, behind which the residuals of so many columns stand
-    (core/numerics/hot_columns.py).
+    `hot`: how many columns' residuals stand behind an operand of `output` (core/numerics/hot_columns.py).
     """
 
     format: Format
@@ -130,7 +129,7 @@ class Recipe:
 
     @property
     def hot(self) -> int:
-        """Of how many columns `output` takes the residuals too, so that a site needs to know which; or 0."""
+        """Of how many columns `output` takes the residuals too: a site needs to know which."""
         return self.output[0].hot if self.output is not None else 0
 
     def casts(self, gemm: Gemm) -> Casts | None:
@@ -153,7 +152,7 @@ def _centred(name: str, cast: Cast) -> Recipe:
 
 
 def _hot(name: str, cast: Cast) -> Recipe:
-    """The 32 columns that matter most with their residuals, for `output` alone: 64 columns more."""
+    """For `output` alone."""
     low = replace(cast, hot=32)
     return Recipe(name=name, output=(low, replace(low, centred=False)), grad_input=None, grad_weight=None)
 

@@ -40,7 +40,7 @@ def attach(
         join: whether torch.compile may join them into regions.
         make: makes what `x` and `weight` are handed to; its arguments are those of `Site`.
         centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
-        hot_columns: by site name, the columns of what runs by a hot recipe, such as `plan.hot_columns`.
+        hot_columns: by site name, those of a hot recipe, such as `plan.hot_columns`.
 
     Raises:
         NotConverted: the model runs sites already, or a module that a site names is not there, or there is

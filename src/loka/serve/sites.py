@@ -73,7 +73,7 @@ def scale_source(candidate: str) -> str:
     """Where a frozen site's input scales come from: "row" or "group", current; or "static".
 
     Raises ServeRefused for scales that rows of a batch share and that are not one for all, and for a centred
-    or hot recipe, whose vector a frozen site does not take off and whose residuals it does not keep.
+    or hot recipe, whose vector or residuals a frozen site does not know.
     """
     recipe = candidate_named(candidate).recipe
     if recipe.centred or recipe.hot:

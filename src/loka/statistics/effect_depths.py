@@ -9,10 +9,8 @@ weights of core/numerics/depth.py, one histogram for each kind of scale answers 
 kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`: sums over the samples of
 `LinearStats.effects`, the three WEIGHTED columns of a depth histogram.
 
-Hot columns (core/numerics/hot_columns.py) take their share of both terms away. Errors of a float are a share
-of what is rounded, so `effect_columns` of `input` [K, 2] keeps what stands in for them, by column k:
-
-    sum_i Jx_k^2 x_k^2,     sum_ij A_jk W_jk^2
+Hot columns (core/numerics/hot_columns.py) take their share of both terms away: that of sum_i Jx_k^2 x_k^2 and
+of sum_ij A_jk W_jk^2, which `effect_columns` of `input` keeps [K, 2].
 """
 
 from __future__ import annotations

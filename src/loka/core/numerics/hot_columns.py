@@ -3,10 +3,9 @@
     y [T, N] = Q(x) Q(W)^T + Q(x - Q(x))_H Q(W)_H^T + Q(x)_H Q(W - Q(W))_H^T        x [T, K], W [N, K]
              = [Q(x), r_x, Q(x)_H] [Q(W), Q(W)_H, r_W]^T                            over K + 2 |H| columns
 
-H are the columns that add most to the error of the logits: in many layers 32 of hundreds have half of it and
-more. The scale s of a row serves all of its columns: a residual v - q of v = x / s is at most 2^-4 |v|, and a
-normal number of e4m3 down to |v| = 2^-2, eleven octaves below the row's largest. A power of two on it, or the
-product of both residuals, changed KL/H by 2 % at most (docs/log.md, 2026-11-23).
+H are the columns that add most to the error of the logits: 32 of hundreds often have half of it. The scale s
+of a row serves all of its columns: a residual v - q of v = x / s is at most 2^-4 |v|, and a normal number of
+e4m3 down to |v| = 2^-2, eleven octaves below the row's largest (docs/log.md, 2026-11-23).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `centres`: by layer whose `output` runs by a centred recipe, what it takes off its input, by column.
-    `hot_columns`: by layer whose `output` runs by a hot recipe, the columns whose residuals it takes too.
+    `hot_columns`: by layer whose `output` runs by a hot recipe, its columns.
     `limits`: what the budget allows each task and segment in KL/H, by the part's name; empty where it has one
     limit for the whole model, `budget.ne`, or none.
     """

@@ -71,7 +71,7 @@ class Candidate:
         if self.recipe.centred:
             return "what it takes off and puts back are operations of their own, which no kernel joins yet"
         if self.recipe.hot:
-            return "its residuals are a launch more for each operand, whose time on a GPU nobody measured yet"
+            return "its residuals are a launch more for each operand, which nobody timed yet"
         return self.kernel.on_request
 
     @property
@@ -82,7 +82,7 @@ class Candidate:
         return "cannot go into a package: AOTInductor calls aten ops that have a C shim, and it is none"
 
     def padded(self, problem: Problem) -> Problem:
-        """The problem that runs: with the columns of residuals behind its own, after LoKA's zero padding."""
+        """The problem that runs: with the columns of residuals, after LoKA's zero padding."""
         if problem.gemm is Gemm.OUTPUT and self.recipe.hot:
             problem = replace(problem, k=problem.k + 2 * self.recipe.hot)
         return problem.padded(self.kernel.multiples(problem, self.recipe))

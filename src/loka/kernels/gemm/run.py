@@ -110,7 +110,7 @@ def run_gemm(
         a, b: high-precision operands with any strides.
         health: int64 [3] that receives [runs, non-finite A, non-finite B].
         centre: float32 [K], taken off a and put back times b (core/numerics/centring.py); None is zero.
-        hot: int64 [32], the columns whose residuals a hot recipe takes too; None: of none.
+        hot: int64 [32], the columns of a hot recipe; None: none.
 
     Raises:
         NoKernelFits: the candidate cannot run this problem; nothing else is tried.

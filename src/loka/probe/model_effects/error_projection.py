@@ -32,8 +32,7 @@ def changes_of(
     """s [m, casts] float32 of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
     Scales are those of the whole `given` and `weight` [N, K], as `core.reference.quantize` takes them.
-    Centred casts take the means of these rows off: the same formula of x - m. Hot ones add what the residuals
-    of the columns that these rows show as hot give back.
+    Centred casts take the means of these rows off: the same formula of x - m. Hot ones add residuals.
     """
     if any(left.centred or left.hot for left, _ in casts):
         return _by_operand(given, weight, grads, rows, casts)
@@ -92,11 +91,8 @@ def _given_back(
 
 
 def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, count: int) -> torch.Tensor:
-    """The columns [count] that add most to the errors of samples with gradients `grads` [n, N].
-
-    Their energies are of many rows of `given` [T, K]: by 64 samples alone columns are hot by chance, and what
-    is left looks a tenth smaller than it is.
-    """
+    """The columns that add most to errors of samples with gradients `grads` [n, N], by energies of many rows of
+    `given` [T, K]: 64 alone have some hot by chance, which flatters."""
     some = given[:: given.numel() // _LOOKED_AT + 1].float()
     energy = some.square().where(some.isfinite(), 0).mean(dim=0)
     full, g = weight.float(), grads.float()
@@ -105,7 +101,7 @@ def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, 
 
 
 def _with_residuals(hp: torch.Tensor, columns: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q(hp)_H and r [R, hot] float32 of all rows: what `append` writes, of these columns alone."""
+    """Q(hp)_H and r [R, hot] float32: what `append` writes."""
     scale = scale_of(hp.abs().amax(dim=1, keepdim=True), cast)
     v, fp8 = in_units(hp[:, columns], scale, cast.format), cast.format.dtype
     q = v.to(fp8).float()

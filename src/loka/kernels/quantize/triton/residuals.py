@@ -17,7 +17,7 @@ from loka.kernels.quantize.triton.cast_kernels import scaled
 from loka.kernels.triton.launch import cdiv, launch, launching_on, recorded
 from loka.kernels.triton.pack import INTERPRETED, TRITON_TYPES
 
-_ROWS = 32  # of a program
+_ROWS = 32
 
 
 def append_residuals_fused(low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: bool) -> None:
