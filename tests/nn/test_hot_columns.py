@@ -62,7 +62,7 @@ def test_the_probe_finds_them(case: Case) -> None:
         columns = hot_of_input(stats.layers["0"], name)
         assert columns.tolist() == PLANTED.tolist() == list(report.hot_columns["0"][name.split(":")[1]])
     assert hot_of_input(stats.layers["0"], PLAIN) is None
-    layer = probed(mean=8.0).layers["0"]  # which makes others hot as they are, and cold once centred
+    layer = probed(mean=8.0).layers["0"]  # makes others hot, until they are centred
     found = [hot_of_input(layer, name).tolist() for name in (HOT, BOTH)]
     assert found == [(PLANTED - 1).tolist(), PLANTED.tolist()]
 

@@ -67,7 +67,7 @@ def quantize_pair(
 def append_residuals(
     low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False
 ) -> None:
-    """`append` (core/numerics/hot_columns.py); nothing where `low.cast` is not hot, or no columns are given."""
+    """`append` (core/numerics/hot_columns.py); nothing where `low.cast` is not hot, or without columns."""
     if columns is None or not low.cast.hot:
         return
     if hp.device.type == "cuda":

@@ -91,8 +91,8 @@ def _given_back(
 
 
 def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, count: int) -> torch.Tensor:
-    """The columns that add most to errors of samples with gradients `grads` [n, N], by energies of many rows of
-    `given` [T, K]: 64 alone have some hot by chance, which flatters."""
+    """The columns that add most to errors of samples with gradients `grads` [n, N], by energies of many rows
+    of `given` [T, K]: 64 alone have some hot by chance, which flatters."""
     some = given[:: given.numel() // _LOOKED_AT + 1].float()
     energy = some.square().where(some.isfinite(), 0).mean(dim=0)
     full, g = weight.float(), grads.float()
