@@ -80,7 +80,7 @@ def scale_source(candidate: str) -> str:
         what = "takes a vector off its input" if recipe.centred else "multiplies residuals of its operands"
         raise ServeRefused(
             f"{candidate} {what}, which frozen sites do not",
-            way_out=f"plan again without {'centred' if recipe.centred else 'hot'} recipes",
+            way_out="plan again without centred and hot recipes",
         )
     granularity = input_cast(candidate).granularity
     if granularity is Granularity.TENSOR:

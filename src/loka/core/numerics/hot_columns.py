@@ -38,4 +38,6 @@ def append(low: Quantized, hp: torch.Tensor, columns: torch.Tensor, *, second: b
     (rows, width), count = hp.shape, columns.numel()
     q = low.data[:rows, columns]
     r = (in_units(hp[:, columns], low.scale[:rows], low.cast.format) - q.float()).to(q.dtype)
-    low.data[:rows, width : width + 2 * count] = torch.cat([q, r] if second else [r, q], dim=1)
+    behind = width + count
+    low.data[:rows, width:behind] = q if second else r  # autocast refuses a `cat` of FP8
+    low.data[:rows, behind : behind + count] = r if second else q
