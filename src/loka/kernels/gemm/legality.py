@@ -29,7 +29,7 @@ def overflows(problem: Problem, recipe: Recipe) -> str | None:
 
 
 def too_narrow(problem: Problem, recipe: Recipe) -> str | None:
-    """Whether the residuals of hot columns would more than double the GEMM."""
+    """Whether hot columns would more than double it."""
     if problem.gemm is not Gemm.OUTPUT or problem.k >= 2 * recipe.hot:
         return None
     return f"K={problem.k}: the residuals of {recipe.hot} columns are {2 * recipe.hot} more than it has"
