@@ -6,8 +6,6 @@ addresses, shows in any case that takes the branch. So a CPU runs as few cases a
 of values, and shapes of few programs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The `loka` command in this process: importing torch anew takes longer than most of what is tested."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

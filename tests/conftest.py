@@ -1,13 +1,10 @@
 """Fixtures for all tests. Triton kernels run in its interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,7 @@ settings.register_profile("without a deadline", deadline=None)
 settings.load_profile("without a deadline")
 
 
-def _without_repeated_work() -> None:
+def _without_repeated_work():
     """Two thirds of what a kernel takes in triton's interpreter (3.9), for nothing that a test sees.
 
     It replaces all functions of its language at each call of a device function, though the launch has;
@@ -33,7 +30,7 @@ def _without_repeated_work() -> None:
     language, builder = interpreter.tl, interpreter.interpreter_builder
     patch, nothing_to_restore = interpreter._patch_lang, interpreter._LangPatchScope
 
-    def once(function: Callable[..., object]) -> object:
+    def once(function):
         visible = [module for module in (language, language.core) if module in function.__globals__.values()]
         patched = visible and not any(language.core.is_builtin(module.load) for module in visible)
         return nothing_to_restore() if patched else patch(function)
@@ -55,7 +52,7 @@ gc.disable()
 atexit.register(gc.unfreeze)  # or torch's and triton's libraries would report leaks
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     import forked
 
     if hasattr(config, "workerinput"):
@@ -64,13 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
         forked.share()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture
-def overflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def overflow_is_an_error(monkeypatch):
     """In the interpreter, for a test whose integers need more than 32 bits."""
     if torch.cuda.is_available():
         return
@@ -80,7 +77,7 @@ def overflow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     skip = pytest.mark.skip(reason="needs a CUDA GPU of capability 9.0 or newer")
     for item in items:
@@ -89,5 +86,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request) -> torch.device:
     return torch.device(request.param)

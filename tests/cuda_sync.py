@@ -1,15 +1,12 @@
 """Whether anything waits for the device, by CUDA's own debug mode."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 
 import torch
 
 
 @contextlib.contextmanager
-def nothing_synchronizes() -> Iterator[None]:
+def nothing_synchronizes():
     """What runs inside fails where it waits for the device; without one it just runs."""
     if not torch.cuda.is_available():
         yield

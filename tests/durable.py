@@ -1,7 +1,5 @@
 """What reaches the disk in which order: a power cut loses renames and bytes that were not flushed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -13,15 +11,15 @@ def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 
-    def flushed(handle: int) -> None:
+    def flushed(handle):
         seen.append(("flush", os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
 
-    def replaced(old: os.PathLike[str], new: os.PathLike[str]) -> None:
+    def replaced(old, new):
         replace(old, new)
         seen.append(("rename", str(new)))
 
-    def renamed(old: os.PathLike[str], new: os.PathLike[str]) -> None:
+    def renamed(old, new):
         rename(old, new)
         seen.append(("rename", str(new)))
 

@@ -5,8 +5,6 @@ torchrec, and pytest, which files with tests need where a child runs a function 
 `warmed` alone.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing
@@ -28,7 +26,7 @@ SERVER.set_forkserver_preload(LATE)
 _SHARED = "LOKA_TESTS_FORKED"  # the server of the process that starts pytest's workers
 
 
-def share() -> None:
+def share():
     """Starts the server for this process and for those that it starts, which call `join`."""
     here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     with mock.patch.dict(os.environ, PYTHONPATH=here):  # it finds `warmed`, which other servers do without
@@ -37,7 +35,7 @@ def share() -> None:
     os.environ[_SHARED] = f"{os.getpid()} {held._forkserver_alive_fd} {held._forkserver_address}"
 
 
-def join() -> None:
+def join():
     """Workers of pytest fork from one server: its imports take ten seconds. Without one, from their own."""
     if _SHARED in os.environ and Path("/proc/self/fd").exists():
         pid, descriptor, address = os.environ[_SHARED].split(" ", 2)
@@ -67,7 +65,7 @@ def _start(work: Callable[..., None], *arguments: object, cwd: Path, output: Pat
     return process
 
 
-def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, output: Path) -> None:
+def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, output: Path):
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -77,13 +75,13 @@ def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, o
     work(*arguments)
 
 
-def _script(code: str, name: str) -> None:
+def _script(code: str, name: str):
     main = types.ModuleType("__main__")
     with mock.patch.object(sys, "argv", [name]), mock.patch.dict(sys.modules, {"__main__": main}):
         exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
 
 
-def _loka(arguments: list[str], replaced: dict[str, object]) -> None:
+def _loka(arguments: list[str], replaced: dict[str, object]):
     from loka.cli import main
 
     for path, value in replaced.items():

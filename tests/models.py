@@ -1,7 +1,5 @@
 """Models that are not ours, with sides that fit nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -18,13 +16,13 @@ def odd_mlp() -> nn.Sequential:
 class Encoder(nn.Module):
     """nn.TransformerEncoder with a scalar head; x [B, 7, 48] -> [B, 1]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layer = nn.TransformerEncoderLayer(48, 4, dim_feedforward=88, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2)
         self.head = nn.Linear(48, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.encoder(x).mean(dim=1))
 
 
@@ -64,9 +62,9 @@ def train_steps(
 class Checkpointed(nn.Module):
     """`inner`, computed again in backward."""
 
-    def __init__(self, inner: nn.Module, *, reentrant: bool = False) -> None:
+    def __init__(self, inner, *, reentrant=False):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)

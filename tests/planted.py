@@ -1,7 +1,5 @@
 """Bugs of the kind that adapters have, planted in a kernel that is right without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from loka.core.numerics.reference import Quantized
-from loka.core.recipe import RECIPES, Recipe
+from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.kernel import Kernel
 
@@ -75,7 +73,7 @@ def rolled(data: torch.Tensor) -> torch.Tensor:
 def broken(kernel: Kernel, bug: Bug, *, name: str) -> Kernel:
     """`kernel` under another name, with the bug. It does not say that it emulates."""
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         return kernel.run(*bug(a, b), dtype, algorithm=algorithm)
 
     return replace(kernel, name=name, run=run, emulates=False)
@@ -85,14 +83,14 @@ Plant = Callable[..., None]
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+def plant(monkeypatch) -> Iterator[Plant]:
     """plant(kernel, recipe, ...) registers a kernel, and recipes that are not registered yet."""
 
-    def forget() -> None:
+    def forget():
         for cached in (registry.all_candidates, registry.candidate_named, registry.require_supported):
             cached.cache_clear()
 
-    def register(kernel: Kernel, *recipes: Recipe) -> None:
+    def register(kernel, *recipes):
         for recipe in recipes:
             monkeypatch.setitem(RECIPES, recipe.name, recipe)
         names = tuple(dict.fromkeys([*kernel.recipes, *(recipe.name for recipe in recipes)]))

@@ -1,7 +1,5 @@
 """Several processes of one gloo group, each of which runs a job and answers."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os
@@ -82,7 +80,7 @@ def _failure(answer: dict[str, Any] | None, code: int | None, stderr: Path) -> s
     return answer.get("error", "")
 
 
-def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers: Any) -> None:
+def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers: Any):
     with _stderr(meeting, rank).open("w") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)

@@ -5,10 +5,7 @@ are a few hundred times smaller, and those tell: with one scale a row and even s
 to nothing.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +32,14 @@ class Domains:
     vocab_sizes: tuple[int, ...] = (DOMAINS,)
 
     @property
-    def identity(self) -> str:
+    def identity(self):
         return f"domains-{self.rows}-{self.seed}-{self.share}"
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for first in range(start * batch_size, self.rows, batch_size):
             yield self._batch(min(batch_size, self.rows - first), first)
 
-    def _batch(self, count: int, first: int) -> Batch:
+    def _batch(self, count, first):
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + first)
         rare = torch.rand(count, generator=g) < self.share
         other = torch.randint(DOMAINS - 1, (count,), generator=g)
@@ -55,12 +52,12 @@ class Domains:
         label = (torch.rand(count, generator=g) < z.sigmoid()).float()
         return Batch(dense=torch.cat([told, small], dim=1), sparse=domain.unsqueeze(1), label=label)
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {}
 
 
 class Tower(nn.Module):
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, width=64):
         super().__init__()
         layers = [2 * WIDTH, width, width, width]
         self.mlp = nn.Sequential(
@@ -68,5 +65,5 @@ class Tower(nn.Module):
         )
         self.logit = nn.Linear(width, 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         return self.logit(self.mlp(dense)).squeeze(1)

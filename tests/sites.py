@@ -1,7 +1,5 @@
 """Converting layers of a model by candidates, without a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import nn
@@ -18,7 +16,7 @@ def convert_layer(linear: nn.Linear, candidates: Candidates) -> nn.Linear:
     return linear
 
 
-def convert_layers(model: nn.Module, candidates: Candidates | Mapping[str, Candidates]) -> None:
+def convert_layers(model: nn.Module, candidates: Candidates | Mapping[str, Candidates]):
     """Makes linear layers of `model` sites: all of them alike, or those that are named."""
     layers = signature(model).layers
     chosen = candidates if isinstance(candidates, Mapping) else dict.fromkeys(layers, candidates)

@@ -4,9 +4,6 @@ Dropout (random state), a table with sparse gradients, Adam moments, and a buffe
 the state dict that scales the next forward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +24,10 @@ class RandomRows:
     vocab_sizes: tuple[int, ...] = (IDS, IDS)
 
     @property
-    def identity(self) -> str:
+    def identity(self):
         return f"random-{self.rows}-{self.seed}"
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for first in range(start * batch_size, self.rows, batch_size):
             count = min(batch_size, self.rows - first)
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + first)
@@ -40,20 +37,20 @@ class RandomRows:
             label = (torch.rand(count, generator=generator) < chance).float()
             yield Batch(dense=dense, sparse=sparse, label=label)
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {}
 
 
 class SmallModel(nn.Module):
     largest: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)
         self.mlp = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
         self.register_buffer("largest", torch.ones(()), persistent=False)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         if self.training:
             self.largest.mul_(0.9).add_(0.1 * dense.detach().abs().max())
         inputs = torch.cat([dense / self.largest, self.table(sparse).flatten(1)], dim=1)

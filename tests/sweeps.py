@@ -1,7 +1,5 @@
 """Sweeps: some cases in every run of the tests, the rest under `make sweep`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

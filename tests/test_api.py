@@ -4,8 +4,6 @@ A change that adds one, takes one away or gives it another default shows in that
 `python tests/test_api.py` writes it anew.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect
@@ -79,13 +77,13 @@ def listed() -> str:
     return "\n".join([*names(), *commands()]) + "\n"
 
 
-def test_public_names_and_options_are_those_that_are_listed() -> None:
+def test_public_names_and_options_are_those_that_are_listed():
     known, now = LISTED.read_text().splitlines(), listed().splitlines()
     changes = [line for line in difflib.unified_diff(known, now, lineterm="", n=0) if line[:1] in "+-"]
     assert known == now, "\n".join([*changes[2:], "meant? `python tests/test_api.py` writes api.txt anew"])
 
 
-def test_all_names_are_there() -> None:
+def test_all_names_are_there():
     assert all(hasattr(loka, name) for name in loka.__all__)
 
 

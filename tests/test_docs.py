@@ -1,7 +1,5 @@
 """The README, the pages and the examples do what they say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
-# tests/planner/test_planted_bug.py and tests/serve/test_teacher_example.py
-TESTED_APART = {"planted_bug.py", "teacher.py"}
+# tests/planner/test_planted_bug.py, tests/scale/test_scale_page.py and tests/serve/test_teacher_example.py
+TESTED_APART = {"planted_bug.py", "search_parallel.py", "teacher.py"}
 LONG = ("bench", "train", "budget", "scale", "segments", "validate")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
@@ -31,7 +29,7 @@ def run(code: str, name: str, folder: Path) -> str:
     sweep(WITH_CODE, [page for page in WITH_CODE if page.stem not in LONG]),
     ids=lambda page: page.stem,
 )
-def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
+def test_code_blocks_run(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
     printed = run("\n".join(blocks), page.name, tmp_path)
     for shown in re.findall(r"prints\n\n```text\n(.*?)```", page.read_text(), flags=re.S):
@@ -44,18 +42,18 @@ def test_code_blocks_run(page: Path, tmp_path: Path) -> None:
     sweep(EXAMPLES, [path for path in EXAMPLES if path.stem == "torchrec_dlrm"]),
     ids=lambda path: path.stem,
 )
-def test_examples_run(example: Path, tmp_path: Path) -> None:
+def test_examples_run(example, tmp_path):
     run(example.read_text(), example.name, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+?)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_readme_code_is_ten_lines() -> None:
+def test_the_readme_code_is_ten_lines():
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
     assert len([line for line in block.splitlines() if line.strip()]) <= 11  # the import and ten
 
@@ -64,20 +62,20 @@ OF_A_KIND = [page for page in PAGES if page.name not in ("README.md", "log.md")]
 
 
 @pytest.mark.parametrize("page", OF_A_KIND, ids=lambda page: page.stem)
-def test_a_page_says_of_which_kind_it_is(page: Path) -> None:
+def test_a_page_says_of_which_kind_it_is(page):
     kinds = "Tutorial|How-to|Concept|Reference"
     third = page.read_text().splitlines()[2]
     assert re.match(rf"\*({kinds})( and ({kinds.lower()}))?\.\*", third), "the line below the title"
 
 
-def test_every_page_is_in_the_list_of_pages() -> None:
+def test_every_page_is_in_the_list_of_pages():
     listed = (ROOT / "docs" / "README.md").read_text()
     for page in PAGES[1:]:
         path = page.relative_to(ROOT / "docs").as_posix()
         assert path == "README.md" or f"]({path})" in listed, path
 
 
-def test_tests_that_pages_name_are_there() -> None:
+def test_tests_that_pages_name_are_there():
     """A page that says which test shows something is believed without a look."""
     names = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
     gone = []

@@ -1,7 +1,5 @@
 """Ratchets: what importing costs, which way imports point, how large files are."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_importing_needs_torch_and_numpy_alone() -> None:
+def test_importing_needs_torch_and_numpy_alone():
     """Every other installed package is hidden; what torch itself imports stays visible."""
     script = """
 import sys, torch, numpy
@@ -36,19 +34,19 @@ with loka.Probe(model, every=2):
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-def test_importing_loka_and_its_models_leaves_triton_alone() -> None:
+def test_importing_loka_and_its_models_leaves_triton_alone():
     """It reads its environment when it is first imported, which is for the user to decide until then."""
     script = "import sys, loka.zoo; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_one_way():
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout
 
 
-def test_files_stay_small() -> None:
+def test_files_stay_small():
     long = {}
     for path in [file for room in ("src", "tests", "benchmarks") for file in (ROOT / room).rglob("*.py")]:
         lines = len(path.read_text().splitlines())
@@ -57,7 +55,7 @@ def test_files_stay_small() -> None:
     assert not long
 
 
-def test_nothing_loads_what_can_execute() -> None:
+def test_nothing_loads_what_can_execute():
     """torch.load only with weights_only, no pickle, no eval: a file must not run code.
 
     Text of kernels is made, and run by kernels/triton/source.py alone, from numbers and from names that we
@@ -78,7 +76,7 @@ def test_nothing_loads_what_can_execute() -> None:
             assert "weights_only=True" in call, path
 
 
-def test_the_checkout_stays_small() -> None:
+def test_the_checkout_stays_small():
     """Raw results are release assets (benchmarks/README.md); tables stay."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout")

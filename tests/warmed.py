@@ -3,8 +3,6 @@
 A fork of such a process finds the results. One thread, as a fork has no others.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.recipe import Gemm

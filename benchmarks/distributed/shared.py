@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import DeviceType
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "regions"))
@@ -30,15 +32,17 @@ from loka.core.device import fingerprint
 from loka.core.exchange import ranks_of
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
+from loka.core.recording import capture_stream, synced
 from loka.core.records.plan import Decision
 from loka.core.signature import ModelSignature
 from loka.core.timing import first_line
 from loka.distributed.choice import Ways, compared
+from loka.train import graphed
 
 Step = Callable[[], object]
 Made = tuple[Step, Callable[[], dict[str, Any]]]
 
-WARM_UPS, PROFILED = 8, 3
+WARM_UPS, PROFILED = 16, 3  # DistributedDataParallel takes 11 steps before it is captured
 SENT = r"nccl\w*Kernel|^gloo:"
 GROUPS = {  # the first that a kernel's name fits; all else is "other": the dense part and its optimizer
     "all_to_all": r"nccl\w*(SendRecv|AllToAll)|^gloo:all_?to_?all",
@@ -53,7 +57,7 @@ GROUPS = {  # the first that a kernel's name fits; all else is "other": the dens
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--step", default="compile", choices=["compile", "eager"])
+    parser.add_argument("--step", default="compile", choices=["compile", "eager", "graph"])
     parser.add_argument("--batch-size", type=int, default=6144)
     parser.add_argument("--seconds", type=float, default=150, help="of an arm; then all ends, with stacks")
     parser.add_argument("--plan", type=Path)
@@ -217,17 +221,33 @@ class Tower(nn.Module):
         return x
 
 
-def trained(model: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> Step:
-    """A step of AdamW under bf16 autocast on the rows in `x`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=x.is_cuda)
+def replicated(model: nn.Module, told: argparse.Namespace) -> DistributedDataParallel:
+    """Built where a graph of its steps will be captured, if one will."""
+    device = torch.device(told.device)
+    captured = told.step == "graph" and device.type == "cuda"
+    with synced(capture_stream(device) if captured else None):
+        return DistributedDataParallel(model)
 
-    def step() -> torch.Tensor:
+
+def trained(model: nn.Module, call: nn.Module, x: torch.Tensor, *, graph: bool) -> partial[Any]:
+    """A step of AdamW under bf16 autocast on the rows in `x`, which may be others at each call."""
+    fast = {"fused": True, "capturable": True} if x.is_cuda else {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fast)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
         with torch.autocast(x.device.type, torch.bfloat16):
             y = call(x)
         loss = y.float().square().mean()
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    if graph:
+        return partial(graphed(step, x, model=call, optimizers=optimizer, collectives=True), x)
+    return partial(step, x)
+
+
+def ran(step: partial[object], told: argparse.Namespace) -> str:
+    """How it ran at last: as it was asked to, or the reason why not."""
+    return getattr(step.func, "reason", None) or told.step

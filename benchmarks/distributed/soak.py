@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import Tower, append, options, planned, tell, trained, within
+from shared import Tower, append, options, planned, ran, replicated, tell, trained, within
 
 import loka
 from loka.cli.torchrun import process_group
@@ -64,16 +63,17 @@ def main() -> None:
         model: nn.Module = Tower(told.width, 3).to(device)
         plan = planned(signature(model), told, device)
         loka.convert(model, plan)
-        if told.step == "compile":
+        if told.step != "eager":
             model.compile()
         if told.engine == "ddp":
-            call: nn.Module = DistributedDataParallel(model)
+            call: nn.Module = replicated(model, told)
         else:
             call = shard_dense(model, [], device=device, gather_in=torch.bfloat16)
             print(fp8_all_gather(model, plan))
         generator = torch.Generator(device).manual_seed(dist.get_rank())
         x = torch.empty(told.batch_size, told.width, device=device)
-        step, began, done = trained(model, call, x), time.monotonic(), 0
+        step = trained(model, call, x, graph=told.step == "graph")
+        began, done = time.monotonic(), 0
         while done < told.steps:
             if done % EVERY == 0:
                 within(told.seconds)
@@ -90,6 +90,7 @@ def main() -> None:
         every = set(gather(bits(model, call, told.width, device), None))
         found = {
             "cell": f"soak {told.engine} {told.step} {device.type}",
+            "ran": ran(step, told),
             "steps": done,
             "seconds": round(seconds, 1),
             "loss": float(loss),

@@ -3,11 +3,14 @@
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --arms ddp_loka --out runs/steps.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model tower --step eager \\
         --arms ddp_loka ddp_rowwise --out runs/steps.jsonl
+    torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --step graph --arms ddp_loka \\
+        --out runs/graph.jsonl
     torchrun --nproc-per-node 2 benchmarks/distributed/steps.py --model wukong:small --narrowest 16 \\
         --batch-size 64 --rounds 6 --device cpu --out runs/tiny.jsonl
 
-A step of Wukong is that of `loka train`, optimizers and metrics included; of the tower, six layers of 2048,
-forward, backward and AdamW. One synthetic batch of each rank. The plan is --plan, or by hand: layers with
+`--step graph` captures steps of DistributedDataParallel whole, all-reduces included. A step of Wukong is that
+of `loka train`, optimizers and metrics included; of the tower, six layers of 2048, forward, backward and
+AdamW. One synthetic batch of each rank. The plan is --plan, or by hand: layers with
 both sides of --narrowest and more. Each arm takes turns with bf16 of its engine, rounds of four steps, the
 slowest rank of each; medians and 95 % intervals. `comm_us`: rank 0's time in NCCL's kernels a step, by
 torch.profiler, waiting for the other rank included; `exposed_us`: of it with no other kernel beside it.
@@ -23,10 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from shared import Arms, Made, Tower, options, planned, tell, trained
+from shared import Arms, Made, Tower, options, planned, ran, replicated, tell, trained
 
 import loka
 from loka import mods
@@ -52,7 +54,8 @@ def zoo(name: str, told: Namespace) -> Made:
         model = model_builder(told.model)(rows)
     mods.apply(model, MODS)
     plan = planned(signature(model), told, device) if "loka" in name else None
-    config = TrainConfig(batch_size=size, device=told.device, step=told.step)
+    graph = told.step == "graph"
+    config = TrainConfig(batch_size=size, device=told.device, step=told.step, capture_collectives=graph)
     model = over_ranks(model, config, engine="torch", dense=name.partition("_")[0], exchange="fp32")
     gathering = None
     if plan:
@@ -84,10 +87,11 @@ def tower(name: str, told: Namespace) -> Made:
         loka.convert(model, planned(layers, told, device))
     elif name == "ddp_rowwise":
         attach(model, layers.layers, dict.fromkeys(layers.layers, ("torch:rowwise_e4m3",) * 3))
-    if told.step == "compile":
+    if told.step != "eager":
         model.compile()
     x = torch.randn(told.batch_size, told.width, device=device)
-    return trained(model, DistributedDataParallel(model), x), lambda: {"step": told.step}
+    step = trained(model, replicated(model, told), x, graph=told.step == "graph")
+    return step, lambda: {"step": ran(step, told)}
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
 """Races on given times, without a GPU, for the GEMM benchmark."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, Measurement
-from loka.core.timing import Race, race
+from loka.core.timing import race
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 
@@ -26,19 +24,11 @@ class ByResult:
     A layer's candidates "a | b | c" take the sum of what each takes for its result.
     """
 
-    def __init__(self, times: Times) -> None:
+    def __init__(self, times):
         self.times = dict(times)
         self.races: list[list[str]] = []
 
-    def __call__(
-        self,
-        functions: Mapping[str, Callable[[], object]],
-        *,
-        baseline: str,
-        device: torch.device,
-        seed: int = 0,
-        **options: object,
-    ) -> Race:
+    def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.races.append(list(functions))
         known = {name: self._time(name, function()) for name, function in functions.items()}
         return race(
@@ -48,7 +38,7 @@ class ByResult:
             **options,  # type: ignore[arg-type]
         )
 
-    def _time(self, name: str, results: object) -> float:
+    def _time(self, name, results):
         if isinstance(results, torch.Tensor):
             return self.times.get((name, tuple(results.shape)), 100.0)
         assert isinstance(results, tuple)
@@ -59,10 +49,10 @@ class ByResult:
 class Passes:
     """Quantization passes of 20 us a copy; one that makes both saves `saved` of 40."""
 
-    def __init__(self, saved: float) -> None:
+    def __init__(self, saved):
         self.saved = saved
 
-    def __call__(self, functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+    def __call__(self, functions, **options):
         known = {name: 20.0 if "" in name.split("+") else 40.0 - self.saved for name in functions}
         baseline = str(options["baseline"])
         return race(
@@ -96,7 +86,7 @@ def install(
 
 
 @contextmanager
-def libraries(*names: str) -> Iterator[None]:
+def libraries(*names: str):
     """For a while only these libraries exist: emulation under their names, rowwise_e4m3 alone."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     before = dict(registry.KERNELS)

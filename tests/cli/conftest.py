@@ -1,7 +1,5 @@
 """A folder that several files of tests start from."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from loka.cli import app
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory) -> Path:
     """In which `loka probe` and `loka measure` ran: stats/ and report.json; to be copied."""
     folder = tmp_path_factory.mktemp("measured")
     loka("probe", "--model", "dlrm", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
@@ -24,7 +22,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def net(tmp_path, monkeypatch) -> str:
     """The name of an own model, of two linear layers."""
     (tmp_path / "mine.py").write_text(
         "import torch\n"

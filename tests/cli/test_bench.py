@@ -1,8 +1,5 @@
 """`loka bench gemm` from suite to verdict, on times that are given, so that every number is known."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 
 import command_line
@@ -39,13 +36,13 @@ TIMES = {
 
 
 @pytest.fixture(autouse=True)
-def two_libraries() -> Iterator[None]:
+def two_libraries():
     with libraries("alpha", "beta"):
         yield
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> GemmConfig:
+def config(tmp_path) -> GemmConfig:
     (tmp_path / "suite.csv").write_text(SUITE)
     return GemmConfig(
         out=tmp_path / "out",
@@ -57,7 +54,7 @@ def config(tmp_path: Path) -> GemmConfig:
     )
 
 
-def test_regions_take_no_part(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_take_no_part(config, monkeypatch):
     """A contest runs sites and layers by themselves; that a region would be faster decides nothing there."""
     install(monkeypatch, measured={})
     with libraries("torch", "torch_fast"):
@@ -68,7 +65,7 @@ def test_regions_take_no_part(config: GemmConfig, monkeypatch: pytest.MonkeyPatc
     assert not any(name in arm for arm in arms for name in IN_REGIONS)
 
 
-def test_from_suite_to_verdict(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_suite_to_verdict(config, monkeypatch):
     timer = install(monkeypatch, measured=TIMES)
     bench, report = run_gemm_bench(config)
     assert report.complete
@@ -130,9 +127,7 @@ def test_from_suite_to_verdict(config: GemmConfig, monkeypatch: pytest.MonkeyPat
     assert two[5:] == ["1.667x", "beta", "or", "bf16"]
 
 
-def test_a_choice_that_does_not_hold_up_is_a_named_loss(
-    config: GemmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_that_does_not_hold_up_is_a_named_loss(config, monkeypatch):
     """alpha looked twice as fast when it was picked, and is slower than both when it races again."""
     install(monkeypatch, measured=TIMES, confirmed={**TIMES, (ALPHA, A[0]): 125.0})
     bench, _ = run_gemm_bench(config)
@@ -147,9 +142,7 @@ def test_a_choice_that_does_not_hold_up_is_a_named_loss(
     assert f"LOSS one/a_32x48/output: {ALPHA} is 0.640 [0.640, 0.640] times as fast as beta ({BETA})" in text
 
 
-def test_a_layer_is_planned_with_what_sharing_saves_and_a_site_without(
-    config: GemmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_planned_with_what_sharing_saves_and_a_site_without(config, monkeypatch):
     """105 us against 100 at each site of b, but 315 - 60 against 300 for the three together."""
     install(monkeypatch, measured={**TIMES, **{(ALPHA, shape): 105.0 for shape in B}}, saved=20.0)
     bench, _ = run_gemm_bench(config)
@@ -159,9 +152,7 @@ def test_a_layer_is_planned_with_what_sharing_saves_and_a_site_without(
     assert layer.arms["beta or hp"] == "hp"
 
 
-def test_the_error_budget_holds_for_libraries_too(
-    config: GemmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_budget_holds_for_libraries_too(config, monkeypatch):
     install(monkeypatch, measured=TIMES)
     strict = Budget(min_sqnr_db=50.0, min_speedup=1.0)
     bench, _ = run_gemm_bench(GemmConfig(**{**config.__dict__, "budget": strict}))
@@ -169,9 +160,7 @@ def test_the_error_budget_holds_for_libraries_too(
         assert set(contest.arms.values()) == {"hp"}
 
 
-def test_an_interrupted_run_goes_on_and_a_finished_one_races_nothing(
-    config: GemmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on_and_a_finished_one_races_nothing(config, monkeypatch):
     timer = install(monkeypatch, measured=TIMES)
     bench, report = run_gemm_bench(GemmConfig(**{**config.__dict__, "time_limit": 0.0}))
     assert not report.complete
@@ -202,7 +191,7 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_races_nothing(
     assert len(timer.races) == 16, "other settings, other contests"
 
 
-def test_a_damaged_result_is_not_overwritten(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_result_is_not_overwritten(config, monkeypatch):
     install(monkeypatch, measured=TIMES)
     run_gemm_bench(config)
     file = config.out / "gemm.json"
@@ -223,7 +212,7 @@ def bench(*arguments: object, cwd: Path, fails: bool = False) -> str:
     return text
 
 
-def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) -> None:
+def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path):
     (tmp_path / "suite.csv").write_text(SUITE)
     text = bench(
         "gemm", "--shapes", "suite.csv", "--candidate", "emulated:rowwise_e4m3",
@@ -244,7 +233,7 @@ def test_without_a_gpu_errors_are_measured_and_no_times_claimed(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_part_of_the_suite_of_published_shapes(tmp_path: Path) -> None:
+def test_a_part_of_the_suite_of_published_shapes(tmp_path):
     text = bench(
         "gemm", "--model", "torcheasyrec*", "--candidate", "emulated:rowwise_e4m3",
         "--draws", 2, "--out", "o", cwd=tmp_path,
@@ -252,7 +241,7 @@ def test_a_part_of_the_suite_of_published_shapes(tmp_path: Path) -> None:
     assert "torcheasyrec-wukong_criteo/top_512x64/output" in text
 
 
-def test_mistakes_are_messages(tmp_path: Path) -> None:
+def test_mistakes_are_messages(tmp_path):
     assert "MLPerf-DLRM-DCNv2" in command_line.loka(
         "bench", "gemm", "--model", "gpt*", cwd=tmp_path, fails=True
     )

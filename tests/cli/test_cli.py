@@ -1,7 +1,5 @@
 """The command line end to end, on small synthetic rows; errors are messages, not tracebacks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -20,21 +18,21 @@ from loka.core.storage.files import write_record
 
 
 @pytest.fixture(scope="module")
-def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(measured, tmp_path_factory) -> Path:
     """A folder in which probe, measure and plan ran."""
     folder = shutil.copytree(measured, tmp_path_factory.mktemp("cli") / "folder")
     loka("plan", "report.json", "--out", "plan.json", cwd=folder)
     return folder
 
 
-def test_doctor_explains_every_candidate(tmp_path: Path) -> None:
+def test_doctor_explains_every_candidate(tmp_path):
     text = loka("doctor", "--target", "sm_80", cwd=tmp_path)
     assert "sm_80 has no FP8 tensor cores" in text
     assert "emulated:blockwise_e4m3" in text
     assert "UnknownName" in loka("doctor", "--target", "h-200", cwd=tmp_path, fails=True)
 
 
-def test_stage_by_stage(folder: Path) -> None:
+def test_stage_by_stage(folder):
     text = loka("train", "--model", "dlrm", *SMALL, "--plan", "plan.json", cwd=folder)
     assert "sites in FP8" in text
     assert "held out: ne " in text
@@ -45,14 +43,14 @@ def test_stage_by_stage(folder: Path) -> None:
     assert "forced by 'top.*'" in text
 
 
-def test_plan_for_another_model(folder: Path) -> None:
+def test_plan_for_another_model(folder):
     text = loka("train", "--model", "wukong", *SMALL, "--plan", "plan.json", cwd=folder, fails=True)
     assert "PlanMismatch" in text
     assert "layers.0." in text
     assert "Way out" in text
 
 
-def test_damaged_plan(folder: Path, tmp_path: Path) -> None:
+def test_damaged_plan(folder, tmp_path):
     plan = (folder / "plan.json").read_bytes()
     (tmp_path / "plan.json").write_bytes(plan[: len(plan) // 2])
     text = loka("train", "--model", "dlrm", "--plan", "plan.json", cwd=tmp_path, fails=True)
@@ -63,7 +61,7 @@ def test_damaged_plan(folder: Path, tmp_path: Path) -> None:
     assert "edited" in loka("diff", "plan.json", "plan.json", cwd=tmp_path, fails=True)
 
 
-def test_unknown_model_data_and_device(tmp_path: Path) -> None:
+def test_unknown_model_data_and_device(tmp_path):
     assert "wukong:2gf" in loka("probe", "--model", "gpt", cwd=tmp_path, fails=True)
     assert "one of" in loka("probe", "--model", "wukong:huge", cwd=tmp_path, fails=True)
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
@@ -72,7 +70,7 @@ def test_unknown_model_data_and_device(tmp_path: Path) -> None:
     assert "label" in text
 
 
-def test_what_was_replaced_is_counted_over_both_parts(tmp_path: Path) -> None:
+def test_what_was_replaced_is_counted_over_both_parts(tmp_path):
     """80 training rows and 20 held out; a value is missing in 10 and in 3 of them, once a pass."""
     columns = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
     lines = [",".join(columns)]
@@ -84,14 +82,14 @@ def test_what_was_replaced_is_counted_over_both_parts(tmp_path: Path) -> None:
     assert "rows read: 13 missing dense values" in text
 
 
-def test_own_model_by_factory(net: str, tmp_path: Path) -> None:
+def test_own_model_by_factory(net, tmp_path):
     text = loka("probe", "--model", net, *SMALL, cwd=tmp_path)
     assert "written: stats" in text
     assert (tmp_path / "stats" / "stats.json").exists()
 
 
 @pytest.mark.parametrize("head", ["Linear(37, 2)", "Linear(37, 1)", "LSTM(37, 1)"])
-def test_a_model_of_two_tasks_is_refused_with_a_way_out(head: str, net: str, tmp_path: Path) -> None:
+def test_a_model_of_two_tasks_is_refused_with_a_way_out(head, net, tmp_path):
     """torch would speak of target sizes; [B, 1] is no logit a row either, and a tuple is none at all."""
     (tmp_path / "mine.py").write_text(
         (tmp_path / "mine.py").read_text().replace("Linear(37, 1)", head).replace(".squeeze(1)", "")
@@ -101,9 +99,7 @@ def test_a_model_of_two_tasks_is_refused_with_a_way_out(head: str, net: str, tmp
     assert 'or "label": ["click", "buy"]' in text.replace("\n", " ")
 
 
-def test_demo_writes_its_records_and_goes_on_when_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_writes_its_records_and_goes_on_when_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "measure", measure_coarsely)
     arguments = ("demo", "--model", "dlrm", *SMALL, "--pairs", 2, "--out", "out")
     text = loka(*arguments, cwd=tmp_path)
@@ -159,7 +155,7 @@ def test_demo_writes_its_records_and_goes_on_when_started_again(
     ],
     ids=str,
 )
-def test_mistakes_are_answered_with_a_message(wrong: tuple[object, ...], tmp_path: Path) -> None:
+def test_mistakes_are_answered_with_a_message(wrong, tmp_path):
     assert loka(*wrong, cwd=tmp_path, fails=True).strip()
 
 
@@ -173,11 +169,11 @@ def test_mistakes_are_answered_with_a_message(wrong: tuple[object, ...], tmp_pat
         ("two\nlines\tand mläöüß 中文 ≤ →", "two\nlines\tand mläöüß 中文 ≤ →"),
     ],
 )
-def test_control_characters_are_shown_and_not_sent(text: str, shown: str) -> None:
+def test_control_characters_are_shown_and_not_sent(text, shown):
     assert printable(text) == shown
 
 
-def test_names_in_records_cannot_speak_to_the_terminal(measured: Path, tmp_path: Path) -> None:
+def test_names_in_records_cannot_speak_to_the_terminal(measured, tmp_path):
     """In tables, in refusals and in what a plan lists."""
     content = json.loads((measured / "report.json").read_text())["content"]
     evil = "\x1b[2Jtop"
@@ -191,7 +187,7 @@ def test_names_in_records_cannot_speak_to_the_terminal(measured: Path, tmp_path:
     assert r"\x1b[2Jtop.0" in shown
 
 
-def test_every_command_prints_by_way_of_it() -> None:
+def test_every_command_prints_by_way_of_it():
     folder = Path(loka_cli.__file__).parent
     bare = [
         path.name
@@ -201,7 +197,7 @@ def test_every_command_prints_by_way_of_it() -> None:
     assert bare == []
 
 
-def test_commands_that_write_into_a_folder_are_alone_in_it(net: str, tmp_path: Path) -> None:
+def test_commands_that_write_into_a_folder_are_alone_in_it(net, tmp_path):
     with alone_in(tmp_path / "out", "working"):
         for command in (
             ("probe", "--model", net, *SMALL),

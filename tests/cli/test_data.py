@@ -15,7 +15,7 @@ pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 2 if name == "label" else 9, 200) for name in CRITEO.columns}
     path = tmp_path / "rows.parquet"
@@ -29,7 +29,7 @@ def run(*command: object) -> str:
     return done.output
 
 
-def test_convert_info_check_and_speed(rows: Path, tmp_path: Path) -> None:
+def test_convert_info_check_and_speed(rows, tmp_path):
     folder = tmp_path / "out"
     output = run("convert", rows, "--out", folder, "--min-count", 3, "--max-size", 5, "--holdout", 0.5)
     assert f"200 rows in {folder}" in output
@@ -44,14 +44,14 @@ def test_convert_info_check_and_speed(rows: Path, tmp_path: Path) -> None:
     assert "rows/s over 200 rows" in run("speed", folder, "--batch-size", 32)
 
 
-def test_a_test_set_takes_the_ids_of_the_training_set(rows: Path, tmp_path: Path) -> None:
+def test_a_test_set_takes_the_ids_of_the_training_set(rows, tmp_path):
     run("convert", rows, "--out", tmp_path / "train", "--min-count", 4)
     run("convert", rows, "--out", tmp_path / "test", "--vocabulary", tmp_path / "train")
     first, second = (read_vocabulary(tmp_path / name / "vocabulary.json") for name in ("train", "test"))
     assert first == second
 
 
-def test_damage_is_found_by_check(rows: Path, tmp_path: Path) -> None:
+def test_damage_is_found_by_check(rows, tmp_path):
     run("convert", rows, "--out", tmp_path / "out", "--buckets", 10)
     shard = tmp_path / "out" / "shard-00000.parquet"
     data = bytearray(shard.read_bytes())
@@ -64,6 +64,6 @@ def test_damage_is_found_by_check(rows: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [(), ("--buckets", 5, "--min-count", 2), ("--buckets", 5, "--holdout", 0.1)]
 )
-def test_unclear_vocabularies_are_refused(rows: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
+def test_unclear_vocabularies_are_refused(rows, tmp_path, options):
     with pytest.raises(LokaError, match="--min-count"):
         run("convert", rows, "--out", tmp_path / "out", *options)

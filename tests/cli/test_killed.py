@@ -1,8 +1,6 @@
 """Commands that are killed and started again end in the same numbers. `make kills` does it at random
 moments."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -10,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from loka.core.records.report import Report
 from loka.train import newest_step
 
 
-def kill_at_step(step: int, checkpoints: Path, process: BaseProcess) -> None:
+def kill_at_step(step: int, checkpoints: Path, process: BaseProcess):
     deadline = time.monotonic() + 60
     while newest_step(checkpoints) < step and process.is_alive():
         assert time.monotonic() < deadline
@@ -39,7 +36,7 @@ def kill_at_step(step: int, checkpoints: Path, process: BaseProcess) -> None:
 def content_of(path: Path) -> dict[str, Any]:
     """Of a record, without what was measured by the clock."""
 
-    def timeless(found: Any) -> Any:
+    def timeless(found):
         if isinstance(found, dict):
             return {key: timeless(entry) for key, entry in found.items() if key != "rows_per_second"}
         return [timeless(entry) for entry in found] if isinstance(found, list) else found
@@ -47,7 +44,7 @@ def content_of(path: Path) -> dict[str, Any]:
     return timeless(json.loads(path.read_bytes())["content"])
 
 
-def test_killed_training_ends_with_the_same_numbers(measured: Path, tmp_path: Path) -> None:
+def test_killed_training_ends_with_the_same_numbers(measured, tmp_path):
     """SIGKILL after the first checkpoints, twice; then the same command, by plan."""
     loka("plan", measured / "report.json", cwd=tmp_path)
     arguments = ["train", "--model", "dlrm", *SMALL, "--plan", "plan.json", "--checkpoint-every", 2]
@@ -59,14 +56,14 @@ def test_killed_training_ends_with_the_same_numbers(measured: Path, tmp_path: Pa
     resumed = loka(*arguments, "--checkpoints", "killed", cwd=tmp_path)
     assert "continued from step" in resumed
 
-    def judged(text: str) -> list[str]:
+    def judged(text):
         return [line for line in text.splitlines() if line.startswith(("held out", "ran "))]
 
     assert judged(resumed) == judged(whole)
     assert len(judged(whole)) > 3
 
 
-def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object) -> None:
+def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object):
     bars = {f"loka.cli.{command}.ProgressBars": functools.partial(_Dying, at), **replaced}
     process = start_loka(*arguments, cwd=cwd, output=cwd / "printed", **bars)
     process.join()
@@ -76,19 +73,17 @@ def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: obj
 class _Dying:
     """Progress bars that end the process with SIGKILL before item `at` of all that they count."""
 
-    def __init__(self, at: int, *_: object) -> None:
+    def __init__(self, at, *_):
         self._left = itertools.count(at, -1)
 
-    def __call__(self, items: Iterable[object], what: str, total: int) -> Iterator[object]:
+    def __call__(self, items, what, total):
         for item in items:
             if next(self._left) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
 
-def test_a_killed_measurement_ends_with_the_same_report(
-    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_measurement_ends_with_the_same_report(measured, tmp_path, monkeypatch):
     """SIGKILL twice: after three layers, and at once, when what the first one saved is still there."""
     command = ("measure", measured / "stats", "--candidate=emulated:rowwise_e4m3")
     found = []
@@ -109,7 +104,7 @@ def test_a_killed_measurement_ends_with_the_same_report(
 
 
 @pytest.mark.slow
-def test_a_killed_validation_ends_with_the_same_verdict(tmp_path: Path) -> None:
+def test_a_killed_validation_ends_with_the_same_verdict(tmp_path):
     """SIGKILL twice, while the first run trains and while the second one does."""
     command = ("validate", "--arm", "naive", "--model", "dlrm", *SMALL, "--pairs", 1, "--segment", "none")
     for at in (4, 18):  # ten steps a run, three batches to judge it by, and once more by the mean
@@ -128,15 +123,13 @@ def test_a_killed_validation_ends_with_the_same_verdict(tmp_path: Path) -> None:
             assert (other / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_sigterm_saves_what_was_measured(
-    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_saves_what_was_measured(measured, tmp_path, monkeypatch):
     """A scheduler's notice ends a measurement as Ctrl-C does: with the report so far, and 143."""
     whole = Report.load(measured / "report.json").sites
     sent: list[str] = []
 
-    def progress(*_: object) -> Callable[..., Iterator[object]]:
-        def track(items: Iterable[object], what: str, total: int) -> Iterator[object]:
+    def progress(*_):
+        def track(items, what, total):
             for place, item in enumerate(items):
                 if place == 2 and not sent:
                     sent.append(what)
@@ -162,12 +155,10 @@ def test_sigterm_saves_what_was_measured(
 
 
 @pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.parse_args"])
-def test_sigterm_before_a_command_begins_is_told_too(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_before_a_command_begins_is_told_too(place, tmp_path, monkeypatch):
     """A traceback there, or click's "Aborted!", would say that something broke."""
 
-    def sent(*_: object, **__: object) -> None:
+    def sent(*_, **__):
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(place, sent)
@@ -175,12 +166,10 @@ def test_sigterm_before_a_command_begins_is_told_too(
     assert text.startswith("interrupted; ")
 
 
-def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(tmp_path, monkeypatch):
     """Kills found such ends, one in ten of SIGTERM's."""
 
-    def library(target: object) -> None:
+    def library(target):
         try:
             signal.raise_signal(signal.SIGTERM)
         except KeyboardInterrupt:
@@ -190,9 +179,7 @@ def test_sigterm_counts_where_a_library_speaks_of_ctrl_c(
     loka("doctor", cwd=tmp_path, fails=143)
 
 
-def test_a_killed_demo_watches_every_step_again(
-    net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_demo_watches_every_step_again(net, tmp_path, monkeypatch):
     """SIGKILL during the probed run, after a checkpoint; the rerun's statistics cover all of its steps."""
     command = ("demo", "--model", net, "--rows", 18_000, "--batch-size", 64, "--pairs", 1, "--out", "out")
     process = start_loka(*command, cwd=tmp_path, output=tmp_path / "printed", _CHECKPOINT_EVERY=20)
@@ -200,7 +187,7 @@ def test_a_killed_demo_watches_every_step_again(
     kill_at_step(20, arm / "checkpoints", process)
     assert not (arm / "arm.json").exists(), "the probed run had ended"
 
-    def enough(*args: object, **options: object) -> None:
+    def enough(*args, **options):
         raise LokaError("what comes after it, other tests run")
 
     monkeypatch.setattr(arms, "_CHECKPOINT_EVERY", 20)

@@ -1,7 +1,5 @@
 """`loka merge`: statistics of several runs into one record; `loka probe --base-rate`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,12 @@ def probed(folder: Path, seed: int, *options: str) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Stats, Stats]:
+def two(tmp_path_factory) -> tuple[Path, Path, Stats, Stats]:
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     return first, second, probed(first, 0), probed(second, 1, "--base-rate", "0.31")
 
 
-def test_folders_are_merged(two: tuple[Path, Path, Stats, Stats], tmp_path: Path) -> None:
+def test_folders_are_merged(two, tmp_path):
     first, second, a, b = two
     command = ["merge", str(first), str(second), "--out", str(tmp_path)]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -40,7 +38,7 @@ def test_folders_are_merged(two: tuple[Path, Path, Stats, Stats], tmp_path: Path
             assert effect.count == pytest.approx(mine[name].count + theirs[name].count)
 
 
-def test_a_folder_given_twice_is_refused(two: tuple[Path, Path, Stats, Stats], tmp_path: Path) -> None:
+def test_a_folder_given_twice_is_refused(two, tmp_path):
     first, second, _, _ = two
     command = ["merge", str(first), str(second), str(first), "--out", str(tmp_path / "merged")]
     refused = CliRunner().invoke(app, command)
@@ -49,12 +47,12 @@ def test_a_folder_given_twice_is_refused(two: tuple[Path, Path, Stats, Stats], t
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_known_base_rate_sets_the_entropy(two: tuple[Path, Path, Stats, Stats]) -> None:
+def test_a_known_base_rate_sets_the_entropy(two):
     effect = next(effect for layer in two[3].layers.values() for effect in layer.effects.values())
     assert effect.probabilities[0] / effect.count == pytest.approx(0.31)
 
 
-def test_a_cadence_is_a_number_or_auto(tmp_path: Path) -> None:
+def test_a_cadence_is_a_number_or_auto(tmp_path):
     command = ["probe", "--model", "dlrm", "--rows", "600", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, [*command, "--every", "auto"], catch_exceptions=False)
     assert done.exit_code == 0

@@ -1,7 +1,5 @@
 """Budgets of NE on the command line: plan, frontier, drift and their exit statuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -17,11 +15,11 @@ from loka.core.records.stats import Stats
 
 
 @pytest.fixture(scope="module")
-def folder(measured: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(measured, tmp_path_factory) -> Path:
     return shutil.copytree(measured, tmp_path_factory.mktemp("ne") / "folder")
 
 
-def test_a_budget_is_spent_and_told(folder: Path) -> None:
+def test_a_budget_is_spent_and_told(folder):
     text = loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
     assert "Predicted KL/H" in text
     assert "the budget is 0.001" in text
@@ -31,7 +29,7 @@ def test_a_budget_is_spent_and_told(folder: Path) -> None:
     assert '"ne": 0.001' in json.dumps(content)
 
 
-def test_the_papers_budget(folder: Path) -> None:
+def test_the_papers_budget(folder):
     loka("plan", "report.json", "--budget", "paper", "--out", "paper.json", cwd=folder)
     text = (folder / "paper.json").read_text()
     assert '"max_mere": 0.2' in text
@@ -41,7 +39,7 @@ def test_the_papers_budget(folder: Path) -> None:
     assert "no budget is called" in loka("plan", "report.json", "--budget", "x", cwd=folder, fails=True)
 
 
-def test_the_frontier(folder: Path) -> None:
+def test_the_frontier(folder):
     text = loka("plan", "report.json", "--frontier", "--out", "frontier.json", cwd=folder)
     assert "knee" in text
     assert "no speed is claimed" in text
@@ -53,7 +51,7 @@ def test_the_frontier(folder: Path) -> None:
     loka("plan", "report.json", "--frontier", "--ne", "1e-4", cwd=folder, fails=True)
 
 
-def test_drift(folder: Path) -> None:
+def test_drift(folder):
     loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
     same = ["drift", "plan.json", "stats", "--before", "stats", "--report", "report.json"]
     assert "the plan holds" in loka(*same, cwd=folder)
@@ -72,7 +70,7 @@ def test_drift(folder: Path) -> None:
     loka("drift", "plan.json", "moved", "stats", "stats", "stats", "--before", "stats", cwd=folder)
 
 
-def test_a_window_that_does_not_tell_is_not_said_to_hold(folder: Path) -> None:
+def test_a_window_that_does_not_tell_is_not_said_to_hold(folder):
     loka("plan", "report.json", "--ne", "1e-3", "--out", "plan.json", cwd=folder)
     stats = Stats.load(folder / "stats")
     blind = {path: replace(layer, effects={}, no_effect="no logits") for path, layer in stats.layers.items()}
@@ -98,7 +96,7 @@ def test_a_window_that_does_not_tell_is_not_said_to_hold(folder: Path) -> None:
         ["bench", "step", "--min-sqnr-db", "inf"],
     ],
 )
-def test_numbers_that_make_no_sense_are_refused_before_any_work(command: list[str], tmp_path: Path) -> None:
+def test_numbers_that_make_no_sense_are_refused_before_any_work(command, tmp_path):
     refused = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert isinstance(refused.exception, LokaError), refused.output
     assert command[-1] in str(refused.exception)

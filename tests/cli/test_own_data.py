@@ -1,7 +1,5 @@
 """Rows with columns of their own, and a test set of its own, on every command that reads rows."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -18,7 +16,7 @@ COLUMNS = {"label": "y", "dense": ["price", "age"], "sparse": ["shop", "city"]}
 FEW = ("--batch-size", 64, "--device", "cpu")
 
 
-def write(path: Path, rows: int, seed: int, extra: str = "") -> None:
+def write(path: Path, rows: int, seed: int, extra: str = ""):
     draw = random.Random(seed)
     lines = [
         f"{draw.randrange(2)},{draw.random():.3f},{draw.randrange(90)},s{draw.randrange(9)},{extra}c{draw.randrange(5)}"
@@ -28,7 +26,7 @@ def write(path: Path, rows: int, seed: int, extra: str = "") -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     write(tmp_path / "train.csv", 400, 0)
     write(tmp_path / "test.csv", 120, 1)
     (tmp_path / "schema.json").write_text(json.dumps(COLUMNS))
@@ -39,7 +37,7 @@ def commands_with(option: str) -> set[str]:
     """By name, those of the groups too."""
     found = set()
 
-    def walk(group: typer.core.TyperGroup, before: str) -> None:
+    def walk(group, before):
         for name, command in group.commands.items():
             if isinstance(command, typer.core.TyperGroup):
                 walk(command, f"{before}{name} ")
@@ -50,21 +48,21 @@ def commands_with(option: str) -> set[str]:
     return found
 
 
-def test_what_reads_tables_takes_a_schema_and_what_judges_a_test_set() -> None:
+def test_what_reads_tables_takes_a_schema_and_what_judges_a_test_set():
     served = {f"serve {verb}" for verb in ("freeze", "check", "bench", "package")}
     assert commands_with("--data") == {"demo", "probe", "train", "validate", "scale", "bench step"} | served
     assert commands_with("--schema") == commands_with("--data") | {"data convert"}
     assert commands_with("--test-data") == {"demo", "train", "validate"}
 
 
-def test_the_refusal_names_an_option_that_the_command_has(folder: Path) -> None:
+def test_the_refusal_names_an_option_that_the_command_has(folder):
     for command in (("train",), ("probe", "--out", "stats"), ("validate", "--arm", "naive"), ("demo",)):
         text = loka(*command, "--data", "train.csv", *FEW, cwd=folder, fails=True)
         assert "columns do not fit the schema" in text
         assert "--schema FILE" in text
 
 
-def test_train_on_columns_of_ones_own_and_judge_on_another_file(folder: Path) -> None:
+def test_train_on_columns_of_ones_own_and_judge_on_another_file(folder):
     given = ("--model", "dlrm", "--data", "train.csv", "--schema", "schema.json", *FEW)
     text = loka("train", *given, cwd=folder)
     assert "(80 rows" in text
@@ -75,7 +73,7 @@ def test_train_on_columns_of_ones_own_and_judge_on_another_file(folder: Path) ->
     assert "steps sampled" in text
 
 
-def test_demo_and_validate_take_them_too(folder: Path) -> None:
+def test_demo_and_validate_take_them_too(folder):
     given = ("--data", "train.csv", "--schema", "schema.json", "--test-data", "test.csv", *FEW)
     text = loka("validate", "--arm", "naive", "--model", "dlrm", "--pairs", 1, *given, cwd=folder, fails=4)
     assert "400 + 120 held out of test.csv" in text
@@ -87,7 +85,7 @@ def test_demo_and_validate_take_them_too(folder: Path) -> None:
     assert "test_data: test.csv there, other.csv now" in text
 
 
-def test_prepared_folders_go_together(folder: Path) -> None:
+def test_prepared_folders_go_together(folder):
     convert = ("--schema", "schema.json", "--out")
     loka("data", "convert", "train.csv", *convert, "a", "--min-count", 1, cwd=folder)
     loka("data", "convert", "test.csv", *convert, "b", "--vocabulary", "a", cwd=folder)
@@ -107,7 +105,7 @@ def test_prepared_folders_go_together(folder: Path) -> None:
         assert f"{option[0]} without --data" in loka("train", *option, cwd=folder, fails=True)
 
 
-def test_what_a_folder_counted_is_told_once(folder: Path) -> None:
+def test_what_a_folder_counted_is_told_once(folder):
     text = (folder / "train.csv").read_text().splitlines()
     text[5] = "1,,3,,c1"
     text[300] = "junk"

@@ -1,7 +1,5 @@
 """`loka probe`: effects of the model at the end, from rows that training has not used; `--checkpoint`."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -15,7 +13,7 @@ FEW = ("--model", "dlrm", "--rows", "3000", "--batch-size", "128")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("probed")
     text = loka("train", *FEW, "--checkpoints", "run", cwd=folder)
     assert "held out" in text
@@ -26,7 +24,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_effects_are_of_rows_behind_those_of_training(tmp_path: Path) -> None:
+def test_effects_are_of_rows_behind_those_of_training(tmp_path):
     text = loka("probe", *FEW, "--every", 6, "--out", "stats", cwd=tmp_path)
     assert "effects on KL/H: of 6 of 6 sites from 595 rows that training has not used" in text
     for layer in Stats.load(tmp_path / "stats").layers.values():
@@ -38,7 +36,7 @@ def test_effects_are_of_rows_behind_those_of_training(tmp_path: Path) -> None:
             assert 0.05 < effect.probabilities[0] / effect.count < 0.5
 
 
-def test_a_checkpoint_is_probed_as_it_is(folder: Path) -> None:
+def test_a_checkpoint_is_probed_as_it_is(folder):
     before = digests(folder / "run")
     text = loka("probe", *FEW, "--checkpoint", "run", "--out", "stats", cwd=folder)
     assert "after 19 steps" in text
@@ -56,7 +54,7 @@ def test_a_checkpoint_is_probed_as_it_is(folder: Path) -> None:
     assert Stats.load(folder / "again").digest() == stats.digest()
 
 
-def test_a_checkpoint_of_no_use_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_no_use_is_refused(folder, tmp_path):
     assert "holds no checkpoint" in loka("probe", *FEW, "--checkpoint", "none", cwd=folder, fails=2)
     other = loka("probe", "--model", "dcnv2", "--rows", 3000, "--checkpoint", "run", cwd=folder, fails=2)
     assert "does not fit this model" in other
@@ -64,7 +62,7 @@ def test_a_checkpoint_of_no_use_is_refused(folder: Path, tmp_path: Path) -> None
     assert "smaller --batch-size" in loka("probe", *few, "--checkpoint", "run", cwd=folder, fails=2)
 
 
-def test_labels_that_are_all_equal_promise_nothing(tmp_path: Path) -> None:
+def test_labels_that_are_all_equal_promise_nothing(tmp_path):
     """Before, NE was nan and the plan promised 3.6e-5."""
     rows = ["label,a,b", *(f"0,{at % 7 / 7},{at % 13}" for at in range(1200))]
     (tmp_path / "rows.csv").write_text("\n".join(rows))

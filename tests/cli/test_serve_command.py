@@ -1,13 +1,10 @@
 """`loka serve`: from a checkpoint and a plan to a folder, its check, its load test and a package."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
-import torch
 from command_line import loka
 
 import loka as library
@@ -21,7 +18,7 @@ FEW = ("--model", "dlrm", "--rows", "3000")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A checkpoint, a plan and a server."""
     folder = tmp_path_factory.mktemp("served")
     loka("train", *FEW, "--batch-size", "512", "--no-mods", "--checkpoints", "run", cwd=folder)
@@ -46,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_folder_is_checked(folder: Path) -> None:
+def test_a_folder_is_checked(folder):
     text = loka("serve", "check", "server", *FEW, "--no-mods", cwd=folder)
     assert "600 rows answered, 0 of them with NaN" in text
     assert "alarm:" not in text
@@ -55,10 +52,10 @@ def test_a_folder_is_checked(folder: Path) -> None:
     assert "no such file" in loka("serve", "check", "nowhere", *FEW, "--no-mods", cwd=folder, fails=2)
 
 
-def test_rows_that_moved_fail_the_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_moved_fail_the_check(folder, monkeypatch):
     import loka.cli.commands.serve as command
 
-    def moved(batch: object) -> tuple[torch.Tensor, ...]:
+    def moved(batch):
         dense, *others = arguments(batch)
         return dense * 1000, *others
 
@@ -68,7 +65,7 @@ def test_rows_that_moved_fail_the_check(folder: Path, monkeypatch: pytest.Monkey
     assert "alarm: " in text
 
 
-def test_the_load_test(folder: Path) -> None:
+def test_the_load_test(folder):
     few = ("--batch-size", "16", "--seconds", "0.5", "--load", "0.2")
     text = loka("serve", "bench", "server", *FEW, *few, "--no-mods", cwd=folder)
     assert "these times say nothing of a GPU's" in text
@@ -76,13 +73,13 @@ def test_the_load_test(folder: Path) -> None:
     assert "0 unanswered, 0 failed" in text
 
 
-def test_what_cannot_be_frozen(folder: Path) -> None:
+def test_what_cannot_be_frozen(folder):
     command = ("serve", "freeze", *FEW, "--no-mods", "--plan", "plan.json")
     assert "holds no checkpoint" in loka(*command, "--checkpoint", "none", cwd=folder, fails=2)
     assert Plan.load(folder / "plan.json").decisions
 
 
-def test_plans_by_numbers_of_rows(folder: Path) -> None:
+def test_plans_by_numbers_of_rows(folder):
     plan = Plan.load(folder / "plan.json")
     first = next(site for site, made in plan.decisions.items() if made.candidate != "hp")
     few = dataclasses.replace(plan.decisions[first], candidate="hp")
@@ -98,7 +95,7 @@ def test_plans_by_numbers_of_rows(folder: Path) -> None:
     assert "no plan for 4096 rows" in text
 
 
-def test_a_report_for_serving(folder: Path) -> None:
+def test_a_report_for_serving(folder):
     few = ("--candidate", "emulated:rowwise_e4m3", "--errors-only", "--no-cache", "--out", "serving.json")
     text = loka("measure", "stats", "--inference", "0.5", *few, cwd=folder)
     assert "weights are quantized once, as loka.serve keeps them" in text
@@ -108,7 +105,7 @@ def test_a_report_for_serving(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_is_written_and_run(folder: Path) -> None:
+def test_a_package_is_written_and_run(folder):
     text = loka(
         "serve", "package", "server", *FEW, "--no-mods", "--out", "dlrm.pt2", "--most", 64, cwd=folder
     )
@@ -116,5 +113,5 @@ def test_a_package_is_written_and_run(folder: Path) -> None:
     assert (folder / "dlrm.pt2").exists()
 
 
-def test_a_plan_for_a_package(folder: Path) -> None:
+def test_a_plan_for_a_package(folder):
     assert "python" in loka("plan", "x.json", "--target", "elsewhere", cwd=folder, fails=2)

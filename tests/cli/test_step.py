@@ -1,13 +1,10 @@
 """`loka bench step`: which arms there are, what each does to the model, and what is written; no GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +44,14 @@ ALL = [DISPATCH, *(f"{name} everywhere" for name in EVERYWHERE), *TORCHAO]
 class FakeSteps:
     """Stands in for `time_steps`: builds no arm, and says what it was told to say of each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.arms: dict[str, Arm] = {}
         self.baseline: Arm | None = None
         self.rows = 0
         self.options: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
 
-    def __call__(
-        self,
-        baseline: Arm,
-        arms: Mapping[str, Arm],
-        batch: Any,
-        *,
-        on_result: Callable[[StepTime], None],
-        **options: Any,
-    ) -> dict[str, StepTime]:
+    def __call__(self, baseline, arms, batch, *, on_result, **options):
         self.baseline, self.arms, self.rows, self.options = baseline, dict(arms), len(batch), options
         for place, name in enumerate((baseline.name, *arms)):
             if name in self.failures:
@@ -75,14 +64,14 @@ class FakeSteps:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def measured_coarsely() -> Iterator[None]:
+def measured_coarsely():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "measure", measure_coarsely)
         yield
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> FakeSteps:
+def steps(monkeypatch) -> FakeSteps:
     """The CPU passes for a device with CUDA graphs; probing and measuring are real."""
     fake = FakeSteps()
     monkeypatch.setattr(step, "time_steps", fake)
@@ -111,31 +100,31 @@ def data() -> Data:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, data: Data) -> Report:
+def measured(tmp_path_factory, data) -> Report:
     """A report over emulated kernels at all sites of a small DLRM."""
     config = config_in(tmp_path_factory.mktemp("measured"))
     return step._report(config, data)
 
 
-def never(*args: object, **options: object) -> None:
+def never(*args: object, **options: object):
     raise AssertionError("nothing has to be probed or measured")
 
 
-def test_an_unknown_arm_is_told_all_that_exist(steps: FakeSteps, data: Data, tmp_path: Path) -> None:
+def test_an_unknown_arm_is_told_all_that_exist(steps, data, tmp_path):
     with pytest.raises(UnknownName, match="no arm is called magic, more of it") as caught:
         run_step_bench(config_in(tmp_path / "out", arms=("magic", DISPATCH, "more of it")), data)
     assert caught.value.way_out == f"one of {', '.join(ALL)}"
     assert not (tmp_path / "out").exists(), "it is refused before anything is probed"
 
 
-def test_a_cpu_is_refused(data: Data, tmp_path: Path) -> None:
+def test_a_cpu_is_refused(data, tmp_path):
     with pytest.raises(LokaError, match="cpu has none") as caught:
         run_step_bench(config_in(tmp_path / "out"), data)
     assert caught.value.way_out == "run this on a machine with a GPU"
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written(steps, tmp_path, monkeypatch):
     """The command from end to end; a failing arm stands in the table with its reason."""
     broken = f"{EVERYWHERE[1]} everywhere"
     steps.failures = {broken: "RuntimeError: no kernel image"}
@@ -181,12 +170,10 @@ def test_what_is_written(steps: FakeSteps, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "report.json").read_bytes() == before, "a report that is there is used"
 
 
-def test_results_are_kept_as_they_come(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_kept_as_they_come(steps, data, tmp_path, monkeypatch):
     """What was timed before an unusable GPU ends the run is in the record."""
 
-    def dies(baseline: Arm, arms: object, batch: object, **options: Any) -> None:
+    def dies(baseline, arms, batch, **options):
         options["on_result"](StepTime(name=baseline.name, microseconds=Estimate(9.0, 8.0, 10.0)))
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
@@ -201,9 +188,7 @@ def test_results_are_kept_as_they_come(
     assert list(arms) == ["bf16"]
 
 
-def test_torchao_alone_needs_no_report(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchao_alone_needs_no_report(steps, data, tmp_path, monkeypatch):
     for name in ("Probe", "measure", "plan_report"):
         monkeypatch.setattr(step, name, never)
     found = run_step_bench(config_in(tmp_path, arms=(TORCHAO[2], TORCHAO[0])), data)
@@ -215,14 +200,11 @@ def test_torchao_alone_needs_no_report(
     assert summary is None
 
 
-def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) -> None:
+def test_one_candidate_everywhere(measured, data, tmp_path):
     """At every site that runs it, whatever the budget says; hp where it cannot run and at narrow outputs."""
     refused, absent = "top.0/output", "top.3/grad_input"
     sites = dict(measured.sites)
-    for name, changed in {
-        refused: {ROWWISE: Measurement(unsupported="not on Tuesdays")},
-        absent: {},
-    }.items():
+    for name, changed in {refused: {ROWWISE: Measurement(unsupported="not on Tuesdays")}, absent: {}}.items():
         others = {key: value for key, value in sites[name].measurements.items() if key != ROWWISE}
         sites[name] = dataclasses.replace(sites[name], measurements={**others, **changed})
     decided = step._everywhere(dataclasses.replace(measured, sites=sites), ROWWISE)
@@ -243,7 +225,7 @@ def test_one_candidate_everywhere(measured: Report, data: Data, tmp_path: Path) 
         step._everywhere(measured, "cutlass:rowwise")
 
 
-def test_every_planned_arm_is_of_its_own_candidate(measured: Report, data: Data, tmp_path: Path) -> None:
+def test_every_planned_arm_is_of_its_own_candidate(measured, data, tmp_path):
     """The arms are closures made in a loop: none may run another's plan."""
     fresh = functools.partial(step._fresh, config_in(tmp_path), data.train)
     decided = plan(measured)
@@ -255,9 +237,7 @@ def test_every_planned_arm_is_of_its_own_candidate(measured: Report, data: Data,
     assert built == {DISPATCH: decided, **{f"{name} everywhere": f"all {name}" for name in EVERYWHERE}}
 
 
-def test_without_torchao_its_arms_say_how_to_get_it(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchao_its_arms_say_how_to_get_it(data, tmp_path, monkeypatch):
     """In the exception, and in the table of the real `time_steps`; bf16 is timed all the same."""
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     config = config_in(tmp_path, arms=tuple(TORCHAO))
@@ -268,7 +248,7 @@ def test_without_torchao_its_arms_say_how_to_get_it(
             arm.build()
         assert caught.value.way_out == "pip install 'loka[torchao]'"
 
-    def race(functions: Mapping[str, object], **options: object) -> Any:
+    def race(functions, **options):
         timing = types.SimpleNamespace(microseconds=Estimate(1.0, 1.0, 1.0), speedup=Estimate(1.0, 1.0, 1.0))
         return types.SimpleNamespace(timings=dict.fromkeys(functions, timing), failures={})
 
@@ -283,13 +263,11 @@ def test_without_torchao_its_arms_say_how_to_get_it(
         assert reason in table
 
 
-def test_torchao_gets_the_layers_that_its_recipe_runs(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchao_gets_the_layers_that_its_recipe_runs(data, tmp_path, monkeypatch):
     """With a stand-in that records what it was asked: sides of 16, no prediction, no views for rowwise."""
     taken: dict[str, list[str]] = {}
 
-    def convert(model: nn.Module, *, config: str, module_filter_fn: Callable[..., bool]) -> nn.Module:
+    def convert(model, *, config, module_filter_fn):
         taken[config] = [path for path, module in model.named_modules() if module_filter_fn(module, path)]
         return model
 
@@ -301,7 +279,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(
     monkeypatch.setitem(sys.modules, "torchao.float8", library)
 
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.odd = nn.Linear(13, 32)
             self.bottom = nn.Linear(32, 32)
@@ -309,7 +287,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(
             self.top = nn.Linear(32, 32)
             self.logit = nn.Linear(32, 1)
 
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             x = self.bottom(self.odd(dense)).unflatten(1, (16, 2)).transpose(1, 2)
             return self.logit(self.top(self.tokens(x).flatten(1))).squeeze(1)
 
@@ -330,7 +308,7 @@ def test_torchao_gets_the_layers_that_its_recipe_runs(
     assert list(arms) == list(expected)
 
 
-def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
+def test_the_same_weights_for_every_arm(data, tmp_path):
     """Arms start from one model with the mods of the demo, ready to train, whatever was drawn before."""
     config = config_in(tmp_path, seed=3)
     first = step._fresh(config, data.train)
@@ -344,12 +322,10 @@ def test_the_same_weights_for_every_arm(data: Data, tmp_path: Path) -> None:
     assert not torch.equal(other.logit.weight, first.logit.weight)
 
 
-def test_effects_are_by_the_labels_or_by_the_given_rate(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_effects_are_by_the_labels_or_by_the_given_rate(data, tmp_path, monkeypatch):
     told: list[Any] = []
 
-    def probe(model: nn.Module, **options: Any) -> Probe:
+    def probe(model, **options):
         told.append(options["base_rate"])
         return Probe(model, **options)
 
@@ -361,9 +337,7 @@ def test_effects_are_by_the_labels_or_by_the_given_rate(
     assert told == [pytest.approx(labels.mean().item()), 0.25]
 
 
-def test_statistics_in_the_folder_are_not_gathered_again(
-    steps: FakeSteps, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_in_the_folder_are_not_gathered_again(steps, data, tmp_path, monkeypatch):
     config = config_in(tmp_path)
     model = step._fresh(config, data.train)
     batch = next(iter(data.train.batches(32)))

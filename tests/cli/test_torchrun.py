@@ -1,7 +1,5 @@
 """`loka train` on two ranks over gloo: in the group that stands, and started by torchrun itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -55,7 +53,7 @@ def planned(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def two(tmp_path_factory) -> list[dict[str, str]]:
     return on_ranks(trained, 2, tmp_path_factory.mktemp("torchrun"))
 
 
@@ -64,7 +62,7 @@ def held_out(text: str) -> str:
     return line
 
 
-def test_rank_0_speaks_and_judges_all_held_out_rows(two: list[dict[str, str]]) -> None:
+def test_rank_0_speaks_and_judges_all_held_out_rows(two):
     first, second = two
     assert "train: 25 steps" in first["trained"]  # 3,200 rows to train on, 64 of each rank in a step
     assert "continued from step 25" in first["goes on"]
@@ -73,20 +71,20 @@ def test_rank_0_speaks_and_judges_all_held_out_rows(two: list[dict[str, str]]) -
     assert not second["goes on"]
 
 
-def test_ranks_that_differ_all_stop(two: list[dict[str, str]]) -> None:
+def test_ranks_that_differ_all_stop(two):
     for said in two:
         assert "rank 0: 25 steps, a log line every 100" in said["apart"]
         assert "rank 1: 25 steps, a log line every 3" in said["apart"]
         assert "--average is of one process" in said["average"]
 
 
-def test_an_error_says_of_which_rank_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_of_which_rank_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert command_line.loka("plan", "none.json", cwd=tmp_path, fails=True).startswith("rank 1: ")
 
 
-def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path):
     """101 rows of a folder, 81 to train on: one is left out, and the account says so."""
     dense = np.arange(101, dtype=np.float32).repeat(13).reshape(101, 13)
     np.save(tmp_path / "day_0_dense.npy", dense)
@@ -110,7 +108,7 @@ def read(source: Source) -> list[int]:
 
 
 @pytest.mark.slow
-def test_from_bf16_to_fp8_and_by_that_plan(tmp_path: Path) -> None:
+def test_from_bf16_to_fp8_and_by_that_plan(tmp_path):
     first, second = on_ranks(planned, 2, tmp_path)
     assert "sites in FP8" in first["auto"]
     assert "continued from step 25" in first["again"]
@@ -121,7 +119,7 @@ def test_from_bf16_to_fp8_and_by_that_plan(tmp_path: Path) -> None:
     assert not any(second.values())
 
 
-def test_other_commands_are_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_are_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for command in (("validate", "--arm", "plan.json"), ("probe",), ("demo",)):
         said = command_line.loka(*command, cwd=tmp_path, fails=True)
@@ -151,7 +149,7 @@ def torchrun(folder: Path, *arguments: object, ranks: int = 2) -> subprocess.Com
 
 
 @pytest.mark.slow
-def test_by_torchrun(tmp_path: Path) -> None:
+def test_by_torchrun(tmp_path):
     done = torchrun(tmp_path, *SMALL)
     assert done.returncode == 0, done.stderr
     assert len(HELD_OUT.findall(done.stdout)) == 1
@@ -174,7 +172,7 @@ def died(module, args, output):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_all_with_its_message(tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_all_with_its_message(tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     done = torchrun(tmp_path, *SMALL[:1], "--model", "dying:made", *SMALL[3:])
     assert done.returncode != 0

@@ -1,7 +1,5 @@
 """`loka train` in its three ways, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -35,13 +33,13 @@ def refused(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def made(tmp_path_factory) -> tuple[Path, str]:
     """A run from a cold start."""
     folder = tmp_path_factory.mktemp("auto")
     return folder, loka(*AUTO, "--out", folder, "--no-cache")
 
 
-def test_auto_goes_from_bf16_to_fp8(made: tuple[Path, str]) -> None:
+def test_auto_goes_from_bf16_to_fp8(made):
     folder, text = made
     assert "step 9: probed: 3 of 9 steps sampled" in text
     assert "sites in FP8" in text
@@ -53,7 +51,7 @@ def test_auto_goes_from_bf16_to_fp8(made: tuple[Path, str]) -> None:
     assert Plan.load(folder / "plan.json").budget.ne == 2e-4
 
 
-def test_the_same_command_again_does_nothing_again(made: tuple[Path, str]) -> None:
+def test_the_same_command_again_does_nothing_again(made):
     folder, text = made
     again = loka(*AUTO, "--out", folder, "--no-cache")
     assert "continued from step 25" in again
@@ -61,7 +59,7 @@ def test_the_same_command_again_does_nothing_again(made: tuple[Path, str]) -> No
     assert [line for line in again.splitlines() if line.startswith("held out")] == wanted
 
 
-def test_a_run_by_a_plan_is_continued_without_its_file(made: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_by_a_plan_is_continued_without_its_file(made, tmp_path):
     first = loka("--plan", made[0] / "plan.json", "--checkpoints", tmp_path)
     again = loka("--checkpoints", tmp_path)
     assert f"by the plan in {tmp_path / 'step-00000025'}" in again
@@ -69,7 +67,7 @@ def test_a_run_by_a_plan_is_continued_without_its_file(made: tuple[Path, str], t
     assert [line for line in again.splitlines() if line.startswith("held out")] == wanted
 
 
-def test_metrics_by_segment(tmp_path: Path) -> None:
+def test_metrics_by_segment(tmp_path):
     text = loka("--segments", 8, "--precision", "tf32", "--accumulate", 2, "--window", 5)
     assert "sparse 8 = 2: ne " in text  # column 8 has three ids
     assert "other: " in text
@@ -77,7 +75,7 @@ def test_metrics_by_segment(tmp_path: Path) -> None:
     assert "(640 rows" in window
 
 
-def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path: Path) -> None:
+def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path):
     text = loka("--average", "tail")
     assert "rates rise over 3 steps, then fall along a cosine to 0 over 22" in text
     assert "held out, by the mean of the weights (tail): ne " in text
@@ -86,7 +84,7 @@ def test_rates_decay_by_default_and_a_mean_is_judged_beside(tmp_path: Path) -> N
     assert "mean of the weights" not in level
 
 
-def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path: Path) -> None:
+def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path):
     """In the probe no effect on KL/H, in --auto no plan, in the quality no NE."""
     file = tmp_path / "rows.csv"
     names = [f"i{n}" for n in range(3)] + [f"c{n}" for n in range(2)]
@@ -110,7 +108,7 @@ def test_labels_that_are_all_equal_are_said_and_nothing_is_promised(tmp_path: Pa
     assert "the rows to train on: all 1600 labels read are 0" in str(runner.invoke(app, demo).exception)
 
 
-def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path: Path) -> None:
+def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path):
     """At few positives the mean prediction of a fresh model is many times off."""
     command = ["probe", "--model", "dlrm", "--rows", "2000", "--batch-size", "128", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False)
@@ -121,7 +119,7 @@ def test_a_probe_takes_the_share_of_the_labels_it_reads(tmp_path: Path) -> None:
     assert effect.probabilities[0] / effect.count == pytest.approx(positive / 1600)
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_what_it_refuses(tmp_path):
     assert "one of bf16, tf32, fp32" in refused("--precision", "fp8")
     assert "one of eager, compile, graph" in refused("--step", "fast")
     assert "one of cosine, linear, wsd, constant" in refused("--schedule", "step")
@@ -136,12 +134,10 @@ def test_what_it_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
-) -> None:
+def test_a_signal_saves_and_says_where(tmp_path, monkeypatch, number, status):
     sent: list[object] = []
 
-    def send(model: object) -> None:
+    def send(model):
         if not sent:
             sent.append(model)
             signal.raise_signal(number)
@@ -158,10 +154,8 @@ def test_a_signal_saves_and_says_where(
     assert "continued from step 7" in command_line.loka(*command, cwd=tmp_path)
 
 
-def test_an_interrupt_without_checkpoints_promises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def press(*others: object, **named: object) -> None:
+def test_an_interrupt_without_checkpoints_promises_nothing(tmp_path, monkeypatch):
+    def press(*others, **named):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("loka.cli.commands.train.check_finite", press)

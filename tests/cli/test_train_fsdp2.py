@@ -1,7 +1,5 @@
 """`loka train --dense fsdp2` on two ranks over gloo: against one process quantized alike, and resumed."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil
@@ -22,9 +20,9 @@ from torch import nn
 import loka
 from loka.cli.commands import train as command
 from loka.cli.inputs import open_data
-from loka.distributed import GradientWire, choose_gather, choose_gradients, send_gradients
+from loka.distributed import choose_gather, choose_gradients, send_gradients
 from loka.measurement.settings import Settings
-from loka.train import TrainConfig, TrainLog, loop, run, train
+from loka.train import TrainConfig, loop, run, train
 from loka.train.checkpointing.checkpoint import load_newest
 from loka.train.steps import step as steps
 
@@ -60,7 +58,7 @@ def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, A
     """What the command says, and the sum of the losses of this rank's rows after each step."""
     losses: list[float] = []
 
-    def note(line: TrainLog) -> None:
+    def note(line):
         losses.append(line.reading.lifetime.logloss * line.rows)
 
     if dist.is_initialized():
@@ -74,7 +72,7 @@ def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, A
 class Job:
     folder: Path
 
-    def __call__(self, rank: int, _: Path) -> dict[str, Any]:
+    def __call__(self, rank, _):
         kept = ("--checkpoints", "kept", "--checkpoint-every", "2")
         refused = {
             "engine": ("--dense", "fsdp1"),
@@ -97,25 +95,25 @@ class Job:
         ]
         return found
 
-    def chosen(self, rank: int) -> dict[str, Any]:
+    def chosen(self, rank):
         """Gathers in FP8, gradients in torch's own way, as the clock says; on from a checkpoint; and as if
         four ranks had chosen units, and two a codec."""
         fp8, asked = 10.0 + rank, 0
         sent: list[str] = []
 
-        def timer(ways: Any, device: torch.device) -> dict[str, list[float]]:
+        def timer(ways, device):
             nonlocal asked
             asked += 1
             times = {"fp8": fp8, "hp": 15.0, "int8": 1.0, "e4m3": 20.0}
             return {name: [1.0 if len(ways) == 1 else times[name]] * 11 for name in ways}
 
-        def elsewhere(*arguments: Any, **options: Any) -> Any:
+        def elsewhere(*arguments, **options):
             found = load_newest(*arguments, **options)
             gather = (4, *found.state["choices"]["gather"][1:])
             choices = {"gather": gather, "gradients": (2, ("e4m3",), "held")}
             return replace(found, state={**found.state, "choices": choices})
 
-        def send(model: nn.Module, wire: GradientWire) -> None:
+        def send(model, wire):
             sent.append(f"{wire.scatter} {wire.gather}")
             send_gradients(model, wire)
 
@@ -140,17 +138,17 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fsdp2")
 
 
 @pytest.fixture(scope="module")
-def plan(folder: Path) -> loka.Plan:
+def plan(folder) -> loka.Plan:
     return make_plan(folder)
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, plan: loka.Plan) -> list[dict[str, Any]]:
+def two(folder, plan) -> list[dict[str, Any]]:
     logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "alone")
     return on_ranks(Job(folder), 2, folder)
 
@@ -160,7 +158,7 @@ def alone(plan: loka.Plan, names: set[str]) -> list[float]:
     gathered; the masters get the mean gradients."""
     real = steps._backward
 
-    def backward(model: nn.Module, *arguments: Any) -> Any:
+    def backward(model, *arguments):
         masters = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
         for name, p in model.named_parameters():
             if name in names:
@@ -186,7 +184,7 @@ def alone(plan: loka.Plan, names: set[str]) -> list[float]:
     return losses
 
 
-def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], plan: loka.Plan) -> None:
+def test_two_ranks_train_what_one_process_does(two, plan):
     told = two[0]["trained"]["said"]
     names = set(re.findall(r"^(\S+\.weight) .* FP8 *$", told, re.MULTILINE))
     assert {f"{site.rpartition('/')[0]}.weight" for site in plan.decisions} == names
@@ -198,7 +196,7 @@ def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], plan: 
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two: list[dict[str, Any]]) -> None:
+def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two):
     first, second = two
     assert f"continued from step {STEPS}" in first["goes on"]["said"]
     assert "(160 rows" in held_out(first["trained"]["said"])
@@ -206,7 +204,7 @@ def test_it_goes_on_by_its_plan_and_judges_all_held_out_rows(two: list[dict[str,
     assert not second["trained"]["said"]
 
 
-def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]], folder: Path) -> None:
+def test_other_ranks_go_on_with_as_many_rows_in_a_step(two, folder):
     for rank in two:
         assert "config.batch_size: 128 in the checkpoint, 64 now" in rank["half a step"]
     shutil.copytree(folder / "kept", folder / "one")
@@ -220,13 +218,13 @@ def test_other_ranks_go_on_with_as_many_rows_in_a_step(two: list[dict[str, Any]]
     assert "config.batch_size: 128 in the checkpoint, 64 now" in few
 
 
-def test_one_process_probes_the_model_of_all_ranks(two: list[dict[str, Any]], folder: Path) -> None:
+def test_one_process_probes_the_model_of_all_ranks(two, folder):
     common = ("--model", "dlrm", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "kept", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
 
 
-def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
+def test_what_ranks_choose_is_held(two):
     """Looking at gradients and timing steps trains nothing: losses are those of --gather fp8, bit for bit."""
     for rank in two:
         began, asked = rank["chosen began"], rank["chosen asked began"]
@@ -247,7 +245,7 @@ def test_what_ranks_choose_is_held(two: list[dict[str, Any]]) -> None:
     assert "gradients of tables of the model are sparse" in two[0]["of tables"]
 
 
-def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> None:
+def test_what_cannot_be_is_refused(two, folder):
     for rank in two:
         assert "is of one process, and 2 ranks are here" in rank["of one"]
         assert "one of ddp, fsdp2" in rank["engine"]
@@ -258,7 +256,7 @@ def test_what_cannot_be_is_refused(two: list[dict[str, Any]], folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_of_four_dies_and_two_go_on(tmp_path: Path) -> None:
+def test_a_rank_of_four_dies_and_two_go_on(tmp_path):
     (tmp_path / "dying.py").write_text(test_torchrun.DYING)
     arguments = ("train", "--rows", 3200, "--device", "cpu", "--dense", "fsdp2", "--checkpoints", "kept")
     arguments = (*arguments, "--checkpoint-every", 3)
@@ -298,7 +296,7 @@ def automatic(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_from_bf16_to_fp8_as_under_ddp(tmp_path: Path) -> None:
+def test_from_bf16_to_fp8_as_under_ddp(tmp_path):
     """The same effects on KL/H, bit for bit: sampled steps see whole weights. And so the same plan."""
     for found in on_ranks(automatic, 2, tmp_path):
         ddp, fsdp2 = found["ddp"], found["fsdp2"]
@@ -318,7 +316,7 @@ def held_out(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["eager", "compile"])
-def test_by_torchrun_in_bf16(tmp_path: Path, step: str) -> None:
+def test_by_torchrun_in_bf16(tmp_path, step):
     arguments = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", BATCH, "--device", "cpu", "--step", step)
     done = test_torchrun.torchrun(tmp_path, "train", *arguments, "--dense", "fsdp2")
     assert done.returncode == 0, done.stderr

@@ -4,12 +4,10 @@ What is trained is compared with what the other engine trains on the same rows, 
 the checkpoint's files hold, bit for bit.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from loka.data.batch import Source
 from loka.distributed import EmbeddingBags, shard_tables, with_embedding_bags
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.sharded import read_tensors
-from loka.train.run import Callback, Run
+from loka.train.run import Callback
 from loka.train.steps import step as steps
 from loka.train.steps.pipelined import Ahead
 from loka.zoo import HistoryTable, build
@@ -44,7 +42,7 @@ SHARDED = ("--engine", "torchrec", "--batch-size", BATCH)
 CONFIG = TrainConfig(batch_size=BATCH, precision="fp32", checkpoint_every=2, log_every=1)
 
 
-def write_rows(folder: Path) -> None:
+def write_rows(folder: Path):
     """800 rows in the layout of MLPerf's Criteo: 13 counts, 26 ids of columns from 3 to 128 ids wide."""
     rng = np.random.default_rng(0)
     rows = np.arange(ROWS)[:, None]
@@ -107,7 +105,7 @@ def by_rows(model: nn.Module) -> nn.Module:
     return shard_tables(model, device="cpu", batch_size=BATCH, lr=0.1, placement=plan)
 
 
-def saved_again(folder: Path, rank: int, ranks: int) -> None:
+def saved_again(folder: Path, rank: int, ranks: int):
     """A model of other weights takes over the checkpoint in folder/dcn, and saves what it holds then."""
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, ranks), parts=2).train
     model = built("dcnv2")
@@ -125,10 +123,10 @@ def saved_again(folder: Path, rank: int, ranks: int) -> None:
 
 
 class Saves(Callback):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def start(self, run: Run) -> None:
+    def start(self, run):
         if run.step == run.steps:
             run.save(self.folder, beside={}, identity={})
 
@@ -168,12 +166,12 @@ def losses_of(model: nn.Module, rows: Source, config: TrainConfig) -> list[float
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("torchrec")
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Any]]:
+def two(folder) -> list[dict[str, Any]]:
     (folder / "criteo").mkdir()
     write_rows(folder / "criteo")
     make_plan(folder)
@@ -181,11 +179,11 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one(two: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+def one(two, folder) -> dict[str, Any]:
     return on_ranks(on_one, 1, folder)[0]
 
 
-def test_rows_of_a_folder_by_a_plan_of_the_bare_model(two: list[dict[str, Any]]) -> None:
+def test_rows_of_a_folder_by_a_plan_of_the_bare_model(two):
     """The pipeline moves no bit: ids travel ahead, rows are looked up when they are needed."""
     for rank in two:
         assert len(rank["pipeline"]["losses"]) == STEPS
@@ -196,7 +194,7 @@ def test_rows_of_a_folder_by_a_plan_of_the_bare_model(two: list[dict[str, Any]])
     assert "TorchRec, a batch at a time" in two[0]["one by one"]["said"]
 
 
-def test_it_goes_on_to_the_same_bits(two: list[dict[str, Any]]) -> None:
+def test_it_goes_on_to_the_same_bits(two):
     for rank in two:
         assert rank["goes on"]["losses"] == rank["pipeline"]["losses"][4:]
     first = two[0]
@@ -204,16 +202,14 @@ def test_it_goes_on_to_the_same_bits(two: list[dict[str, Any]]) -> None:
     assert held_out(first["goes on"]["said"]) == held_out(first["pipeline"]["said"])
 
 
-def test_a_plan_from_within_fits_the_bare_model(two: list[dict[str, Any]], folder: Path) -> None:
+def test_a_plan_from_within_fits_the_bare_model(two, folder):
     assert two[0]["exchange"] == steps._PIPELINE
     plan = Plan.load(folder / "cross.json")
     assert len(plan.decisions) > 20
     loka.convert(built("dcnv2"), plan)
 
 
-def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(
-    two: list[dict[str, Any]], one: dict[str, Any], folder: Path
-) -> None:
+def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(two, one, folder):
     """Of row-wise shards: on two ranks as whole tables, which lie on either, and on one rank."""
     there = read_all(folder / "dcn")
     momenta = [name for name in there if name.endswith("/momentum1")]
@@ -228,7 +224,7 @@ def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     into: dict[str, torch.Tensor] = {}
 
-    def wanted(there: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def wanted(there):
         into.update({n: torch.zeros(found.size, dtype=found.properties.dtype) for n, found in there.items()})
         return into
 
@@ -237,14 +233,14 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
-def test_one_rank_trains_what_the_other_engine_does(one: dict[str, Any], name: str) -> None:
+def test_one_rank_trains_what_the_other_engine_does(one, name):
     """The same float32 numbers but for the order of sums. A weight below 2 is rounded by 2^-24 in each of the
     five steps, and its gradients, of sums in another order, by some of these; a loss near 0.7 by 2^-25."""
     assert one[name]["weights"] < 2 * STEPS * 2**-23
     assert one[name]["losses"] < 2**-24
 
 
-def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
+def test_two_ranks_train_what_one_process_does(two, one):
     """Tables are looked up where they lie, to the bit; gradients are the mean over the ranks."""
     assert all(all(rank["looked up"]) for rank in two)
     means = [sum(both) / 2 for both in zip(*(rank["losses"] for rank in two), strict=True)]
@@ -263,19 +259,19 @@ def test_two_ranks_train_what_one_process_does(two: list[dict[str, Any]], one: d
         (("--batch-size", BATCH, "--engine", "torchrun"), "one of torch, torchrec"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, options: tuple[Any, ...], said: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path, options, said):
     assert said in logged(tmp_path, *options, fails=True)["said"]
     assert not dist.is_initialized()
 
 
-def test_without_torchrec_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrec_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchrec", None)
     said = logged(tmp_path, *SHARDED, fails=True)["said"]
     assert "install torchrec and fbgemm-gpu built for this torch" in said
     assert "--engine torch" in said
 
 
-def test_what_has_no_bags_is_refused() -> None:
+def test_what_has_no_bags_is_refused():
     history = build("hstu", dense_features=4, vocab_sizes=(8, 8), history=HistoryTable(column=0))
     with pytest.raises(LokaError, match="sequences of rows and no bags"):
         with_embedding_bags(history)
@@ -283,7 +279,7 @@ def test_what_has_no_bags_is_refused() -> None:
         with_embedding_bags(nn.Linear(2, 1))
 
 
-def test_where_tables_may_lie() -> None:
+def test_where_tables_may_lie():
     """By columns AdaGrad would take its mean over a part of a row; dense kernels leave rows untrained."""
     from torchrec.distributed import sharding_plan
     from torchrec.distributed.types import ShardingPlan
@@ -302,7 +298,7 @@ def test_where_tables_may_lie() -> None:
         shard_tables(large, device="cpu", batch_size=8, lr=0.1)
 
 
-def test_a_second_pipeline_reads_what_the_first_took() -> None:
+def test_a_second_pipeline_reads_what_the_first_took():
     rows = list(open_data(None, rows=ROWS, seed=0).train.batches(BATCH))
     coming, device = Ahead(iter(rows)), torch.device("cpu")
     seen = [next(coming)]
@@ -316,7 +312,7 @@ def test_a_second_pipeline_reads_what_the_first_took() -> None:
     assert [batch.sparse.sum() for batch in seen] == [batch.sparse.sum() for batch in rows]
 
 
-def test_one_process_probes_the_model_of_sharded_tables(two: list[dict[str, Any]], folder: Path) -> None:
+def test_one_process_probes_the_model_of_sharded_tables(two, folder):
     common = ("--model", "dcnv2", "--rows", ROWS, "--batch-size", 32, "--device", "cpu")
     said = command_line.loka("probe", *common, "--checkpoint", "dcn", cwd=folder)
     assert f"step-{STEPS:08d}, after {STEPS} steps" in said
@@ -341,12 +337,12 @@ def joined(rank: int, folder: Path) -> dict[str, Any]:
 
 
 class Regions(Callback):
-    def after(self, run: Run) -> None:
+    def after(self, run):
         self.joined = {site for region in loka.regions(run.model).applied for site in region}
 
 
 @pytest.mark.slow
-def test_regions_and_auto_in_the_pipeline(tmp_path: Path) -> None:
+def test_regions_and_auto_in_the_pipeline(tmp_path):
     """Auto calls the model between steps, so a pipeline ends there and another begins; no bit moves."""
     make_plan(tmp_path)
     for rank in on_ranks(joined, 2, tmp_path):

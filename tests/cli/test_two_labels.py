@@ -1,7 +1,5 @@
 """Two tasks on the command line, from a table to a verdict: nothing is of both."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -39,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def test_a_converted_folder_names_its_tasks_and_trains_as_the_table(folder: Path) -> None:
+def test_a_converted_folder_names_its_tasks_and_trains_as_the_table(folder):
     assert "2 tasks: click, buy" in loka("data", "info", "rows", cwd=folder)
     text = loka("train", "--data", "rows", "--segments", 0, *FEW, cwd=folder)
     table = loka("train", "--data", "rows.csv", "--schema", "schema.json", "--segments", 0, *FEW, cwd=folder)
@@ -52,7 +50,7 @@ def test_a_converted_folder_names_its_tasks_and_trains_as_the_table(folder: Path
     assert kept == [line for line in table.splitlines() if "held out: ne" in line]
 
 
-def test_a_task_by_itself_is_another_model(folder: Path) -> None:
+def test_a_task_by_itself_is_another_model(folder):
     text = loka("train", "--data", "rows.csv", "--schema", "one.json", *FEW, cwd=folder)
     assert "held out: ne" in text
     assert "click" not in text
@@ -66,7 +64,7 @@ def _with_one(folder: Path) -> Path:
     return folder
 
 
-def test_probe_takes_the_labels_of_each(folder: Path) -> None:
+def test_probe_takes_the_labels_of_each(folder):
     text = loka("probe", "--data", "rows", "--every", 3, "--out", "stats", *FEW, cwd=folder)
     assert "click: " in text
     assert "; buy: " in text
@@ -79,7 +77,7 @@ def test_probe_takes_the_labels_of_each(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_auto_goes_from_bf16_to_fp8(folder: Path) -> None:
+def test_auto_goes_from_bf16_to_fp8(folder):
     auto = ("--auto", "--out", "auto", "--probe-every", 2, "--probe-steps", 6, "--min-speedup", 0)
     text = loka("train", "--data", "rows", *auto, *FEW, cwd=folder)
     assert "sites in FP8" in text
@@ -88,13 +86,13 @@ def test_auto_goes_from_bf16_to_fp8(folder: Path) -> None:
     assert "leave --base-rate out: the labels of each task are counted" in text
 
 
-def test_probe_of_a_checkpoint_counts_what_it_trained_on(folder: Path) -> None:
+def test_probe_of_a_checkpoint_counts_what_it_trained_on(folder):
     loka("train", "--data", "rows", "--checkpoints", "kept", *FEW, cwd=folder)
     text = loka("probe", "--data", "rows", "--checkpoint", "kept", "--out", "asitis", *FEW, cwd=folder)
     assert "effects on KL/H: of 6 of 6 sites" in text
 
 
-def test_validate_has_a_verdict_for_each(folder: Path) -> None:
+def test_validate_has_a_verdict_for_each(folder):
     arguments = ("--arm", "naive", "--pairs", 1, "--segment", "sparse:0:2", "--data", "rows", *FEW)
     text = loka("validate", *arguments, "--out", "proof", cwd=folder, fails=4)
     assert "verdict: naive, click UNDECIDED, naive, buy UNDECIDED" in text
@@ -106,13 +104,13 @@ def test_validate_has_a_verdict_for_each(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("demo",), ("bench", "step")])
-def test_what_is_of_one_task_says_so(folder: Path, command: tuple[str, ...]) -> None:
+def test_what_is_of_one_task_says_so(folder, command):
     text = loka(*command, "--data", "rows", "--device", "cpu", cwd=folder, fails=True)
     assert "the rows have 2 labels: click, buy" in text
     assert '("label": "click")' in text
 
 
-def test_a_factory_is_called_with_their_number(folder: Path) -> None:
+def test_a_factory_is_called_with_their_number(folder):
     (folder / "two_logits.py").write_text(
         "from loka.zoo import build\n\n\ndef model(dense_features, vocab_sizes, tasks):\n"
         "    return build('dcnv2', dense_features=dense_features, vocab_sizes=vocab_sizes, tasks=tasks)\n\n\n"
@@ -124,7 +122,7 @@ def test_a_factory_is_called_with_their_number(folder: Path) -> None:
     assert "called with dense_features and vocab_sizes and tasks" in text
 
 
-def test_more_labels_than_the_zoo_has_logits_are_refused(folder: Path) -> None:
+def test_more_labels_than_the_zoo_has_logits_are_refused(folder):
     names = [f"t{number}" for number in range(9)]
     row = ",".join(["1"] * 9 + ["0.5"])
     (folder / "many.csv").write_text("\n".join([",".join([*names, "x"]), *[row] * 50]) + "\n")
@@ -134,7 +132,7 @@ def test_more_labels_than_the_zoo_has_logits_are_refused(folder: Path) -> None:
     assert "--model package.module:factory" in text
 
 
-def test_limits_by_task_and_segment_from_probe_to_page(folder: Path) -> None:
+def test_limits_by_task_and_segment_from_probe_to_page(folder):
     """1000 rows hold out 200: enough for each task, and of no segment."""
     probe = ("probe", "--data", "rows", "--every", 3, "--out", "parts", "--segment", "sparse:0:1", *FEW)
     text = loka(*probe, cwd=folder)

@@ -1,7 +1,5 @@
 """`loka validate` and `loka report`: exit statuses, messages, files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ SMALL = ("--model", "dlrm", "--rows", 2000, "--batch-size", 192, "--pairs", 1)
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
+def judged(tmp_path_factory) -> tuple[Path, str, int]:
     out = tmp_path_factory.mktemp("validate")
     result = call("validate", "--arm", "naive", *SMALL, "--segment", "dense:0:2", "--out", out / "v")
     return out, result.output, result.exit_code

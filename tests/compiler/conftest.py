@@ -1,15 +1,11 @@
 """Each test compiles anew: Dynamo counts how often it compiled a frame, and gives up after eight times."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

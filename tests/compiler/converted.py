@@ -1,7 +1,5 @@
 """Pairs of one model: as it is, with its sites eagerly, and with them joined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models as people write them, small: what lies between their layers differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -32,13 +30,13 @@ def block_norm_hard_swish() -> nn.Module:
 class Residual(nn.Module):
     """Pre-norm residual blocks with GELU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
         self.up = nn.ModuleList(nn.Linear(64, 128) for _ in range(2))
         self.down = nn.ModuleList(nn.Linear(128, 64) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
             x = x + down(F.gelu(up(norm(x))))
         return x
@@ -47,13 +45,13 @@ class Residual(nn.Module):
 class Gated(nn.Module):
     """SwiGLU behind RMSNorm: two layers read one tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.RMSNorm(64)
         self.gate, self.up = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
         self.down = nn.Linear(96, 64, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         normal = self.norm(x)
         return x + self.down(F.silu(self.gate(normal)) * self.up(normal))
 
@@ -61,14 +59,14 @@ class Gated(nn.Module):
 class Cross(nn.Module):
     """DCNv2's low-rank cross layers by raw parameters, as TorchRec writes them, and an MLP."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.v = nn.ParameterList(nn.Parameter(0.1 * torch.randn(32, 64)) for _ in range(2))
         self.w = nn.ParameterList(nn.Parameter(0.1 * torch.randn(64, 32)) for _ in range(2))
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(64)) for _ in range(2))
         self.top = nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x_0 = x
         for v, w, bias in zip(self.v, self.w, self.bias, strict=True):
             x = x_0 * (F.linear(F.linear(x, v), w) + bias) + x
@@ -78,11 +76,11 @@ class Cross(nn.Module):
 class GeGLU(nn.Module):
     """One layer makes value and gate: a slice of its output on either side of a product."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.both, self.down = nn.Linear(64, 256), nn.Linear(128, 64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         value, gate = self.both(x).chunk(2, dim=-1)
         return self.down(value * F.gelu(gate))
 
@@ -90,12 +88,12 @@ class GeGLU(nn.Module):
 class GatedCross(nn.Module):
     """A cross layer behind a gate of its own, which no code of LoKA's mentions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down, self.up, self.gate = nn.Linear(64, 32, bias=False), nn.Linear(32, 64), nn.Linear(64, 64)
         self.top = nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         crossed = x * self.up(self.down(x)) * torch.sigmoid(self.gate(x)) + x
         return self.top(F.softsign(crossed))
 
@@ -103,11 +101,11 @@ class GatedCross(nn.Module):
 class Tokens(nn.Module):
     """Three dimensions, attention between layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(64, 192), nn.Linear(64, 64), nn.LayerNorm(64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         tokens = x.unflatten(0, (-1, 4))
         q, k, v = self.qkv(self.norm(tokens)).chunk(3, dim=-1)
         return (tokens + self.out(F.scaled_dot_product_attention(q, k, v))).flatten(0, 1)

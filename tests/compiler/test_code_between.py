@@ -1,9 +1,6 @@
 """Code between sites that a program must not take for something else."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -28,33 +25,33 @@ aten = torch.ops.aten
 class Between(nn.Module):
     """Two layers of 64 features, and `code` between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y: torch.Tensor = self.second(self.code(self.first(x)))
         return y
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         raise NotImplementedError
 
 
 class CastToBool(Between):
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.relu(h).bool() * 2.0 + h
 
 
 class CastToEightBits(Between):
     """A quantizer of the user's own: near 100 two e4m3 numbers are 8 apart."""
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         coarse = (h.detach().float() * 8 + 100).to(torch.float8_e4m3fn).float()
         return (coarse - 100) / 8 + h
 
 
 class CastToIntegers(Between):
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return (h.detach() * 4).to(torch.int32).to(h.dtype) + h
 
 
@@ -62,35 +59,35 @@ class AddedWithItsOwnGradient(torch.autograd.Function):
     """x [T, N] + p [N], where p's gradient is a sum over rows of a product with another such sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x, p):
         return x + p
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx, grad):
         return grad, (grad * grad.sum(0)).sum(0)
 
 
 class SumOfSums(Between):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(64))
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.tanh(AddedWithItsOwnGradient.apply(h, self.shift))
 
 
 class SummedUp(Between):
     """Backward begins inside of the graph, with one number."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x).float().sum() / 8
 
-    def code(self, h: torch.Tensor) -> torch.Tensor:
+    def code(self, h):
         return torch.relu(h)
 
 
 @pytest.mark.parametrize("model", [CastToBool, CastToEightBits, CastToIntegers, SumOfSums, SummedUp])
-def test_joined_computes_what_the_model_says(model: type[Between]) -> None:
+def test_joined_computes_what_the_model_says(model):
     """As near to the exact model as site by site (test_joined_models.py). A cast that is read wrongly makes
     another model: errors of 0.3 and more."""
     torch.manual_seed(0)
@@ -109,7 +106,7 @@ def test_joined_computes_what_the_model_says(model: type[Between]) -> None:
         assert error(mine, right) <= 1.3 * error(other, right) + 0.02
 
 
-def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu() -> None:
+def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu():
     graph = Graph()
     with FakeTensorMode():
         values = torch.empty(32, 64, device="cuda"), torch.empty(())
@@ -131,12 +128,12 @@ def test_a_number_on_the_cpu_is_no_leaf_of_a_program_on_the_gpu() -> None:
 class Cross(nn.Module):
     """Cross layers with biases of their own: under autocast what they add up is float32."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(layers))
         self.biases = nn.ParameterList(torch.zeros(64) for _ in range(layers))
 
-    def forward(self, x0: torch.Tensor) -> torch.Tensor:
+    def forward(self, x0):
         x = x0
         for layer, bias in zip(self.layers, self.biases, strict=True):
             x = x0 * (layer(x) + bias) + x
@@ -144,7 +141,7 @@ class Cross(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [3, 8])
-def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layers: int) -> None:
+def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layers):
     """A float32 matrix, written and read, is as many bytes as four of bfloat16."""
     plain = Cross(layers)
     x = torch.randn(48, 64).bfloat16()
@@ -162,7 +159,7 @@ def test_a_stream_is_written_where_that_is_cheaper_than_what_it_is_made_of(layer
 
 
 @pytest.mark.parametrize("name", sweep(("residual", "gated"), ("gated",)))
-def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -> None:
+def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name):
     """What a norm makes of it, and copies in float32, are computed anew; sums for norms come out of edges."""
     plain = nn.Sequential(made(name), made(name))
     x = torch.randn(48, 64).bfloat16()
@@ -184,7 +181,7 @@ def test_a_stream_is_given_once_and_all_that_follows_from_it_is_not(name: str) -
 
 
 @pytest.mark.parametrize("width", [512, 2048])
-def test_readers_scale_products_of_short_sums_to_the_last_bit(width: int) -> None:
+def test_readers_scale_products_of_short_sums_to_the_last_bit(width):
     """Scales are powers of two; a GEMM of long sums has them of its own, and gives what it gives eagerly."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(width, 32, bias=False), nn.SiLU(), nn.Linear(32, 16, bias=False))

@@ -1,7 +1,5 @@
 """Twelve families of models that LoKA's authors did not write: what is planned is joined, and is right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from converted import JOINED, error
@@ -32,7 +30,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sweep(FAMILIES, ALWAYS))
-def test_planned_and_joined_agree(name: str) -> None:
+def test_planned_and_joined_agree(name):
     foreign = FOREIGN[name]
     foreign.skip_without_libraries()
     probed = foreign.build()

@@ -1,13 +1,10 @@
 """The pass inside of Inductor: beside other passes, in caches and other processes; what `regions` tells."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _configured(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     before = config.joint_custom_pre_pass
     yield
@@ -36,18 +33,18 @@ def _configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 class Counting(CustomGraphPass):
-    def __init__(self) -> None:
+    def __init__(self):
         self.graphs = 0
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def __call__(self, graph):
         self.graphs += 1
 
-    def uuid(self) -> str:
+    def uuid(self):
         return "counting"
 
 
 @pytest.mark.slow  # test_a_second_process trains by Inductor in every run of the tests
-def test_a_training_step_by_inductor() -> None:
+def test_a_training_step_by_inductor():
     plain = made("gated")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -70,7 +67,7 @@ def test_a_training_step_by_inductor() -> None:
 
 
 @pytest.mark.slow
-def test_a_users_pass_stays_and_comes_first() -> None:
+def test_a_users_pass_stays_and_comes_first():
     own = Counting()
     config.joint_custom_pre_pass = own
     model = made("relu")
@@ -86,7 +83,7 @@ def test_a_users_pass_stays_and_comes_first() -> None:
     assert config.joint_custom_pre_pass is ours
 
 
-def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
+def test_a_function_as_a_pass_is_run_and_nothing_is_cached():
     seen = []
     config.joint_custom_pre_pass = seen.append
     install()
@@ -98,7 +95,7 @@ def test_a_function_as_a_pass_is_run_and_nothing_is_cached() -> None:
 
 
 @pytest.mark.parametrize("file", ["compiler/lower.py", "compiler/edges/cones.py", "kernels/edge/twin.py"])
-def test_what_the_pass_is_made_of_decides_its_uuid(file: str, tmp_path: Path) -> None:
+def test_what_the_pass_is_made_of_decides_its_uuid(file, tmp_path):
     """Else a compiler's cache gives graphs that an earlier version of this code wrote."""
     package = Path(joint_pass.__file__).parents[1]
     for room in ("compiler", "kernels"):
@@ -111,7 +108,7 @@ def test_what_the_pass_is_made_of_decides_its_uuid(file: str, tmp_path: Path) ->
     assert joint_pass._digest(tmp_path) != before
 
 
-def test_switched_off_every_site_runs_by_itself() -> None:
+def test_switched_off_every_site_runs_by_itself():
     model = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(model), x)
@@ -124,7 +121,7 @@ def test_switched_off_every_site_runs_by_itself() -> None:
     assert all(count["runs"] for count in loka.health_of(model).values())
 
 
-def test_a_graph_from_the_cache_is_joined_and_says_so() -> None:
+def test_a_graph_from_the_cache_is_joined_and_says_so():
     plain = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -160,18 +157,14 @@ print(int(hits > 0), y.double().sum().item())
 
 
 @pytest.mark.slow  # the same process finds a graph in the cache in every run of the tests
-def test_a_second_process(tmp_path: Path) -> None:
+def test_a_second_process(tmp_path):
     """It finds the graph in the cache on disk, computes the same, and knows the regions."""
     here, shared = Path(__file__).parent, tmp_path / "shared"
     shared.mkdir()
     Path(codecache._HEADER_DIR).mkdir(parents=True, exist_ok=True)
     (shared / "precompiled_headers").symlink_to(codecache._HEADER_DIR)  # they take longer than the graph
     script = _SECOND.format(tests=str(here.parent), here=str(here))
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(shared),
-        "PYTHONPATH": str(ROOT / "src"),
-    }
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(shared), "PYTHONPATH": str(ROOT / "src")}
     told = []
     for _ in range(2):
         done = subprocess.run(
@@ -184,17 +177,17 @@ def test_a_second_process(tmp_path: Path) -> None:
 
 
 class Broken(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(self.second(torch.relu(self.first(x))))
         torch._dynamo.graph_break()
         return self.third(x)
 
 
-def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
+def test_a_graph_break_makes_smaller_regions_and_is_named():
     model = Broken()
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(model), x)
@@ -214,7 +207,7 @@ def test_a_graph_break_makes_smaller_regions_and_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
+def test_sites_that_do_not_fit_are_told_with_their_reason():
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
     whole = nn.Sequential(nn.Identity(), model)
     x = torch.randn(64, 13)
@@ -229,7 +222,7 @@ def test_sites_that_do_not_fit_are_told_with_their_reason() -> None:
     assert all("multiple of 16" in reason for reason in loka.regions(whole).apart.values())
 
 
-def test_parts_compiled_by_themselves_and_within_each_other() -> None:
+def test_parts_compiled_by_themselves_and_within_each_other():
     outer = nn.Sequential(made("relu"), nn.ReLU(), made("relu_narrow"))
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(outer), x)

@@ -1,12 +1,9 @@
 """Joined sites inside DistributedDataParallel, whose optimizer splits graphs; convert first or wrap first."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +33,7 @@ class Job:
     plan: Plan
     order: str
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         expected = loka.convert(made("relu"), self.plan)
         for rows in halves():
             run(expected, rows)
@@ -56,7 +53,7 @@ class Job:
 
 
 @pytest.mark.parametrize("order", sweep(("convert first", "wrap first"), ("wrap first",)))
-def test_two_ranks_train_what_one_process_does(tmp_path: Path, order: str) -> None:
+def test_two_ranks_train_what_one_process_does(tmp_path, order):
     plan = plan_for(copy.deepcopy(made("relu")), torch.randn(64, 64))
     for found in on_ranks(Job(plan, order), 2, tmp_path, seconds=200):
         assert not found["apart"]

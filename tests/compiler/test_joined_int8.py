@@ -1,7 +1,5 @@
 """Regions whose `output` GEMMs are INT8: as their sites one by one, and what INT8 data is not read for."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -28,7 +26,7 @@ OUTPUT = {"*/output": INT8}
 
 
 @pytest.mark.parametrize("name", sweep(MODELS, ("relu", "layer_norm_silu", "block_norm_hard_swish", "cross")))
-def test_joined_is_as_good_as_site_by_site(name: str) -> None:
+def test_joined_is_as_good_as_site_by_site(name):
     """And its forward better than that of FP8, by far."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(1))
     plain = made(name)
@@ -58,7 +56,7 @@ def test_joined_is_as_good_as_site_by_site(name: str) -> None:
         assert error(ours, truth) <= 1.3 * error(theirs, truth) + 0.005
 
 
-def test_backward_reads_no_integers() -> None:
+def test_backward_reads_no_integers():
     """INT8 rounds half a step, a 254th of a row's largest, to zero; FP8, whose zeros are ReLU's mask, a
     2^18th of it. So forward makes both copies of an input, and backward is what it is without INT8."""
     plain = made("relu")
@@ -81,16 +79,16 @@ def test_backward_reads_no_integers() -> None:
 class _Shared(nn.Module):
     """Two layers that read one input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 48), nn.Linear(64, 48)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         z = torch.relu(x)
         return self.first(z) * torch.sigmoid(self.second(z))
 
 
-def test_one_input_in_two_formats() -> None:
+def test_one_input_in_two_formats():
     torch.manual_seed(0)
     plain = _Shared()
     x = torch.randn(40, 64)
@@ -105,7 +103,7 @@ def test_one_input_in_two_formats() -> None:
     assert all(error(ours[n], theirs[n]) < 0.06 for n in theirs)
 
 
-def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph() -> None:
+def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph():
     plain = made("relu").eval()
     plan = plan_for(copy.deepcopy(plain).train(), torch.randn(64, 64), force=OUTPUT)
     eager, joined = (loka.convert(copy.deepcopy(plain), plan).eval() for _ in range(2))
@@ -121,7 +119,7 @@ def test_inference_makes_no_fp8_copies_and_ragged_batches_share_a_graph() -> Non
         assert error(torch.compile(joined, backend=JointBackend())(x), eager(x)) < 1e-3
 
 
-def test_what_is_not_finite_shows_and_stays_in_its_row() -> None:
+def test_what_is_not_finite_shows_and_stays_in_its_row():
     plain = made("relu")
     plan = plan_for(copy.deepcopy(plain), torch.randn(64, 64), force=OUTPUT)
     joined = loka.convert(copy.deepcopy(plain), plan)
@@ -141,7 +139,7 @@ def test_what_is_not_finite_shows_and_stays_in_its_row() -> None:
     assert any(seen["bad_b"] for name, seen in health_of(joined).items() if name.endswith("/output"))
 
 
-def test_which_candidates_can_be_joined() -> None:
+def test_which_candidates_can_be_joined():
     assert [unjoined(name) for name in ARMS[REGION_INT8]] == [None] * 3
     assert unjoined(INT8) is unjoined(JOINED) is None
     assert "emulated:int8_row_centred is none of rowwise_e4m3_pow2, int8_row" in str(

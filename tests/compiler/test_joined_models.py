@@ -6,8 +6,6 @@ bfloat16, which flips roundings to e4m3: two results with errors of size e of th
 apart.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -30,7 +28,7 @@ ROWS = (100,)  # no multiple of 16
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", sweep(MODELS, ("relu", "layer_norm_silu", "cross", "gated", "tokens")))
-def test_joined_is_as_good_as_site_by_site(name: str, rows: int) -> None:
+def test_joined_is_as_good_as_site_by_site(name, rows):
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
     plain = made(name)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -54,7 +52,7 @@ def test_joined_is_as_good_as_site_by_site(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", sweep(("relu", "layer_norm_silu", "cross"), ("cross",)))
-def test_dynamic_rows(name: str) -> None:
+def test_dynamic_rows(name):
     """One graph for every batch; ragged ones too."""
     sizes = (48, 100, 33)
     plain = made(name)
@@ -73,7 +71,7 @@ def test_dynamic_rows(name: str) -> None:
     assert len(backend.graphs) == 2  # forward and backward, once
 
 
-def test_without_autocast_and_in_bfloat16() -> None:
+def test_without_autocast_and_in_bfloat16():
     for dtype in (torch.float32, torch.bfloat16):
         plain = made("relu").to(dtype)
         x = torch.randn(64, 64).to(dtype)
@@ -87,7 +85,7 @@ def test_without_autocast_and_in_bfloat16() -> None:
         assert {p.grad.dtype for p in joined.parameters() if p.grad is not None} == {dtype}
 
 
-def test_inference_in_three_ways() -> None:
+def test_inference_in_three_ways():
     plain = made("gated").eval()
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain).train(), x)
@@ -106,7 +104,7 @@ def test_inference_in_three_ways() -> None:
     assert backend.count(region_gemm) == 3
 
 
-def test_a_frozen_layer_gets_no_gradient_and_passes_one_on() -> None:
+def test_a_frozen_layer_gets_no_gradient_and_passes_one_on():
     plain = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -120,7 +118,7 @@ def test_a_frozen_layer_gets_no_gradient_and_passes_one_on() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_neither_hidden_nor_spread(bad: float) -> None:
+def test_what_is_not_finite_is_neither_hidden_nor_spread(bad):
     plain = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(plain), x)
@@ -136,7 +134,7 @@ def test_what_is_not_finite_is_neither_hidden_nor_spread(bad: float) -> None:
     assert joined[0].weight.grad.isnan().any()
 
 
-def test_zero_rows_huge_and_tiny_values() -> None:
+def test_zero_rows_huge_and_tiny_values():
     joined = made("relu")
     x = torch.randn(64, 64)
     plan = plan_for(copy.deepcopy(joined), x)
@@ -155,16 +153,16 @@ def test_zero_rows_huge_and_tiny_values() -> None:
 class Masked(nn.Module):
     """Dropout's mask, and one of integers, between two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, ids):
         x = F.dropout(torch.relu(self.first(x)), 0.5)
         return self.second(torch.where(ids == 0, 0.0, x))
 
 
-def test_masks_are_read_as_masks() -> None:
+def test_masks_are_read_as_masks():
     """Programs read neither random numbers nor integers; what is masked gets no gradient."""
     torch.manual_seed(0)
     model = Masked()

@@ -1,7 +1,5 @@
 """Sites whose code behind them runs in their GEMM's epilogue: which ones, and that results stay right."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -67,7 +65,7 @@ def check(model: nn.Module, epilogues: int, x: torch.Tensor = X) -> JointBackend
 
 
 @pytest.mark.parametrize("activation", sweep(Activation, list(Activation)[:2]), ids=str)
-def test_towers_have_no_edge_in_forward_but_the_first(activation: Activation) -> None:
+def test_towers_have_no_edge_in_forward_but_the_first(activation):
     backend = check(tower(activation), 2)
     forward = next(graph for graph in backend.graphs if any(n.target is normed_gemm for n in graph.nodes))
     assert sum(node.target is edge for node in forward.nodes) == 1
@@ -77,7 +75,7 @@ def test_towers_have_no_edge_in_forward_but_the_first(activation: Activation) ->
     assert len([v for v in kept if v.dtype == torch.uint8]) == 2
 
 
-def test_one_block_is_a_whole_row() -> None:
+def test_one_block_is_a_whole_row():
     model = nn.Sequential(nn.Linear(64, 128, bias=False), BlockNorm(128, 128), nn.SiLU(), nn.Linear(128, 32))
     check(model, 1)
 
@@ -85,44 +83,44 @@ def test_one_block_is_a_whole_row() -> None:
 class RmsNorm(nn.Module):
     """Written by hand, as users do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 256, bias=False), nn.Linear(256, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.first(x).unflatten(-1, (4, 64)).float()
         y = y / torch.sqrt(y.square().mean(dim=-1, keepdim=True) + 1e-5)
         return self.second(F.relu(y.flatten(-2)).to(x.dtype))
 
 
 class TwoReaders(RmsNorm):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.third = BlockNorm(256, 64), nn.Linear(256, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = F.silu(self.norm(self.first(x)))
         return self.second(h) * self.third(h)
 
 
-def test_a_norm_written_in_other_words_stays_an_edge() -> None:
+def test_a_norm_written_in_other_words_stays_an_edge():
     check(RmsNorm(), 0)
 
 
-def test_two_sites_may_read_it() -> None:
+def test_two_sites_may_read_it():
     check(TwoReaders(), 1)
 
 
 class Kept(TwoReaders):
     """`how` something else reads what lies between."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.how = how
         self.gamma = nn.Parameter(torch.rand(256))
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.first(x)
         h = F.silu(self.norm(y) * self.gamma if self.how == "gamma" else self.norm(y))
         out = self.second(h)
@@ -141,14 +139,14 @@ class Kept(TwoReaders):
     "how",
     sweep(("gamma", "added", "its GEMM's output", "returned", "written outside"), ("added", "returned")),
 )
-def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how: str) -> None:
+def test_what_is_read_elsewhere_in_forward_is_not_taken_away(how):
     check(Kept(how), 0)
 
 
 @pytest.mark.parametrize(
     ("features", "block", "bias"), [(96, 32, False), (192, 96, False), (128, 64, True), (160, 64, False)]
 )
-def test_what_no_kernel_does_stays_an_edge(features: int, block: int, bias: bool) -> None:
+def test_what_no_kernel_does_stays_an_edge(features, block, bias):
     """Blocks that are none of a tile's, a last one that is shorter, a bias before the norm."""
     model = nn.Sequential(
         nn.Linear(64, features, bias=bias), BlockNorm(features, block), nn.ReLU(), nn.Linear(features, 32)
@@ -156,7 +154,7 @@ def test_what_no_kernel_does_stays_an_edge(features: int, block: int, bias: bool
     check(model, 0)
 
 
-def test_inference_keeps_nothing() -> None:
+def test_inference_keeps_nothing():
     model = tower()
     by_site, joined, backend = compiled(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -169,7 +167,7 @@ def test_inference_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_and_is_flagged(bad: float) -> None:
+def test_what_is_not_finite_shows_and_is_flagged(bad):
     _, joined, backend = compiled(tower())
     x = X.clone()
     x[7, 3] = bad
@@ -181,7 +179,7 @@ def test_what_is_not_finite_shows_and_is_flagged(bad: float) -> None:
     assert all(health[f"{layer}/output"]["bad_a"] for layer in "036")
 
 
-def test_weights_that_are_not_finite_are_seen_behind_them() -> None:
+def test_weights_that_are_not_finite_are_seen_behind_them():
     model = tower()
     _, joined, backend = compiled(model)
     with torch.no_grad():
@@ -191,7 +189,7 @@ def test_weights_that_are_not_finite_are_seen_behind_them() -> None:
     assert loka.health_of(joined)["3/output"]["bad_a"]
 
 
-def test_dynamic_rows_and_none() -> None:
+def test_dynamic_rows_and_none():
     model = tower()
     _, joined, backend = compiled(model)
     step = torch.compile(joined, backend=backend, dynamic=True, fullgraph=True)
@@ -202,7 +200,7 @@ def test_dynamic_rows_and_none() -> None:
     assert run(step, X[:0])[0].shape == (0, 32)
 
 
-def test_training_follows_site_by_site() -> None:
+def test_training_follows_site_by_site():
     """Thirty steps from the same start: what backward keeps in eight bits does not add up."""
     model = tower()
     by_site, joined, backend = compiled(model)
@@ -232,7 +230,7 @@ def _program(**changes: object) -> Program:
     return Program(**{**given, **changes})
 
 
-def test_a_formula_is_known_exactly_or_not_at_all() -> None:
+def test_a_formula_is_known_exactly_or_not_at_all():
     found = matched(_program())
     assert found is not None
     assert (found.epilogue.block, found.epilogue.eps, found.inverse_rms) == (64, 1e-6, 5)
@@ -256,7 +254,7 @@ def test_a_formula_is_known_exactly_or_not_at_all() -> None:
     assert matched(_program(gradient=None, row=False)) is None
 
 
-def test_norms_of_one_bound_share_its_scale() -> None:
+def test_norms_of_one_bound_share_its_scale():
     """A constant that a GEMM reads is a launch, one for each norm before."""
     torch.manual_seed(0)
     model = nn.Sequential(*[
@@ -271,7 +269,7 @@ def test_norms_of_one_bound_share_its_scale() -> None:
 
 
 @pytest.mark.parametrize(("rows", "epilogues"), [(70, 1), (6400, 2)])
-def test_few_tiles_with_long_sums_have_no_epilogue(rows: int, epilogues: int) -> None:
+def test_few_tiles_with_long_sums_have_no_epilogue(rows, epilogues):
     torch.manual_seed(0)
     sides = ((64, 64), (64, 1024), (1024, 64), (64, 64))
     blocks = [nn.Sequential(nn.Linear(*s, bias=False), BlockNorm(s[1], 64), nn.ReLU()) for s in sides]

@@ -4,8 +4,6 @@ Both ways add the same products in float32. A weight's gradient rounds every row
 before the rows are added, so that it may be off by 2^-9 of the root of the sum of their squares.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -27,17 +25,17 @@ TOKENS, OUT, COLUMNS = 24, 16, 48
 class _Base(nn.Module):
     """[B, n, d] -> tokens over the middle side -> an MLP that is planned in FP8."""
 
-    def __init__(self, tokens: int = TOKENS, columns: int = COLUMNS, bias: bool = False) -> None:
+    def __init__(self, tokens=TOKENS, columns=COLUMNS, bias=False):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(tokens, OUT, bias=bias)
         self.second = nn.Linear(tokens, OUT, bias=bias)
         self.mlp = nn.Sequential(nn.Linear(OUT * columns, 64), nn.ReLU(), nn.Linear(64, 32))
 
-    def over(self, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def over(self, x, layer):
         return layer(x.transpose(1, 2)).transpose(1, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         mixed = F.silu(self.over(x, self.first)) + 0.5 * self.over(x, self.second)
         return self.mlp(mixed.flatten(1))
 
@@ -45,7 +43,7 @@ class _Base(nn.Module):
 class _Pairs(_Base):
     """As a factorization machine: what the layer gives is read as it lies, by a GEMM, and not across."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         pairs = torch.bmm(x, self.first(x.transpose(1, 2)))[:, :OUT]
         return self.mlp((self.over(x, self.second) + pairs.repeat(1, 1, COLUMNS // OUT)).flatten(1))
 
@@ -53,7 +51,7 @@ class _Pairs(_Base):
 class _Twice(_Base):
     """A layer over tokens of a layer over tokens."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         again = nn.functional.pad(self.over(x, self.first), (0, 0, 0, TOKENS - OUT))
         return self.mlp(self.over(self.over(again, self.second)[:, :1] + x, self.second).flatten(1))
 
@@ -61,14 +59,14 @@ class _Twice(_Base):
 class _Matmul(_Base):
     """The weight in front, as a user may write it who never heard of transposed linear layers."""
 
-    def over(self, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    def over(self, x, layer):
         return torch.matmul(layer.weight, x)
 
 
 class _Keys(_Base):
     """One head of attention: keys are read across by a GEMM, which costs nothing as it is."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         rows = x[:, :OUT].transpose(1, 2).contiguous()  # [B, d, 16]
         q, k = (F.linear(rows, layer.weight[:, :OUT]) for layer in (self.first, self.second))
         return self.mlp((torch.bmm(q, k.transpose(1, 2))[:, :OUT]).flatten(1))
@@ -107,7 +105,7 @@ CASES: dict[str, tuple[Callable[[], _Base], int]] = {
 
 
 @pytest.mark.parametrize("case", sweep(CASES, ("odd", "pairs", "twice")))
-def test_nothing_is_copied_and_nothing_changes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
     make, in_forward = CASES[case]
     plain = make()
     x = _input(plain.first.in_features)
@@ -148,7 +146,7 @@ def _products(model: nn.Module, plan: loka.Plan, x: torch.Tensor, **options: boo
     return [sum(node.target is aten.mm.default for node in graph.nodes) for graph in backend.graphs]
 
 
-def test_stays_as_it_is_where_that_is_no_loss() -> None:
+def test_stays_as_it_is_where_that_is_no_loss():
     """Keys that only a GEMM reads across; few columns; what is not LoKA's to compile."""
     x, few = _input(), _input(columns=16)
     keys, narrow, base = _Keys(), _Base(columns=16), _Base()
@@ -157,7 +155,7 @@ def test_stays_as_it_is_where_that_is_no_loss() -> None:
     assert _products(base, _planned(copy.deepcopy(base), x), x, regions=False) == [2, 4]
 
 
-def test_large_sides_leave_the_weight_gradient_as_it_is() -> None:
+def test_large_sides_leave_the_weight_gradient_as_it_is():
     """Products of 6 rows of [64, 64] would be more than the rows of [64, 48] that they are made of."""
     model = nn.Sequential(_Wide(), nn.Flatten(1), nn.Linear(64 * COLUMNS, 64), nn.ReLU(), nn.Linear(64, 32))
     x = _input(64)
@@ -169,15 +167,15 @@ def test_large_sides_leave_the_weight_gradient_as_it_is() -> None:
 
 
 class _Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.relu(self.linear(x.transpose(1, 2)).transpose(1, 2))
 
 
-def test_batches_of_any_size_and_rows_that_are_not_finite() -> None:
+def test_batches_of_any_size_and_rows_that_are_not_finite():
     plain = _Base()
     plan = _planned(copy.deepcopy(plain), _input())
     torch._dynamo.reset()
@@ -198,7 +196,7 @@ def test_batches_of_any_size_and_rows_that_are_not_finite() -> None:
     assert not backend.count(aten.mm.default)
 
 
-def test_inductor_takes_it() -> None:
+def test_inductor_takes_it():
     """One weight for all of a batch, operands that lie transposed, a stack of two weights."""
     plain = _Base(tokens=27)
     x = _input(27)

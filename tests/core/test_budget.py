@@ -1,7 +1,5 @@
 """What an estimate costs a budget."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 
@@ -16,25 +14,25 @@ VALUES, HALVES = st.floats(-1, 1), st.floats(0, 1)
 
 
 @given(VALUES, st.floats(1e-6, 1))
-def test_the_truth_lies_above_once_in_twenty(value: float, error: float) -> None:
+def test_the_truth_lies_above_once_in_twenty(value, error):
     half = NormalDist().inv_cdf(0.975) * error
     cost = upper_bound(Estimate(value, value - half, value + half))
     assert cost == pytest.approx(max(NormalDist(value, error).inv_cdf(0.95), 0), abs=1e-6)
 
 
 @given(VALUES, HALVES)
-def test_an_effect_costs_no_less_than_it_is_and_no_less_than_nothing(value: float, half: float) -> None:
+def test_an_effect_costs_no_less_than_it_is_and_no_less_than_nothing(value, half):
     cost = upper_bound(Estimate(value, value - half, value + half))
     assert max(value, 0) <= cost <= max(value + half, 0)
 
 
 @pytest.mark.parametrize(("value", "high"), [(1.0, math.inf), (math.nan, 1.0), (1.0, math.nan)])
-def test_what_is_not_known_costs_everything(value: float, high: float) -> None:
+def test_what_is_not_known_costs_everything(value, high):
     assert upper_bound(Estimate(value, 0.0, high)) == math.inf
 
 
 @given(st.lists(st.tuples(VALUES, HALVES), max_size=8))
-def test_effects_of_all_sites_add_up(several: list[tuple[float, float]]) -> None:
+def test_effects_of_all_sites_add_up(several):
     total = total_effect(Estimate(v, v - h, v + h) for v, h in several)
     assert total.value == pytest.approx(sum(v for v, _ in several), abs=1e-12)
     assert total.high - total.low == pytest.approx(2 * sum(h for _, h in several), abs=1e-12)
@@ -45,15 +43,15 @@ def test_effects_of_all_sites_add_up(several: list[tuple[float, float]]) -> None
     [{"on_miss": "drop"}, {"ne": -1e-9}, {"ne": math.inf}, {"min_speedup": -0.1}, {"min_speedup": math.inf},
      {"keep": "fc"}],
 )  # fmt: skip
-def test_budgets_that_cannot_be_kept_are_refused(wrong: dict[str, object]) -> None:
+def test_budgets_that_cannot_be_kept_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Budget(**wrong)
 
 
-def test_limits_may_be_nothing_at_all() -> None:
+def test_limits_may_be_nothing_at_all():
     assert Budget(ne=0.0, min_speedup=0.0, min_sqnr_db=None).ne == 0
 
 
-def test_the_rule_of_the_paper() -> None:
+def test_the_rule_of_the_paper():
     assert Budget.paper() == Budget(min_sqnr_db=None, max_mere=0.2, min_speedup=1.05, regions=False)
     assert Budget.paper(max_mere=0.1).max_mere == 0.1

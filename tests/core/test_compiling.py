@@ -1,7 +1,5 @@
 """A module is compiled whole where it is compiled in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -17,11 +15,11 @@ def tower() -> nn.Sequential:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+def graphs(monkeypatch) -> Iterator[list[torch.fx.GraphModule]]:
     """What was compiled."""
     found: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def keep(graph, inputs):
         found.append(graph)
         return graph
 
@@ -32,7 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
     torch._dynamo.reset()
 
 
-def test_a_sequential_is_one_graph(graphs: list[torch.fx.GraphModule]) -> None:
+def test_a_sequential_is_one_graph(graphs):
     """Of all its operations, forward and backward; `module.compile()` makes one of the norm alone."""
     model, x = tower(), torch.randn(4, 32)
     plain = model(x)
@@ -46,14 +44,14 @@ def test_a_sequential_is_one_graph(graphs: list[torch.fx.GraphModule]) -> None:
     assert list(model.state_dict()) == list(tower().state_dict())
 
 
-def test_however_many_came_before(graphs: list[torch.fx.GraphModule]) -> None:
+def test_however_many_came_before(graphs):
     """Dynamo compiles eight different modules in one frame, and runs the others as written."""
     for width in range(12):
         compile_in_place(nn.Linear(8, 8 + width))(torch.randn(2, 8))
         assert len(graphs) == width + 1
 
 
-def test_alike_modules_share_a_frame_that_they_are_given(graphs: list[torch.fx.GraphModule]) -> None:
+def test_alike_modules_share_a_frame_that_they_are_given(graphs):
     frame, x = new_frame(), torch.randn(4, 32)
     for _ in range(3):
         model = tower()

@@ -1,9 +1,6 @@
 """Values that a user sets are refused where they make no sense, before any work is done."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ from loka.measurement import Settings
         {"tie": -0.01},
     ],
 )
-def test_settings(wrong: dict[str, Any]) -> None:
+def test_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Settings(**wrong)
 
@@ -30,6 +27,6 @@ def test_settings(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"max_mere": math.inf}, {"min_sqnr_db": -math.inf}, {"min_speedup": math.nan}]
 )
-def test_budgets(wrong: dict[str, Any]) -> None:
+def test_budgets(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Budget(**wrong)

@@ -1,12 +1,10 @@
 """The race, on simulated clocks: drift from round to round, heavy-tailed noise within them."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -24,13 +22,13 @@ class Clock:
     wide, and one in 20 is interrupted for up to as long again.
     """
 
-    def __init__(self, true: Mapping[str, float], *, seed: int, noise: float = 0.01) -> None:
+    def __init__(self, true, *, seed, noise=0.01):
         self.true, self.noise = true, noise
         self.random = random.Random(seed)
         self.clock, self.asked = 1.0, 0
         self.rounds: dict[str, int] = dict.fromkeys(true, 0)
 
-    def __call__(self, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    def __call__(self, names, rounds):
         samples: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(rounds):
             self.clock *= math.exp(self.random.gauss(0.0, 0.02))
@@ -50,7 +48,7 @@ def run(true: Mapping[str, float], seed: int = 0, **options: object) -> tuple[Ra
     return race(clock, list(true), baseline="hp", **options), clock
 
 
-def test_the_right_winner_of_a_2_percent_gap() -> None:
+def test_the_right_winner_of_a_2_percent_gap():
     true = {"hp": 130.0, "a": 102.0, "b": 100.0, "c": 120.0}
     found = [run(true, seed)[0] for seed in range(200)]
     assert sum(f.winner == "b" for f in found) >= 190
@@ -58,7 +56,7 @@ def test_the_right_winner_of_a_2_percent_gap() -> None:
     assert statistics.median(off) < 0.01
 
 
-def test_the_right_winner_among_25_with_few_samples() -> None:
+def test_the_right_winner_among_25_with_few_samples():
     """23 hopeless, and two 2 % apart: what a fixed race of 25 rounds samples 625 times."""
     true = {"hp": 200.0, **MANY, "best": 98.0, "second": 100.0}
     found = [run(true, seed) for seed in range(40)]
@@ -70,7 +68,7 @@ def test_the_right_winner_among_25_with_few_samples() -> None:
         assert statistics.median(clock.rounds[name] for name in MANY) <= 15
 
 
-def test_who_is_dropped_keeps_its_estimates() -> None:
+def test_who_is_dropped_keeps_its_estimates():
     found, clock = run({"hp": 100.0, "slow": 300.0, "fast": 80.0, "close": 81.0})
     slow = found.timings["slow"]
     assert slow.rounds == clock.rounds["slow"] < found.rounds
@@ -81,7 +79,7 @@ def test_who_is_dropped_keeps_its_estimates() -> None:
     assert slow.speedup.value == pytest.approx(statistics.median(shared))
 
 
-def test_the_baseline_and_the_kept_are_never_dropped() -> None:
+def test_the_baseline_and_the_kept_are_never_dropped():
     true = {"hp": 900.0, "kept": 800.0, "dropped": 700.0, "a": 100.0, "b": 100.8}
     found, clock = run(true, keep=["kept"])
     assert clock.rounds["hp"] == clock.rounds["kept"] == found.rounds
@@ -90,7 +88,7 @@ def test_the_baseline_and_the_kept_are_never_dropped() -> None:
     assert found.winner in ("a", "b")
 
 
-def test_only_rivals_drive_out() -> None:
+def test_only_rivals_drive_out():
     """The fastest of all may be refused by a budget; then the best of the others is wanted."""
     true = {"hp": 150.0, "coarse": 50.0, "fine": 100.0, "fine too": 101.0, "fine and slow": 130.0}
     fine = [name for name in true if name != "coarse"]
@@ -101,7 +99,7 @@ def test_only_rivals_drive_out() -> None:
     assert everybody.timings["fine"].rounds < found.timings["fine"].rounds
 
 
-def test_equals_are_a_tie() -> None:
+def test_equals_are_a_tie():
     """Little noise: the interval soon lies within the band, and nobody is driven out."""
     wrongly_dropped = 0
     for seed in range(200):
@@ -116,7 +114,7 @@ def test_equals_are_a_tie() -> None:
     assert wrongly_dropped <= 10  # 2.5 % by the union bound, and 3 standard errors of 200
 
 
-def test_what_cannot_be_decided_ends_with_the_rounds() -> None:
+def test_what_cannot_be_decided_ends_with_the_rounds():
     clock = Clock({"hp": 100.0, "a": 99.0}, seed=0, noise=0.2)
     found = race(clock, ["hp", "a"], baseline="hp", max_rounds=31)
     assert (found.ended, found.rounds, clock.asked) == ("rounds", 31, 62)
@@ -124,7 +122,7 @@ def test_what_cannot_be_decided_ends_with_the_rounds() -> None:
         race(clock, ["hp"], baseline="hp", max_rounds=0)
 
 
-def test_the_deadline_ends_a_race_that_says_so() -> None:
+def test_the_deadline_ends_a_race_that_says_so():
     true = {"hp": 100.0, "a": 99.0}
     passed, clock = run(true, deadline=time.monotonic() - 1, tie=1e-6)
     assert (passed.ended, clock.asked) == ("deadline", 18)
@@ -132,7 +130,7 @@ def test_the_deadline_ends_a_race_that_says_so() -> None:
     assert run(true, deadline=time.monotonic() + 600, tie=1e-6)[0].ended != "deadline"
 
 
-def test_the_baseline_alone() -> None:
+def test_the_baseline_alone():
     found, _ = run({"hp": 100.0})
     assert (found.winner, found.ended) == ("hp", "decided")
     low, high = found.timings["hp"].microseconds.low, found.timings["hp"].microseconds.high
@@ -142,7 +140,7 @@ def test_the_baseline_alone() -> None:
         race(Clock({"a": 1.0}, seed=0), ["a"], baseline="hp")
 
 
-def test_intervals_after_a_race_still_cover() -> None:
+def test_intervals_after_a_race_still_cover():
     """Stopping depends on the samples, so the level is not exactly 95 %: shown, not assumed."""
     true = {"hp": 130.0, "a": 102.0, "b": 100.0, "c": 104.0}
     hits = total = 0
@@ -157,7 +155,7 @@ def test_intervals_after_a_race_still_cover() -> None:
 
 @pytest.mark.parametrize("count", [9, 10, 25, 40])
 @pytest.mark.parametrize("level", [0.95, LEVEL])
-def test_median_interval_has_its_level(count: int, level: float) -> None:
+def test_median_interval_has_its_level(count, level):
     generator = torch.Generator().manual_seed(count)
     samples = torch.randn(20_000, count, generator=generator).sort(dim=1).values
     example = median_interval(samples[0].tolist(), level)
@@ -167,17 +165,17 @@ def test_median_interval_has_its_level(count: int, level: float) -> None:
     assert example.high == samples[0, count - 1 - place].item()
 
 
-def test_too_few_samples_have_no_interval() -> None:
+def test_too_few_samples_have_no_interval():
     assert median_interval([1.0, 2.0, 3.0]).high == math.inf
     assert median_interval(list(range(6))).low == 0
 
 
-def test_off_cuda_nothing_is_timed() -> None:
+def test_off_cuda_nothing_is_timed():
     with pytest.raises(ValueError, match="has none"):
         time_interleaved({"hp": lambda: None}, baseline="hp", device=torch.device("cpu"))
 
 
-def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> None:
+def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
@@ -189,22 +187,22 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]) -> N
     monkeypatch.setattr(timing, "still_usable", usable)
 
     class Graph:
-        def __init__(self, calls: int, pool: object) -> None:
+        def __init__(self, calls, pool):
             self.calls, self.pool = calls, pool
 
-        def replay(self) -> None: ...
+        def replay(self): ...
 
-    def capture(function: Callable[[], object], calls: int, place: Mapping[str, object]) -> Graph:
+    def capture(function, calls, place):
         function()
         return Graph(calls, place["pool"])
 
     monkeypatch.setattr(timing, "captured", capture)
 
 
-def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch):
     faked_cuda(monkeypatch, lambda: True)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("cutlass cannot implement\nat line 7")
 
     functions = {"hp": list, "first": list, "broken": broken, "last": list}
@@ -218,10 +216,10 @@ def test_a_function_that_raises_is_reported_and_the_others_go_on(monkeypatch: py
         timing._capture_all(functions, "broken")
 
 
-def test_nothing_goes_on_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_on_once_cuda_is_unusable(monkeypatch):
     faked_cuda(monkeypatch, lambda: False)
 
-    def broken() -> None:
+    def broken():
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
@@ -229,12 +227,12 @@ def test_nothing_goes_on_once_cuda_is_unusable(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+def test_on_a_gpu():
     """Four times the work takes longer; one that cannot run does not stop the others."""
     device = torch.device("cuda")
     big, small = (torch.randn(n, 4096, device=device, dtype=torch.bfloat16) for n in (16384, 4096))
 
-    def broken() -> None:
+    def broken():
         torch.cuda.synchronize()  # not allowed while capturing
 
     found = time_interleaved(

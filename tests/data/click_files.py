@@ -14,7 +14,7 @@ def made_up(rows: int, seed: int = 0) -> Rows:
     """Criteo-like rows: label, 13 counts or None, 26 hex strings or None."""
     rng = np.random.default_rng(seed)
 
-    def row() -> tuple[object, ...]:
+    def row():
         dense = [None if rng.random() < 0.2 else int(rng.integers(-3, 5000)) for _ in range(13)]
         sparse = [None if rng.random() < 0.1 else f"{rng.integers(30):08x}" for _ in range(26)]
         return (int(rng.integers(2)), *dense, *sparse)
@@ -41,6 +41,6 @@ def gather(source: Source, batch_size: int = 64, start: int = 0) -> list[torch.T
     return [torch.cat([getattr(b, part) for b in batches]) for part in ("dense", "sparse", "label")]
 
 
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]):
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,12 +1,10 @@
 """What tests of conversions share."""
 
-from __future__ import annotations
-
 import pytest
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """Some 10 pieces of 300 rows, in groups of 16 rows."""
     monkeypatch.setattr("loka.data.conversion.LEAST_SHARD", 8_000)
     monkeypatch.setattr("loka.data.conversion.GROUP_ROWS", 16)

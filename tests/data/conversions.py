@@ -6,9 +6,7 @@ import pytest
 from click_files import made_up
 from pyarrow import parquet
 
-from loka.data import (
-    hashed_vocabulary,
-)
+from loka.data import hashed_vocabulary
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip instal
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "gz"])  # of TSV
-def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path: Path, kind: str) -> None:
+def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path, kind):
     if kind == "parquet":
         path = criteo_parquet(tmp_path / "t.parquet")
     elif kind == "csv":
@@ -59,9 +58,7 @@ def test_shards_hold_the_rows_of_the_table_in_its_order(tmp_path: Path, kind: st
     assert list(prepared.account().values())[: len(REASONS)] == list(manifest.counts.values())
 
 
-def test_pieces_end_where_lines_end_wherever_they_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_end_where_lines_end_wherever_they_are_cut(tmp_path, monkeypatch):
     schema = Schema(label="y", dense=("d",), sparse=("c",), header=True)
     text = "c\td\ty\n" + "".join(f"{'x' * (n % 5)}\t{n}\t{n % 2}\r\n" for n in range(12)) + "last\t12\t1"
     path = tmp_path / "t.tsv"
@@ -76,7 +73,7 @@ def test_pieces_end_where_lines_end_wherever_they_are_cut(
         assert_same(gather(open_shards(folder)), whole)
 
 
-def test_threads_change_nothing(tmp_path: Path) -> None:
+def test_threads_change_nothing(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
     folders = [tmp_path / f"{workers}" for workers in (1, 4)]
     for folder, workers in zip(folders, (1, 4), strict=True):
@@ -85,7 +82,7 @@ def test_threads_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.2])
-def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path: Path, holdout: float) -> None:
+def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path, holdout):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
     convert(path, tmp_path / "out", vocabulary=Frequency(min_count=2, max_size=12, holdout=holdout))
     train = ALL - round(ALL * holdout)
@@ -94,7 +91,7 @@ def test_a_frequency_vocabulary_is_that_of_the_training_rows(tmp_path: Path, hol
     assert max(map(len, expected.categories.values())) == 12
 
 
-def test_the_split_is_that_of_the_table(tmp_path: Path) -> None:
+def test_the_split_is_that_of_the_table(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
     convert(path, tmp_path / "out", vocabulary=Frequency(holdout=0.2))
     for prepared, table in zip(split_shards(tmp_path / "out"), open_table(path), strict=True):
@@ -110,7 +107,7 @@ def test_the_split_is_that_of_the_table(tmp_path: Path) -> None:
     assert sorted(gather(shuffled)[0][:, 0].tolist()) == sorted(gather(open_table(path)[0])[0][:, 0].tolist())
 
 
-def test_malformed_lines_are_counted_wherever_they_lie(tmp_path: Path) -> None:
+def test_malformed_lines_are_counted_wherever_they_lie(tmp_path):
     good = lines(ROWS, "\t")
     rng = np.random.default_rng(0)
     bad = {
@@ -130,7 +127,7 @@ def test_malformed_lines_are_counted_wherever_they_lie(tmp_path: Path) -> None:
     assert_same(gather(open_shards(tmp_path / "out")), gather(TableClicks(path, vocabulary=HASHED)))
 
 
-def test_a_file_without_rows_and_a_wrong_value_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_without_rows_and_a_wrong_value_are_refused_by_name(tmp_path):
     path = tmp_path / "t.tsv"
     path.write_text("junk\n" * 20)
     with pytest.raises(DataRefused, match=r"t\.tsv: no readable row\n.*20 malformed lines"):
@@ -147,13 +144,13 @@ def test_a_file_without_rows_and_a_wrong_value_are_refused_by_name(tmp_path: Pat
         convert(write_tsv(tmp_path / "u.tsv", rows), tmp_path / "out3", vocabulary=HASHED, workers=2)
 
 
-def test_ids_beyond_32_bits_are_refused(tmp_path: Path) -> None:
+def test_ids_beyond_32_bits_are_refused(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS[:5])
     with pytest.raises(DataRefused, match=r"C1 has 2147483649 ids(.|\n)*fewer buckets"):
         convert(path, tmp_path / "out", vocabulary=hashed_vocabulary(2**31))
 
 
-def test_any_parquet_reader_sees_the_rows(tmp_path: Path) -> None:
+def test_any_parquet_reader_sees_the_rows(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
     convert(path, tmp_path / "out", vocabulary=HASHED)
     table = parquet.read_table(sorted((tmp_path / "out").glob("*.parquet")))
@@ -200,14 +197,14 @@ print(json.dumps(peaks))
 """
 
 
-def test_memory_does_not_grow_with_the_folder(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_folder(tmp_path):
     printed = run_script(MEMORY, name="memory", cwd=tmp_path, output=tmp_path / "printed")
     small, large = json.loads(printed)
     # 12 shards more are 126 MB as stored and 210 MB as batches; allocators breathe by a few windows of 7 MB.
     assert large - small < 40e6
 
 
-def test_sequences_keep_the_latest_padded_on_the_right(tmp_path: Path) -> None:
+def test_sequences_keep_the_latest_padded_on_the_right(tmp_path):
     schema = Schema(label="y", dense=(), sparse=("c",), sequence="seen", sequence_length=3)
     seen = [["a"], [], None, ["a", "b", "c", "d", "e"], ["b", None, "zz"], ["e", "d"]]
     columns = {"y": [0, 1] * 3, "c": ["u"] * 6, "seen": pa.array(seen, pa.list_(pa.string()))}
@@ -230,7 +227,7 @@ def test_sequences_keep_the_latest_padded_on_the_right(tmp_path: Path) -> None:
     assert (account["missing categories"], account["unknown categories"]) == (1, 2)
 
 
-def test_sequences_need_a_list_column(tmp_path: Path) -> None:
+def test_sequences_need_a_list_column(tmp_path):
     schema = Schema(label="y", dense=(), sparse=("c",), sequence="c2")
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"y": [0], "c": ["u"], "c2": ["v"]}), path)

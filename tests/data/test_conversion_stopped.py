@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,7 @@ from forked import SERVER
 from loka.core.exceptions import DataRefused, FileRefused
 from loka.core.storage.alone import InUse
 from loka.core.storage.files import write_record
-from loka.data import (
-    Frequency,
-    TableClicks,
-    conversion,
-    convert,
-    hashed_vocabulary,
-    open_shards,
-)
+from loka.data import Frequency, TableClicks, conversion, convert, hashed_vocabulary, open_shards
 from loka.data.conversion import ConversionStopped
 from loka.data.formats.shard_writer import ShardWriter
 
@@ -34,17 +26,17 @@ pytestmark = pytest.mark.usefixtures("small_pieces")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 
-def killed(path: Path, folder: Path) -> None:
+def killed(path: Path, folder: Path):
     """In the fourth shard."""
     conversion.LEAST_SHARD, conversion.GROUP_ROWS = 8_000, 16
     finished = [0]
     finish, flush = ShardWriter.finish, ShardWriter._flush
 
-    def counted(self: ShardWriter) -> int:
+    def counted(self):
         finished[0] += 1
         return finish(self)
 
-    def die(self: ShardWriter, rows: int) -> None:
+    def die(self, rows):
         flush(self, rows)
         if finished[0] == 4:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -53,7 +45,7 @@ def killed(path: Path, folder: Path) -> None:
     convert(path, folder, vocabulary=Frequency(min_count=2), workers=1)
 
 
-def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path) -> None:
+def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     died = SERVER.Process(target=killed, args=(path, folder))
     died.start()
@@ -65,7 +57,7 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path)
     before = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*")}
     steps: list[tuple[str, int]] = []
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         steps.append((description, total))
         return items
 
@@ -77,7 +69,7 @@ def test_a_killed_conversion_goes_on_and_keeps_what_was_finished(tmp_path: Path)
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_damaged_shards_are_named_and_redone(tmp_path: Path) -> None:
+def test_damaged_shards_are_named_and_redone(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
     whole = contents(folder)
@@ -111,7 +103,7 @@ def test_damaged_shards_are_named_and_redone(tmp_path: Path) -> None:
         convert(path, folder, vocabulary=HASHED)
 
 
-def test_a_folder_converted_again_is_read_anew(tmp_path: Path) -> None:
+def test_a_folder_converted_again_is_read_anew(tmp_path):
     folder = tmp_path / "out"
     for rows in (ROWS, ROWS[::-1]):
         path = write_tsv(tmp_path / "t.tsv", rows)
@@ -120,7 +112,7 @@ def test_a_folder_converted_again_is_read_anew(tmp_path: Path) -> None:
         shutil.rmtree(folder)
 
 
-def test_a_damaged_input_is_named(tmp_path: Path) -> None:
+def test_a_damaged_input_is_named(tmp_path):
     path = criteo_parquet(tmp_path / "t.parquet")
     data = bytearray(path.read_bytes())
     data[4 : len(data) // 3] = bytes(len(data) // 3 - 4)
@@ -129,7 +121,7 @@ def test_a_damaged_input_is_named(tmp_path: Path) -> None:
         convert(path, tmp_path / "out", vocabulary=HASHED)
 
 
-def test_another_conversion_is_not_mixed_in(tmp_path: Path) -> None:
+def test_another_conversion_is_not_mixed_in(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
     with pytest.raises(
@@ -146,10 +138,10 @@ def test_another_conversion_is_not_mixed_in(tmp_path: Path) -> None:
         convert(path, foreign, vocabulary=HASHED)
 
 
-def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
+def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", ROWS)
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         with pytest.raises(InUse, match="another process is converting"):
             convert(path, tmp_path / "out", vocabulary=HASHED)
         return items
@@ -157,7 +149,7 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(tmp_path: Path) -
     convert(path, tmp_path / "out", vocabulary=HASHED, track=track)
 
 
-def test_a_shard_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     seen = watch_disk(monkeypatch)
     convert(path, folder, vocabulary=HASHED, workers=1)
@@ -167,7 +159,7 @@ def test_a_shard_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("change", [lambda data: data + b"\0", lambda data: data[:-1]])
-def test_a_shard_of_another_size_is_refused_and_redone(tmp_path: Path, change: Callable) -> None:
+def test_a_shard_of_another_size_is_refused_and_redone(tmp_path, change):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
     whole = contents(folder)
@@ -180,7 +172,7 @@ def test_a_shard_of_another_size_is_refused_and_redone(tmp_path: Path, change: C
 
 
 @pytest.mark.parametrize("name", ["../outside.parquet", "/etc/passwd", "a/b.parquet", "..", "", 7, None])
-def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: object) -> None:
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
     shutil.copy(folder / "shard-00001.parquet", tmp_path / "outside.parquet")
@@ -197,7 +189,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: object)
     "change",
     [{"rows": 10**15}, {"rows": -1}, {"rows": 1e3}, {"counts": []}, {"bytes": "1"}, {"rows": 10**19}],
 )
-def test_a_manifest_of_impossible_numbers_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_manifest_of_impossible_numbers_is_refused(tmp_path, change):
     """10^15 rows are 10^11 groups, an array of a terabyte, before any file is looked at."""
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
@@ -209,7 +201,7 @@ def test_a_manifest_of_impossible_numbers_is_refused(tmp_path: Path, change: dic
             open_shards(folder)
 
 
-def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     convert(path, folder, vocabulary=HASHED)
     (folder / "shard-00001.parquet").unlink()
@@ -218,12 +210,12 @@ def test_a_pipe_in_the_place_of_a_shard_is_refused(tmp_path: Path) -> None:
         open_shards(folder)
 
 
-def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_was_converted(tmp_path, monkeypatch):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
     with monkeypatch.context() as context:
         calls = iter([True] * 5)
 
-        def full(name: Path) -> None:
+        def full(name):
             if not next(calls, False):
                 raise OSError(28, "No space left on device")
 
@@ -236,10 +228,10 @@ def test_a_full_disk_keeps_what_was_converted(tmp_path: Path, monkeypatch: pytes
     assert_same(gather(open_shards(folder)), gather(TableClicks(path, vocabulary=HASHED)))
 
 
-def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_threads_and_keeps_the_shards(tmp_path):
     path, folder = write_tsv(tmp_path / "t.tsv", ROWS), tmp_path / "out"
 
-    def track(items: object, description: str, total: int) -> object:
+    def track(items, description, total):
         for count, item in enumerate(items):
             if count == 3:
                 raise KeyboardInterrupt

@@ -1,8 +1,5 @@
 """Rows of a step are the same for any number of ranks; none is read twice, and few are left out."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,19 +21,19 @@ class Counted:
     vocab_sizes: tuple[int, ...] = (2,)
 
     @property
-    def identity(self) -> str:
+    def identity(self):
         return f"{self.first} {self.rows}"
 
-    def at_epoch(self, epoch: int) -> Counted:
+    def at_epoch(self, epoch):
         return Counted(self.first, self.rows, epoch)
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for at in range(start * batch_size, self.rows, batch_size):
             count = min(batch_size, self.rows - at)
             dense = torch.arange(self.first + at, self.first + at + count)[:, None] + 1000.0 * self.epoch
             yield Batch(dense=dense, sparse=torch.zeros(count, 1).long(), label=torch.zeros(count))
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {"odd": 1}
 
 
@@ -55,7 +52,7 @@ def dealt(count: int, rows: int, ranks: int) -> list[Dealt]:
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("rows", [24, 29, 30])
-def test_a_step_has_the_same_rows_on_any_number_of_ranks(ranks: int, rows: int, start: int) -> None:
+def test_a_step_has_the_same_rows_on_any_number_of_ranks(ranks, rows, start):
     """Four parts of six rows a step; the short one at the end loses fewer rows than ranks."""
     alone = steps_of(*dealt(4, rows, 1), 24, start)
     shared = dealt(4, rows, ranks)
@@ -72,22 +69,22 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks(ranks: int, rows: int, 
     assert left == 4 * rows % ranks
 
 
-def test_as_many_ranks_as_parts_read_their_own() -> None:
+def test_as_many_ranks_as_parts_read_their_own():
     for rank, source in enumerate(dealt(4, 9, 4)):
         assert steps_of(source, 9) == [list(range(100 * rank, 100 * rank + 9))]
         assert source.account()["odd"] == 1
 
 
-def test_the_identity_is_that_of_all_parts() -> None:
+def test_the_identity_is_that_of_all_parts():
     assert len({source.identity for ranks in (1, 3, 4) for source in dealt(4, 9, ranks)}) == 1
     assert dealt(4, 9, 1)[0].identity != dealt(4, 10, 1)[0].identity
 
 
-def test_each_epoch_has_its_order() -> None:
+def test_each_epoch_has_its_order():
     assert steps_of(dealt(2, 4, 1)[0].at_epoch(3), 4) == [[3000, 3001, 3100, 3101], [3002, 3003, 3102, 3103]]
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_what_cannot_be_shared_is_refused():
     with pytest.raises(DataRefused, match="3 ranks of 6 rows take 18 in a step, which 4 parts"):
         dealt(4, 9, 3)[0].batches(6)
     with pytest.raises(DataRefused, match=r"2 parts of \[4, 5\] rows"):
@@ -98,7 +95,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
         Dealt(parts(4, 1), rank=2, ranks=2)
 
 
-def test_parts_of_a_reader_are_what_ranks_read(tmp_path) -> None:
+def test_parts_of_a_reader_are_what_ranks_read(tmp_path):
     np.save(tmp_path / "day_0_dense.npy", np.arange(50, dtype=np.float32)[:, None])
     np.save(tmp_path / "day_0_sparse.npy", np.zeros((50, 1), np.int32))
     np.save(tmp_path / "day_0_labels.npy", np.zeros((50, 1), np.int32))
@@ -117,7 +114,7 @@ def test_parts_of_a_reader_are_what_ranks_read(tmp_path) -> None:
     }
 
 
-def test_generated_rows() -> None:
+def test_generated_rows():
     shards = [SyntheticClicks(rows=40, seed=3, shard=part, shards=4) for part in range(4)]
     alone = next(iter(Dealt(shards, rank=0, ranks=1).batches(20)))
     second = next(iter(Dealt(shards, rank=1, ranks=2).batches(10)))

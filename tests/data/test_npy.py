@@ -11,7 +11,7 @@ from loka.core.exceptions import DataRefused
 from loka.data import Shuffle, Triplet, npy_triplets, open_npy, open_rows
 
 
-def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False) -> None:
+def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False):
     """As TorchRec's preprocessing names, types and shapes them."""
     rng = np.random.default_rng(day)
     np.save(folder / f"day_{day}_dense.npy", rng.random((rows, 13)).astype(np.float32) + day)
@@ -21,7 +21,7 @@ def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50
 
 
 @pytest.fixture
-def days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def days(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("loka.data.formats.npy.GROUP_ROWS", 16)
     monkeypatch.setattr("loka.data.formats.npy._SCAN_ROWS", 20)
     write_day(tmp_path, 10, 40)
@@ -35,7 +35,7 @@ def stacked(folder: Path, name: str) -> np.ndarray:
     )
 
 
-def test_rows_come_as_they_are_day_2_before_day_10(days: Path) -> None:
+def test_rows_come_as_they_are_day_2_before_day_10(days):
     source = open_npy(days)
     dense, sparse, label = gather(source)
     assert source.rows == 95
@@ -47,7 +47,7 @@ def test_rows_come_as_they_are_day_2_before_day_10(days: Path) -> None:
     assert source.dense_features == 13
 
 
-def test_shuffling_and_ranks_are_those_of_every_reader(days: Path) -> None:
+def test_shuffling_and_ranks_are_those_of_every_reader(days):
     whole = gather(open_npy(days))[0][:, 0].tolist()
     parts = [
         gather(open_npy(days, shuffle=Shuffle(seed=1, rank=rank, world=2, window_rows=40)))[0][:, 0].tolist()
@@ -59,7 +59,7 @@ def test_shuffling_and_ranks_are_those_of_every_reader(days: Path) -> None:
     assert parts[0] != whole[:47]
 
 
-def test_raw_hashes_are_taken_modulo_the_tables(days: Path) -> None:
+def test_raw_hashes_are_taken_modulo_the_tables(days):
     write_day(days, 2, 55, low=-(2**31), high=2**31 - 1)
     with pytest.raises(
         DataRefused, match=r"day_2_sparse\.npy: ids are negative, such as -(.|\n)*vocab_sizes"
@@ -74,7 +74,7 @@ def test_raw_hashes_are_taken_modulo_the_tables(days: Path) -> None:
     assert source.identity != open_npy(days, vocab_sizes=[9] * 26).identity
 
 
-def test_names_before_the_renaming_are_found_too(days: Path) -> None:
+def test_names_before_the_renaming_are_found_too(days):
     (days / "day_2_sparse.npy").rename(days / "day_2_sparse_contig_freq.npy")
     (days / "day_2_labels.npy").rename(days / "day_2_label.npy")
     assert [t.sparse.name for t in npy_triplets(days)] == [
@@ -85,7 +85,7 @@ def test_names_before_the_renaming_are_found_too(days: Path) -> None:
     assert open_npy(chosen).rows == 40
 
 
-def test_what_does_not_fit_is_refused_by_name(days: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(days, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(DataRefused, match=r"no file called \*_dense"):
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_by_name(days: Path, tmp_path: Path) -> Non
         open_npy(days)
 
 
-def test_a_path_says_what_it_holds(days: Path, tmp_path: Path) -> None:
+def test_a_path_says_what_it_holds(days, tmp_path):
     train, held_out = open_rows(days, holdout=0.2)
     assert (train.rows, held_out.rows) == (76, 19)
     np.testing.assert_array_equal(gather(held_out)[0], stacked(days, "dense")[76:])

@@ -28,9 +28,7 @@ def rows_in(order: Order, group_rows: np.ndarray) -> np.ndarray:
     seed=st.none() | st.integers(0, 3),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
-def test_ranks_share_the_rows_out(
-    sizes: list[int], world: int, window_rows: int, seed: int | None, cut: tuple[float, float]
-) -> None:
+def test_ranks_share_the_rows_out(sizes, world, window_rows, seed, cut):
     group_rows = np.array(sizes)
     total = sum(sizes)
     first, last = sorted(round(share * total) for share in cut)
@@ -47,10 +45,10 @@ def test_ranks_share_the_rows_out(
         assert together.tolist() == list(range(first, first + len(together)))
 
 
-def test_epochs_and_seeds_and_ranks_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_and_ranks_have_orders_of_their_own():
     group_rows = np.full(20, 10)
 
-    def read(**changes: int) -> list[int]:
+    def read(**changes):
         shuffle = Shuffle(**{"seed": 0, "window_rows": 40, **changes})
         return rows_in(order_of(group_rows, first=0, last=200, shuffle=shuffle), group_rows).tolist()
 
@@ -61,7 +59,7 @@ def test_epochs_and_seeds_and_ranks_have_orders_of_their_own() -> None:
     assert read(world=2, rank=0) + read(world=2, rank=1) != read()
 
 
-def test_a_window_mixes_rows_of_all_its_groups() -> None:
+def test_a_window_mixes_rows_of_all_its_groups():
     group_rows = np.full(400, 50)
     shuffle = Shuffle(seed=0, window_rows=1000)
     order = order_of(group_rows, first=0, last=20_000, shuffle=shuffle)
@@ -74,7 +72,7 @@ def test_a_window_mixes_rows_of_all_its_groups() -> None:
     assert abs(np.corrcoef(rows, np.arange(20_000))[0, 1]) < 5 / np.sqrt(400)  # groups are what moves
 
 
-def test_the_window_of_a_position_is_found() -> None:
+def test_the_window_of_a_position_is_found():
     order = order_of(np.full(7, 10), first=3, last=65, shuffle=Shuffle(seed=0, window_rows=15))
     found = [order.window_of(position) for position in range(62)]
     assert found == sorted(found)
@@ -84,6 +82,6 @@ def test_the_window_of_a_position_is_found() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world": 2}, {"epoch": -1}, {"seed": -1}, {"window_rows": 0}])
-def test_senseless_orders_are_refused(wrong: dict[str, int]) -> None:
+def test_senseless_orders_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Shuffle(**wrong)

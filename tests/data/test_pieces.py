@@ -1,7 +1,5 @@
 """Files in pieces: wherever they are cut, every row is in one piece, and pieces know how many they have."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -20,7 +18,7 @@ ROWS = 211
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TableFile]:
+def files(tmp_path_factory) -> dict[str, TableFile]:
     """The row number is its dense value; groups of 10 rows in parquet."""
     folder = tmp_path_factory.mktemp("pieces")
     table = pa.table({"y": [0] * ROWS, "d": list(range(ROWS)), "c": ["x"] * ROWS})
@@ -36,7 +34,7 @@ def numbers(chunks: object) -> list[int]:
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(target=st.integers(40, 4000))
-def test_pieces_have_all_rows_once_in_order(files: dict[str, TableFile], kind: str, target: int) -> None:
+def test_pieces_have_all_rows_once_in_order(files, kind, target):
     pieces = pieces_of(files[kind], SCHEMA, target=target)
     read = [numbers(piece_chunks(piece, SCHEMA)) for piece in pieces]
     assert [count_piece(piece, SCHEMA) for piece in pieces] == [len(rows) for rows in read]
@@ -48,7 +46,7 @@ def test_pieces_have_all_rows_once_in_order(files: dict[str, TableFile], kind: s
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.tuples(st.integers(0, 2 * ROWS), st.integers(0, 2 * ROWS)).map(sorted))
-def test_a_range_may_span_files_and_formats(files: dict[str, TableFile], cut: list[int]) -> None:
+def test_a_range_may_span_files_and_formats(files, cut):
     rows = [*range(ROWS), *range(ROWS)]
     both = (files["csv"], files["parquet"])
     assert numbers(read_rows(both, SCHEMA, first=cut[0], last=cut[1])) == rows[slice(*cut)]

@@ -1,7 +1,5 @@
 """Quotes that do not close cost their own line and no other."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -27,9 +25,7 @@ def read(path: Path, text: str) -> TableClicks:
 
 
 @pytest.mark.parametrize(("block_bytes", "count"), [(4 << 20, 3000), (60, 300)])
-def test_stray_quotes_cost_their_own_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, count: int
-) -> None:
+def test_stray_quotes_cost_their_own_lines(tmp_path, monkeypatch, block_bytes, count):
     monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", block_bytes)
     rng = np.random.default_rng(0)
     lines = [f"{n % 2},{n},a{n},b{n}\n" for n in range(count)]
@@ -43,7 +39,7 @@ def test_stray_quotes_cost_their_own_lines(
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_what_is_quoted_well_stays(tmp_path: Path, ending: str) -> None:
+def test_what_is_quoted_well_stays(tmp_path, ending):
     rows = ['1,2,"a,b",c', '0,3,5" pipe,c', '1,4,"say ""no""",c', '0,5,"a"b"c,d', '1,6,"",x', '"0",7,"x","y"']
     if ending == "\r":  # blocks end at newlines, so this is one
         source = read(tmp_path / "t.csv", ending.join(rows) + "\n")
@@ -55,7 +51,7 @@ def test_what_is_quoted_well_stays(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ['1,1,"a,b', '1,1,x","y', '1,1,a,"', '"', '1,1,"a""', '"1,1,a,b'])
-def test_a_value_that_does_not_end_on_its_line(tmp_path: Path, bad: str) -> None:
+def test_a_value_that_does_not_end_on_its_line(tmp_path, bad):
     good = "0,2,c,d\n"
     for text in (f"{good}{bad}\n{good * 2}", f"{good}{bad}\n{good}{bad}\n{good}", f"{good * 3}{bad}"):
         source = read(tmp_path / "t.csv", text)
@@ -64,20 +60,20 @@ def test_a_value_that_does_not_end_on_its_line(tmp_path: Path, bad: str) -> None
         assert source.account()["malformed lines"] == text.count(bad)
 
 
-def test_a_value_of_the_wrong_kind_beside_quotes_is_still_refused(tmp_path: Path) -> None:
+def test_a_value_of_the_wrong_kind_beside_quotes_is_still_refused(tmp_path):
     with pytest.raises(DataRefused, match="column d"):
         gather(read(tmp_path / "t.csv", '1,1,"a,b",c\n1,many,"a",c\n'))
 
 
 @settings(max_examples=300)
 @given(st.text(alphabet='ab,"\n\r', max_size=40))
-def test_it_finds_what_a_csv_reader_finds(text: str) -> None:
+def test_it_finds_what_a_csv_reader_finds(text):
     """Python's reader, given one line, asks for a second one where a quote is open."""
     block = text.encode()
     mended = without_open_quotes(block, ",")
     assert line_count(mended) == line_count(block)
 
-    def is_open(line: str) -> bool:
+    def is_open(line):
         reader = csv.reader(iter([line + "\n", "next"]))
         list(reader) if not line else next(reader)
         return reader.line_num > 1 and bool(line)

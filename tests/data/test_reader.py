@@ -21,7 +21,7 @@ ROWS = int(GROUPS.sum())
 class Rows:
     """A store whose row r is all r; slow and fast groups alternate."""
 
-    def __init__(self, *, broken: int | None = None, history: bool = False) -> None:
+    def __init__(self, *, broken=None, history=False):
         self.group_rows, self.dense_features, self.vocab_sizes, self.identity = (
             GROUPS,
             2,
@@ -31,10 +31,10 @@ class Rows:
         self.history = History(length=3, vocab_size=ROWS) if history else None
         self.broken, self.loads = broken, []
 
-    def account(self) -> dict[str, int]:
+    def account(self):
         return {"made up": 3}
 
-    def load(self, group: int, first: int, last: int) -> Block:
+    def load(self, group, first, last):
         if group == self.broken:
             raise DataRefused("part-7.parquet: row group 4 cannot be read")
         self.loads.append(group)
@@ -68,7 +68,7 @@ def threads() -> list[str]:
 
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("batch_size", [1, 4, 10, 30, 100])
-def test_rows_depend_on_neither_threads_nor_start_nor_batch_size(seed: int | None, batch_size: int) -> None:
+def test_rows_depend_on_neither_threads_nor_start_nor_batch_size(seed, batch_size):
     shuffle = Shuffle(seed=seed, window_rows=20)
     whole = numbers(list(Reader(Rows(), shuffle=shuffle, workers=1).batches(ROWS)))
     assert sorted(whole) == list(range(ROWS))
@@ -83,7 +83,7 @@ def test_rows_depend_on_neither_threads_nor_start_nor_batch_size(seed: int | Non
         assert list(reader.batches(batch_size, start=len(batches))) == []
 
 
-def test_resuming_reads_no_window_twice() -> None:
+def test_resuming_reads_no_window_twice():
     store = Rows()
     reader = Reader(store, shuffle=Shuffle(seed=1, window_rows=14), workers=1)
     list(reader.batches(5))
@@ -96,7 +96,7 @@ def test_resuming_reads_no_window_twice() -> None:
     assert 40 - 21 < sum(GROUPS[group] for group in skipped) <= 40
 
 
-def test_ranks_are_disjoint_with_equal_batches_in_every_epoch() -> None:
+def test_ranks_are_disjoint_with_equal_batches_in_every_epoch():
     seen = []
     for epoch in range(3):
         readers = [
@@ -118,7 +118,7 @@ def test_ranks_are_disjoint_with_equal_batches_in_every_epoch() -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 4, 7])
 @pytest.mark.parametrize("first_row", [0, 5, 11])
-def test_rows_that_no_rank_reads_are_in_the_account(world: int, first_row: int) -> None:
+def test_rows_that_no_rank_reads_are_in_the_account(world, first_row):
     readers = [
         Reader(Rows(), shuffle=Shuffle(rank=r, world=world), first_row=first_row) for r in range(world)
     ]
@@ -129,7 +129,7 @@ def test_rows_that_no_rank_reads_are_in_the_account(world: int, first_row: int) 
     assert 0 <= left_out < world
 
 
-def test_an_epoch_is_no_other_source_but_another_order() -> None:
+def test_an_epoch_is_no_other_source_but_another_order():
     reader = Reader(Rows(), shuffle=Shuffle(seed=0))
     later = at_epoch(reader, 3)
     assert later.identity == reader.identity
@@ -138,7 +138,7 @@ def test_an_epoch_is_no_other_source_but_another_order() -> None:
     assert reader.identity != Reader(Rows(), shuffle=Shuffle(seed=0), rows=20).identity
 
 
-def test_a_row_range_is_read_and_no_other_row() -> None:
+def test_a_row_range_is_read_and_no_other_row():
     reader = Reader(Rows(), shuffle=Shuffle(seed=3, window_rows=12), first_row=11, rows=30)
     assert reader.rows == 30
     assert sorted(numbers(list(reader.batches(8)))) == list(range(11, 41))
@@ -150,7 +150,7 @@ def test_a_row_range_is_read_and_no_other_row() -> None:
 
 
 @pytest.mark.parametrize("holdout", [0.2, 0.5])
-def test_the_held_out_rows_are_the_last_in_their_order(holdout: float) -> None:
+def test_the_held_out_rows_are_the_last_in_their_order(holdout):
     train, held_out = split(Rows(), holdout=holdout, shuffle=Shuffle(seed=4, window_rows=20))
     rows = numbers(list(train.batches(9)))
     last = numbers(list(held_out.batches(9)))
@@ -162,12 +162,12 @@ def test_the_held_out_rows_are_the_last_in_their_order(holdout: float) -> None:
 
 
 @pytest.mark.parametrize("holdout", [0.0, 1.0, -0.1, 1.1, float("nan")])
-def test_neither_part_of_a_split_is_empty(holdout: float) -> None:
+def test_neither_part_of_a_split_is_empty(holdout):
     with pytest.raises(ValueError, match="holdout"):
         split(Rows(), holdout=holdout)
 
 
-def test_a_history_travels_with_its_row() -> None:
+def test_a_history_travels_with_its_row():
     reader = Reader(Rows(history=True), shuffle=Shuffle(seed=0, window_rows=9))
     for batch in reader.batches(6):
         assert batch.sequence is not None
@@ -177,14 +177,14 @@ def test_a_history_travels_with_its_row() -> None:
         assert torch.equal(batch.lengths, batch.sparse[:, 0] % 4)
 
 
-def test_the_error_of_a_thread_surfaces_and_ends_the_others() -> None:
+def test_the_error_of_a_thread_surfaces_and_ends_the_others():
     reader = Reader(Rows(broken=4), workers=3)
     with pytest.raises(DataRefused, match=r"part-7\.parquet: row group 4"):
         list(reader.batches(5))
     assert threads() == []
 
 
-def test_leaving_early_ends_the_threads() -> None:
+def test_leaving_early_ends_the_threads():
     batches = Reader(Rows(), shuffle=Shuffle(seed=0, window_rows=5), workers=4).batches(3)
     next(batches)
     assert threads()
@@ -196,14 +196,14 @@ def test_leaving_early_ends_the_threads() -> None:
     assert threads() == []
 
 
-def test_batches_do_not_share_memory() -> None:
+def test_batches_do_not_share_memory():
     first, second = list(Reader(Rows()).batches(5))[:2]
     kept = second.sparse.clone()
     first.sparse.fill_(-1)
     assert torch.equal(second.sparse, kept)
 
 
-def test_ranks_of_one_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_share_its_processors(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
     assert processors() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
@@ -213,7 +213,7 @@ def test_ranks_of_one_machine_share_its_processors(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_pinned_batches_reach_the_gpu() -> None:
+def test_pinned_batches_reach_the_gpu():
     reader = Reader(Rows(), shuffle=Shuffle(seed=0, window_rows=20), pin=True)
     batches = list(reader.batches(8))
     assert all(tensor.is_pinned() for batch in batches for tensor in batch.tensors().values())

@@ -1,7 +1,5 @@
 """What a seed stands for: runs of different versions are compared by the rows of one seed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from loka.data import SyntheticClicks
@@ -12,7 +10,7 @@ SEQUENCE = [[0, 0, 0, 0], [0, 0, 0, 0], [1, 3, 0, 0]]
 LOGITS = [-1.795, 0.811, -2.109]
 
 
-def test_other_rows_would_be_another_generation() -> None:
+def test_other_rows_would_be_another_generation():
     """Where this fails on purpose, `GENERATION` grows: then identities differ as the rows do."""
     source = SyntheticClicks(rows=3, seed=1, vocab_sizes=(5, 40, 300), dense_features=3, history=4)
     (batch,) = source.batches(3)
@@ -24,7 +22,7 @@ def test_other_rows_would_be_another_generation() -> None:
     np.testing.assert_allclose(source.teacher_logits(), LOGITS, atol=1e-3)
 
 
-def test_checkpoints_and_results_of_before_name_the_default_world() -> None:
+def test_checkpoints_and_results_of_before_name_the_default_world():
     """By its identity, which follows all defaults, the sizes of 26 tables among them."""
     source = SyntheticClicks(rows=1, seed=0)
     assert len(source.vocab_sizes) == 26

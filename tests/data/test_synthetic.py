@@ -34,7 +34,7 @@ def normalized_entropy(logits: torch.Tensor, label: torch.Tensor) -> float:
 
 @settings(max_examples=15)
 @given(batch_size=st.integers(1, 9000), start=st.integers(0, 12))
-def test_rows_depend_on_neither_batch_size_nor_start(batch_size: int, start: int) -> None:
+def test_rows_depend_on_neither_batch_size_nor_start(batch_size, start):
     source = SyntheticClicks(rows=10_000, seed=3, vocab_sizes=SMALL, dense_features=4)
     batches = list(itertools.islice(source.batches(batch_size, start=start), 4))
     whole = gather(SyntheticClicks(rows=10_000, seed=3, vocab_sizes=SMALL, dense_features=4), 10_000)
@@ -45,7 +45,7 @@ def test_rows_depend_on_neither_batch_size_nor_start(batch_size: int, start: int
         assert same([batch.dense, batch.sparse, batch.label], [rows[part] for rows in whole])
 
 
-def test_shapes_types_and_ranges() -> None:
+def test_shapes_types_and_ranges():
     source = SyntheticClicks(rows=2500, seed=0)
     batches = list(source.batches(1000))
     assert [len(batch) for batch in batches] == [1000, 1000, 500]
@@ -62,7 +62,7 @@ def test_shapes_types_and_ranges() -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7])
-def test_shards_are_disjoint_and_cover_all_rows_once(shards: int) -> None:
+def test_shards_are_disjoint_and_cover_all_rows_once(shards):
     rows = 2 * BLOCK_ROWS + 77
     config = {"rows": rows, "seed": 5, "vocab_sizes": SMALL, "dense_features": 2, "first_row": 30}
     parts = [SyntheticClicks(**config, shard=shard, shards=shards) for shard in range(shards)]
@@ -72,7 +72,7 @@ def test_shards_are_disjoint_and_cover_all_rows_once(shards: int) -> None:
     assert len({part.identity for part in parts}) == shards
 
 
-def test_held_out_rows_continue_the_same_world() -> None:
+def test_held_out_rows_continue_the_same_world():
     config = {"seed": 9, "vocab_sizes": SMALL, "dense_features": 3}
     both = gather(SyntheticClicks(rows=6000, **config))
     head = gather(SyntheticClicks(rows=5000, **config))
@@ -81,7 +81,7 @@ def test_held_out_rows_continue_the_same_world() -> None:
 
 
 @pytest.mark.parametrize("base_rate", [0.03, 0.2, 0.5])
-def test_base_rate_is_met_within_its_standard_error(base_rate: float) -> None:
+def test_base_rate_is_met_within_its_standard_error(base_rate):
     rows = 60_000
     source = SyntheticClicks(rows=rows, seed=11, base_rate=base_rate)
     probability = 1 / (1 + np.exp(-source.teacher_logits()))
@@ -94,7 +94,7 @@ def test_base_rate_is_met_within_its_standard_error(base_rate: float) -> None:
     assert abs(probability.mean() - base_rate) < 4 * sampling
 
 
-def test_ids_follow_the_zipf_law() -> None:
+def test_ids_follow_the_zipf_law():
     size, rows = 50, 100_000
     source = SyntheticClicks(rows=rows, seed=2, vocab_sizes=(size,), dense_features=0)
     ids = gather(source, 50_000)[1][:, 0]
@@ -107,7 +107,7 @@ def test_ids_follow_the_zipf_law() -> None:
     assert chi2 < 48 + 5 * np.sqrt(96)
 
 
-def test_teacher_is_worth_learning_and_can_be_learned() -> None:
+def test_teacher_is_worth_learning_and_can_be_learned():
     train_rows = 100_000
     train = SyntheticClicks(rows=train_rows, seed=0)
     test = SyntheticClicks(rows=20_000, seed=0, first_row=train_rows)
@@ -121,7 +121,7 @@ def test_teacher_is_worth_learning_and_can_be_learned() -> None:
     nn.init.zeros_(weights.weight)
     line = nn.Linear(13, 1)
 
-    def logits(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def logits(dense, sparse):
         return weights(sparse + offsets).sum((1, 2)) + line(dense)[:, 0]
 
     optimizers = [torch.optim.Adagrad(weights.parameters(), 0.05), torch.optim.Adam(line.parameters(), 0.01)]
@@ -138,7 +138,7 @@ def test_teacher_is_worth_learning_and_can_be_learned() -> None:
     assert best < learned < 0.93
 
 
-def test_account_covers_exactly_the_rows_handed_out() -> None:
+def test_account_covers_exactly_the_rows_handed_out():
     source = SyntheticClicks(rows=9000, seed=4, vocab_sizes=(9, 9), dense_features=3)
     assert source.account() == {"missing dense values": 0, "missing categories": 0}
     stream = source.batches(500)
@@ -151,7 +151,7 @@ def test_account_covers_exactly_the_rows_handed_out() -> None:
     assert {key: count + partial[key] for key, count in repeated.account().items()} == source.account()
 
 
-def test_identity_follows_every_argument() -> None:
+def test_identity_follows_every_argument():
     config = {"rows": 100, "seed": 1, "vocab_sizes": (5, 6), "dense_features": 2}
     changes = [
         *({"rows": 99}, {"seed": 2}, {"vocab_sizes": (6, 5)}, {"dense_features": 3}),
@@ -163,7 +163,7 @@ def test_identity_follows_every_argument() -> None:
     assert SyntheticClicks(**config).identity == SyntheticClicks(**config).identity
 
 
-def test_a_history_is_padded_on_the_right_and_decides_labels() -> None:
+def test_a_history_is_padded_on_the_right_and_decides_labels():
     config = {"seed": 6, "vocab_sizes": (40, 20), "dense_features": 3, "base_rate": 0.25}
     source = SyntheticClicks(rows=30_000, history=10, **config)
     plain = SyntheticClicks(rows=30_000, **config)
@@ -185,7 +185,7 @@ def test_a_history_is_padded_on_the_right_and_decides_labels() -> None:
     assert abs(probability.mean() - 0.25) < 4 * probability.std() * np.sqrt(1 / 30_000 + 1 / CALIBRATION_ROWS)
 
 
-def test_rows_with_a_history_depend_on_neither_batch_size_nor_shard() -> None:
+def test_rows_with_a_history_depend_on_neither_batch_size_nor_shard():
     config = {"rows": BLOCK_ROWS + 90, "seed": 5, "vocab_sizes": SMALL, "dense_features": 2, "history": 7}
     (whole,) = SyntheticClicks(**config).batches(10_000)
     parts = [
@@ -203,6 +203,6 @@ def test_rows_with_a_history_depend_on_neither_batch_size_nor_shard() -> None:
         *({"vocab_sizes": ()}, {"vocab_sizes": (1, 5)}, {"shard": 2, "shards": 2}, {"history": -1}),
     ],
 )
-def test_senseless_arguments_are_refused(wrong: dict[str, object]) -> None:
+def test_senseless_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SyntheticClicks(**{"rows": 10, "seed": 0, **wrong})

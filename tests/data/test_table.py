@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +33,7 @@ def tiny(path: Path, text: str, **options: object) -> TableClicks:
     return TableClicks(path, schema=TINY, vocabulary=hashed_vocabulary(10), **options)
 
 
-def test_parquet_csv_and_tsv_of_the_same_rows_give_the_same_batches(tmp_path: Path) -> None:
+def test_parquet_csv_and_tsv_of_the_same_rows_give_the_same_batches(tmp_path):
     rows = made_up(230)
     files = [
         write_parquet(tmp_path / "t.parquet", rows),
@@ -54,7 +53,7 @@ def test_parquet_csv_and_tsv_of_the_same_rows_give_the_same_batches(tmp_path: Pa
     assert [accounts[0][key] for key in ("missing dense values", "missing categories")] == empty
 
 
-def test_values_are_encoded_as_documented(tmp_path: Path) -> None:
+def test_values_are_encoded_as_documented(tmp_path):
     text = "y,d,c\n1,-3,b\n0,,a\n0,inf,b\n1,nan,zz\n0,7.5,\n1,NA,NA\n"
     path = tmp_path / "t.csv"
     path.write_text(text)
@@ -77,9 +76,7 @@ def test_values_are_encoded_as_documented(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("block_bytes", [4 << 20, 16])
-def test_malformed_lines_are_skipped_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, block_bytes: int
-) -> None:
+def test_malformed_lines_are_skipped_and_counted(tmp_path, monkeypatch, ending, block_bytes):
     monkeypatch.setattr("loka.data.source.text.BLOCK_BYTES", block_bytes)
     text = ["short", "1\t1\ta", "0\t2", "", "0\t2\ta", "1\t3\tb", "1\t2\t3\t4", "\t\t", "0\t4\tb", "x", ""]
     source = tiny(tmp_path / "t.tsv", ending.join(text))
@@ -97,9 +94,7 @@ def test_malformed_lines_are_skipped_and_counted(
 
 @pytest.mark.parametrize("write", [write_parquet, write_csv, write_tsv])
 @pytest.mark.parametrize("batch_size", [1, 37, 500])
-def test_rows_depend_on_neither_batch_size_nor_start(
-    tmp_path: Path, write: Callable[[Path, Rows], Path], batch_size: int
-) -> None:
+def test_rows_depend_on_neither_batch_size_nor_start(tmp_path, write, batch_size):
     suffix = write.__name__.removeprefix("write_")
     path = write(tmp_path / f"t.{suffix}", made_up(180))
     source = TableClicks(
@@ -115,7 +110,7 @@ def test_rows_depend_on_neither_batch_size_nor_start(
             assert_same(gather(source, batch_size, start), [part[first:] for part in whole])
 
 
-def test_files_follow_each_other_and_shards_cover_them_once(tmp_path: Path) -> None:
+def test_files_follow_each_other_and_shards_cover_them_once(tmp_path):
     rows = made_up(100)
     parts = [
         write_tsv(tmp_path / "a.tsv", rows[:30]),
@@ -130,7 +125,7 @@ def test_files_follow_each_other_and_shards_cover_them_once(tmp_path: Path) -> N
     assert_same(joined, whole)
 
 
-def test_holdout_is_the_tail_and_the_vocabulary_never_saw_it(tmp_path: Path) -> None:
+def test_holdout_is_the_tail_and_the_vocabulary_never_saw_it(tmp_path):
     rows = made_up(100)
     late = [(*row[:14], "only-late", *row[15:]) for row in rows[80:]]
     path = write_tsv(tmp_path / "t.tsv", [*rows[:80], *late])
@@ -145,7 +140,7 @@ def test_holdout_is_the_tail_and_the_vocabulary_never_saw_it(tmp_path: Path) -> 
     assert train.identity != test.identity
 
 
-def test_a_missing_column_is_refused_with_both_lists(tmp_path: Path) -> None:
+def test_a_missing_column_is_refused_with_both_lists(tmp_path):
     header = tuple(name for name in CRITEO.columns if name not in ("I5", "C26"))
     path = write_csv(tmp_path / "t.csv", [(0,) * len(header)], header)
     with pytest.raises(DataRefused, match="missing: I5, C26\n") as refusal:
@@ -165,12 +160,12 @@ def test_a_missing_column_is_refused_with_both_lists(tmp_path: Path) -> None:
         ("", "the file is empty"),
     ],
 )
-def test_rows_without_a_meaning_are_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_rows_without_a_meaning_are_refused(tmp_path, text, says):
     with pytest.raises(DataRefused, match=says):
         gather(tiny(tmp_path / "t.tsv", text))
 
 
-def test_parquet_values_without_a_meaning_are_refused(tmp_path: Path) -> None:
+def test_parquet_values_without_a_meaning_are_refused(tmp_path):
     path = tmp_path / "t.parquet"
     cases: list[tuple[dict[str, list[object]], str]] = [
         ({"y": [0, 3], "d": [1, 2], "c": ["a", "b"]}, "label column y.*\n  found 3"),
@@ -185,7 +180,7 @@ def test_parquet_values_without_a_meaning_are_refused(tmp_path: Path) -> None:
             gather(TableClicks(path, schema=TINY, vocabulary=hashed_vocabulary(9)))
 
 
-def test_parquet_column_types_that_mean_the_same_read_the_same(tmp_path: Path) -> None:
+def test_parquet_column_types_that_mean_the_same_read_the_same(tmp_path):
     plain = pa.table({"y": [0, 1, 1], "d": [1.0, None, 3.0], "c": ["10", None, "12"]})
     others = [
         {"y": pa.array([False, True, True]), "d": pa.array([1, None, 3], pa.int64())},
@@ -209,14 +204,14 @@ def test_parquet_column_types_that_mean_the_same_read_the_same(tmp_path: Path) -
         assert again.account() == source.account()
 
 
-def test_quotes_belong_to_csv_only(tmp_path: Path) -> None:
+def test_quotes_belong_to_csv_only(tmp_path):
     quoted = tiny(tmp_path / "t.csv", '"y","d","c"\n1,2,"a,b"\n')
     assert_same(gather(quoted), gather(tiny(tmp_path / "u.tsv", "1\t2\ta,b\n")))
     lone = tiny(tmp_path / "v.tsv", '1\t2\t"a\n0\t3\tb\n')
     assert lone.rows == 2
 
 
-def test_a_schema_hint_overrides_the_suffix(tmp_path: Path) -> None:
+def test_a_schema_hint_overrides_the_suffix(tmp_path):
     path = tmp_path / "t.txt"
     path.write_text("\ufeffc|Y|d|junk|junk\na|1|2|.|.\n", encoding="utf-8")
     schema = Schema(label="y", dense=("d",), sparse=("c",), separator="|", header=True)
@@ -225,7 +220,7 @@ def test_a_schema_hint_overrides_the_suffix(tmp_path: Path) -> None:
     torch.testing.assert_close(dense, torch.tensor([[np.log(3.0)]], dtype=torch.float32))
 
 
-def test_formats_paths_and_ranges_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+def test_formats_paths_and_ranges_that_do_not_exist_are_refused(tmp_path):
     path = write_tsv(tmp_path / "t.dat", made_up(5))
     vocabulary = hashed_vocabulary(9)
     with pytest.raises(DataRefused, match="suffix does not say"):
@@ -243,7 +238,7 @@ def test_formats_paths_and_ranges_that_do_not_exist_are_refused(tmp_path: Path) 
         open_table(path, holdout=1.0)
 
 
-def test_a_column_without_any_value_is_all_missing(tmp_path: Path) -> None:
+def test_a_column_without_any_value_is_all_missing(tmp_path):
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"y": [0, 1], "d": [None, None], "c": [None, None]}), path)
     source = TableClicks(path, schema=TINY, vocabulary=build_vocabulary(path, schema=TINY))
@@ -254,7 +249,7 @@ def test_a_column_without_any_value_is_all_missing(tmp_path: Path) -> None:
     assert source.account()["missing dense values"] == source.account()["missing categories"] == 2
 
 
-def test_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_way_out_is_named(tmp_path, monkeypatch):
     path = write_tsv(tmp_path / "t.tsv", made_up(5))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for attempt in (open_table, build_vocabulary):
@@ -262,7 +257,7 @@ def test_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytes
             attempt(path)
 
 
-def test_identity_follows_file_vocabulary_and_range(tmp_path: Path) -> None:
+def test_identity_follows_file_vocabulary_and_range(tmp_path):
     path = write_tsv(tmp_path / "t.tsv", made_up(20))
     sources = [
         TableClicks(path, vocabulary=hashed_vocabulary(9)),
@@ -277,7 +272,7 @@ def test_identity_follows_file_vocabulary_and_range(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_identity_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+def test_identity_follows_the_content(tmp_path, monkeypatch, large):
     """A large file is known by blocks: here three of 64 bytes, at both ends and in the middle."""
     if large:
         monkeypatch.setattr("loka.data.content.BLOCK", 64)
@@ -285,7 +280,7 @@ def test_identity_follows_the_content(tmp_path: Path, monkeypatch: pytest.Monkey
     path = write_tsv(tmp_path / "t.tsv", made_up(20))
     status, data = path.stat(), path.read_bytes()
 
-    def identity(content: bytes, *, later: int = 0) -> str:
+    def identity(content, *, later=0):
         path.write_bytes(content)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later))
         return TableClicks(path, vocabulary=hashed_vocabulary(9)).identity
@@ -300,7 +295,7 @@ def test_identity_follows_the_content(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert identity(changed) != first, "of the same size and mtime"
 
 
-def test_schema_json_in_both_spellings(tmp_path: Path) -> None:
+def test_schema_json_in_both_spellings(tmp_path):
     path = tmp_path / "schema.json"
     path.write_text(json.dumps({"label": "y", "dense": ["d"], "sparse": ["c"], "separator": ";"}))
     assert Schema.from_json(path) == Schema(label="y", dense=("d",), sparse=("c",), separator=";")
@@ -324,7 +319,7 @@ def test_schema_json_in_both_spellings(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real sample ../shared/data/criteo_80k.parquet is absent")
-def test_the_real_sample_splits_and_reads() -> None:
+def test_the_real_sample_splits_and_reads():
     train, test = open_table(REAL)
     assert (train.rows, test.rows) == (64_000, 16_000)
     dense, sparse, label = gather(test, 4096)

@@ -25,18 +25,14 @@ def strings(*values: str | None) -> "pa.ChunkedArray":
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path) -> Path:
     path = tmp_path / "t.parquet"
-    columns = {
-        "y": [0, 1, 0, 1, 0, 1],
-        "a": ["x", "w", "x", None, "w", "q"],
-        "b": [7, 7, 7, 30, 30, 5],
-    }
+    columns = {"y": [0, 1, 0, 1, 0, 1], "a": ["x", "w", "x", None, "w", "q"], "b": [7, 7, 7, 30, 30, 5]}
     parquet.write_table(pa.table(columns), path)
     return path
 
 
-def test_ids_are_the_sorted_categories_from_one(table: Path) -> None:
+def test_ids_are_the_sorted_categories_from_one(table):
     built = build_vocabulary(table, schema=SCHEMA, min_count=2)
     assert built.categories == {"a": ("w", "x"), "b": ("30", "7")}  # sorted as strings
     assert built.size("a") == 3
@@ -45,18 +41,18 @@ def test_ids_are_the_sorted_categories_from_one(table: Path) -> None:
     assert ids.tolist() == [2, 1, 0, 0, 2]
 
 
-def test_only_the_given_rows_are_counted(table: Path) -> None:
+def test_only_the_given_rows_are_counted(table):
     assert build_vocabulary(table, schema=SCHEMA, rows=3).categories == {"a": ("x",), "b": ("7",)}
     tail = build_vocabulary(table, schema=SCHEMA, first_row=3, min_count=1)
     assert tail.categories == {"a": ("q", "w"), "b": ("30", "5")}
 
 
-def test_max_size_keeps_the_most_frequent_and_ties_go_by_name(table: Path) -> None:
+def test_max_size_keeps_the_most_frequent_and_ties_go_by_name(table):
     built = build_vocabulary(table, schema=SCHEMA, min_count=1, max_size=1)
     assert built.categories == {"a": ("w",), "b": ("7",)}
 
 
-def test_two_strings_of_one_hash_keep_their_own_ids(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_strings_of_one_hash_keep_their_own_ids(table, monkeypatch):
     """Rare among 64-bit hashes, so here all strings of one length collide."""
     lengths = lambda values: np.array([len(value) for value in values.to_pylist()], np.uint64)  # noqa: E731
     built = build_vocabulary(table, schema=SCHEMA, min_count=1)
@@ -66,7 +62,7 @@ def test_two_strings_of_one_hash_keep_their_own_ids(table: Path, monkeypatch: py
         assert built.encode(column, strings(*known, "y", "", None)).tolist() == [*wanted, 0, 0, 0]
 
 
-def test_hashes_stay_what_they_were() -> None:
+def test_hashes_stay_what_they_were():
     values = ["", "a", "68fd1e64", "z" * 256, "é" * 128, "z" * 257, "z" * 258, "y" + "z" * 257]
     before = [0xECBA3DF2C3383C52, 0xED8170DE1919A24D, 0xBE48B88315C6C721]
     found = hashes_of(pa.array(values)).tolist()
@@ -75,7 +71,7 @@ def test_hashes_stay_what_they_were() -> None:
     assert hashes_of(pa.array(["x", *values])[1:]).tolist() == found
 
 
-def test_a_category_of_megabytes_is_hashed_at_once() -> None:
+def test_a_category_of_megabytes_is_hashed_at_once():
     """Milliseconds; with a numpy pass for each byte it was 20 s."""
     start = time.process_time()
     ids = hashed_vocabulary(1000).encode("a", strings("x" * (4 << 20), "x", "x" * (4 << 20)))
@@ -83,14 +79,14 @@ def test_a_category_of_megabytes_is_hashed_at_once() -> None:
     assert ids[0] == ids[2] != ids[1]
 
 
-def test_merging_in_small_steps_changes_nothing(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_in_small_steps_changes_nothing(table, monkeypatch):
     whole = build_vocabulary(table, schema=SCHEMA)
     monkeypatch.setattr(vocabulary_module, "PENDING", 1)
     monkeypatch.setattr("loka.data.source.rows.PARQUET_ROWS", 1)
     assert build_vocabulary(table, schema=SCHEMA) == whole
 
 
-def test_json_round_trip_keeps_ids_and_digest(table: Path) -> None:
+def test_json_round_trip_keeps_ids_and_digest(table):
     built = build_vocabulary(table, schema=SCHEMA)
     for vocabulary in (built, hashed_vocabulary(50)):
         again = vocabulary_from_dict(json.loads(json.dumps(vocabulary.to_dict())))
@@ -101,7 +97,7 @@ def test_json_round_trip_keeps_ids_and_digest(table: Path) -> None:
         vocabulary_from_dict({"kind": "plan"})
 
 
-def test_a_column_it_was_not_built_for_is_refused(table: Path) -> None:
+def test_a_column_it_was_not_built_for_is_refused(table):
     with pytest.raises(DataRefused, match="no column c"):
         build_vocabulary(table, schema=SCHEMA).size("c")
 
@@ -116,14 +112,14 @@ def fnv1a(text: str) -> int:
     return value ^ (value >> 33)
 
 
-def test_hash_equals_its_definition_and_missing_is_zero() -> None:
+def test_hash_equals_its_definition_and_missing_is_zero():
     texts = ["", "a", "68fd1e64", "ünï", "a" * 40, "68fd1e64"]
     values = strings("drop", *texts, None).slice(1)  # an offset into the buffers
     ids = hashed_vocabulary(1000).encode("any", values)
     assert ids.tolist() == [1 + fnv1a(text) % 1000 for text in texts] + [0]
 
 
-def test_hash_is_the_same_in_another_process(tmp_path: Path) -> None:
+def test_hash_is_the_same_in_another_process(tmp_path):
     code = (
         "import pyarrow as pa; from loka.data import hashed_vocabulary;"
         "print(hashed_vocabulary(9973).encode('c', pa.chunked_array([['u', 'v', 'w']])).tolist())"
@@ -132,7 +128,7 @@ def test_hash_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert json.loads(other) == hashed_vocabulary(9973).encode("c", strings("u", "v", "w")).tolist()
 
 
-def test_hash_fills_its_buckets_evenly() -> None:
+def test_hash_fills_its_buckets_evenly():
     ids = hashed_vocabulary(16).encode("c", strings(*(f"{n:08x}" for n in range(8000))))
     counts = np.bincount(ids, minlength=17)
     assert counts[0] == 0
@@ -140,12 +136,12 @@ def test_hash_fills_its_buckets_evenly() -> None:
     assert np.abs(counts[1:] - 500).max() < 110
 
 
-def test_no_buckets_are_refused() -> None:
+def test_no_buckets_are_refused():
     with pytest.raises(ValueError, match="buckets=0"):
         hashed_vocabulary(0)
 
 
-def test_a_digest_is_of_the_content_and_stays_what_it_was() -> None:
+def test_a_digest_is_of_the_content_and_stays_what_it_was():
     """Shards and checkpoints name it. The order in which columns were counted is no content."""
     first = vocabulary_module.Vocabulary(categories={"a": ("x", "y"), "b": ("z",)})
     second = vocabulary_module.Vocabulary(categories={"b": ("z",), "a": ("x", "y")})

@@ -1,7 +1,5 @@
 """Lets tests of this folder import what stands beside them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

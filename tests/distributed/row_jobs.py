@@ -1,7 +1,5 @@
 """What replicas do in the tests of row_sync: train tables on rows of their own, and tell what came of it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from dataclasses import dataclass, field
@@ -25,13 +23,13 @@ module: Any = importlib.import_module("loka.distributed.row_sync")  # the functi
 class Tables(nn.Module):
     """Two tables, one looked up in bags; the loss is linear in them, so steps do not depend on them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__()
         self.one = nn.Embedding(ROWS, WIDTH, dtype=dtype)
         self.bag = nn.EmbeddingBag(ROWS // 2, WIDTH, mode="sum", dtype=dtype)
         self.frozen = nn.Embedding(3, WIDTH).requires_grad_(False)
 
-    def forward(self, ids: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, direction):
         return (self.one(ids) * direction).sum() + (self.bag(ids[:, None] // 2) * direction).sum()
 
 
@@ -50,7 +48,7 @@ class Trained:
     dtype: torch.dtype = torch.float32
     optimizer: str = "SGD"
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         torch.manual_seed(0)
         model = Tables(self.dtype)
         first = copy.deepcopy(model.state_dict())
@@ -142,7 +140,7 @@ def lookups_that_train_nothing(rank: int, folder: Path) -> dict[str, Any]:
 def refused(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, str] = {}
 
-    def tried(name: str, call: Any) -> None:
+    def tried(name, call):
         try:
             call()
             found[name] = "nothing was refused"
@@ -171,10 +169,10 @@ class Counted:
 
     job: Trained
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         real, received = module.all_gather, [0]
 
-        def counting(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counting(output, *args, **kwargs):
             if output.dtype is torch.uint8:
                 received[0] += output.numel() - output[0].numel()
             return real(output, *args, **kwargs)

@@ -5,11 +5,8 @@ one process bit for bit as long as the master weights are. Those get the sum of 
 another order than autograd adds them, so from the second step on losses agree within roundings of float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,10 +34,10 @@ ROUNDING = 2 * 8 * 2**-24
 class Counting(DefaultAllGather):
     """FSDP2's own all-gather, with the bytes that a rank sends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sent: list[int] = []
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
         self.sent.append(input_tensor.numel() * input_tensor.element_size())
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
@@ -54,7 +51,7 @@ class Job:
     plan: loka.Plan
     of_wide: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found = {f"{order}, {units}": self.equal(rank, order, units) for order, units in CASES}
         found |= {"kept": self.kept(rank), "bytes": self.bytes_of(), "parts": self.parts(rank)}
         found |= {
@@ -65,13 +62,13 @@ class Job:
         }
         return found
 
-    def made(self, order: str = "convert first", units: str = "layer", **options: Any) -> nn.Module:
+    def made(self, order="convert first", units="layer", **options):
         model = uneven()
         if order == "convert first":
             return shard(loka.convert(model, self.plan), units, **options)
         return loka.convert(shard(model, units, **options), self.plan)
 
-    def equal(self, rank: int, order: str, units: str) -> dict[str, Any]:
+    def equal(self, rank, order, units):
         model = self.made(order, units)
         keys = list(model.state_dict())
         gathering = fp8_all_gather(model, self.plan)
@@ -93,13 +90,13 @@ class Job:
             found["reverted"] = loss_of(model, *rows(9, 0, 24)).item()
         return found
 
-    def kept(self, rank: int) -> list[float]:
+    def kept(self, rank):
         """Weights stay gathered from forward to backward."""
         model = self.made(reshard_after_forward=False)
         fp8_all_gather(model, self.plan)
         return trained(model, rank)
 
-    def bytes_of(self) -> dict[str, Any]:
+    def bytes_of(self):
         """Of each rank, in a forward and a backward of wide layers, against FSDP2's own bf16 gather."""
         sent = {}
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -115,7 +112,7 @@ class Job:
             sent[f"{how} told"] = 2 * gathering.wire_bytes
         return sent
 
-    def parts(self, rank: int) -> list[float]:
+    def parts(self, rank):
         """A part that is called by itself after an update, and evaluation without gradients."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -123,7 +120,7 @@ class Job:
         with torch.no_grad():
             return model[0](rows(7, 0, 24)[0]).flatten().tolist()
 
-    def written(self, rank: int) -> list[float]:
+    def written(self, rank):
         """Weights written past autograd and optimizer: scales are those of the numbers as they are."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -133,7 +130,7 @@ class Job:
                 parameter.to_local().data.mul_(5.0)
             return model(rows(7, 0, 24)[0]).flatten().tolist()
 
-    def refused(self, rank: int) -> dict[str, str]:
+    def refused(self, rank):
         model = self.made(units="root")
         gathering = fp8_all_gather(model, self.plan)
         told = {"table": str(gathering)}
@@ -154,7 +151,7 @@ class Job:
         told["ranks"] = str(raised.value)
         return told
 
-    def watched(self, rank: int) -> dict[str, Any]:
+    def watched(self, rank):
         """Backward under a mode that sees ops, as counters of FLOPs and selective checkpoints are."""
         found: dict[str, Any] = {}
         for name, mode in (("plain", contextlib.nullcontext()), ("watched", FlopCounterMode(display=False))):
@@ -165,7 +162,7 @@ class Job:
             found[name] = [p.grad.full_tensor().tolist() for p in model.parameters()]
         return found
 
-    def not_finite(self, rank: int) -> dict[str, Any]:
+    def not_finite(self, rank):
         """A NaN in the rows of one rank makes the weight NaN on all, and is flagged there."""
         model = self.made()
         fp8_all_gather(model, self.plan)
@@ -185,7 +182,7 @@ def wide() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven), plan_of(wide)), 3, tmp_path_factory.mktemp("three"))
 
 
@@ -195,9 +192,7 @@ def expected() -> tuple[list[list[float]], nn.Module]:
     return alone(model, NAMES, 3), model
 
 
-def test_three_ranks_train_what_one_process_does(
-    three: list[dict[str, Any]], expected: tuple[list[list[float]], nn.Module]
-) -> None:
+def test_three_ranks_train_what_one_process_does(three, expected):
     losses, _ = expected
     for order, units in CASES:
         for rank, found in enumerate(three):
@@ -211,9 +206,7 @@ def test_three_ranks_train_what_one_process_does(
             assert case["runs"] == [STEPS] * 11  # the first layer's input wants no gradient
 
 
-def test_weights_stay_what_they_are_outside_of_forward(
-    three: list[dict[str, Any]], expected: tuple[list[list[float]], nn.Module]
-) -> None:
+def test_weights_stay_what_they_are_outside_of_forward(three, expected):
     """Master weights: those of one process; after remove and revert the model is the plain one."""
     _, model = expected
     plain = uneven()
@@ -228,12 +221,12 @@ def test_weights_stay_what_they_are_outside_of_forward(
             assert case["reverted"] == pytest.approx(reverted, abs=1e-3)
 
 
-def test_weights_that_stay_gathered_for_backward(three: list[dict[str, Any]]) -> None:
+def test_weights_that_stay_gathered_for_backward(three):
     for found in three:
         assert found["kept"] == found["convert first, layer"]["losses"]
 
 
-def test_bytes_on_the_wire(three: list[dict[str, Any]]) -> None:
+def test_bytes_on_the_wire(three):
     """Biases travel in bf16, and rows are padded to the same number on each rank."""
     for found in three:
         sent = found["bytes"]
@@ -242,13 +235,13 @@ def test_bytes_on_the_wire(three: list[dict[str, Any]]) -> None:
         assert sent["bf16"] == sent["bf16 told"]
 
 
-def test_a_mode_that_watches_ops_changes_nothing(three: list[dict[str, Any]]) -> None:
+def test_a_mode_that_watches_ops_changes_nothing(three):
     for found in three:
         assert found["watched"]["watched"] == found["watched"]["plain"]
 
 
 @pytest.mark.parametrize("what", ["parts", "written"])
-def test_scales_are_of_the_weights_as_they_are(three: list[dict[str, Any]], what: str) -> None:
+def test_scales_are_of_the_weights_as_they_are(three, what):
     """In a part that is called by itself after an update, and after a write that no version counter sees."""
     model = loka.convert(uneven(), plan_of(uneven))
     alone(model, NAMES, 3, steps=1)
@@ -263,7 +256,7 @@ def test_scales_are_of_the_weights_as_they_are(three: list[dict[str, Any]], what
         torch.testing.assert_close(torch.tensor(found[what]), y, atol=1e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_is_refused_on_all_ranks(three: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_is_refused_on_all_ranks(three):
     for found in three:
         assert "0.bias" in found["refused"]["table"]
         assert "it is no matrix" in found["refused"]["table"]

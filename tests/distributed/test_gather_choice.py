@@ -1,18 +1,14 @@
 """The gather of each unit, chosen by times: two ranks whose clocks differ end with one choice, and train what
 one process does whose weights are quantized alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gather_jobs import shard, trained
 from ranks import on_ranks
-from torch import nn
 from towers import alone, plan_of, uneven
 
 import loka
@@ -32,7 +28,7 @@ CLOCKS = [
 def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
     times = [(scales, scales), *(of_unit[rank] for of_unit in CLOCKS)]
 
-    def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
+    def timer(ways, device):
         for run in ways.values():
             run()
         fp8, hp = times.pop(0)
@@ -45,10 +41,10 @@ def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, 
 class Job:
     plan: loka.Plan
 
-    def made(self) -> nn.Module:
+    def made(self):
         return shard(loka.convert(uneven(), self.plan))
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         model, untimed, timed = (self.made() for _ in range(3))
         choice = choose_gather(model, self.plan, timer=clock(rank, 5.0))
         gathering = fp8_all_gather(model, self.plan, units=choice.taken)
@@ -67,11 +63,11 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan_of(uneven)), 2, tmp_path_factory.mktemp("choice"))
 
 
-def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]]) -> None:
+def test_ranks_that_see_other_times_end_with_one_choice(two):
     first, second = two
     assert set(first["fp8"]) == set(second["fp8"]) == CHOSEN
     for name in ("told", "by time"):
@@ -82,7 +78,7 @@ def test_ranks_that_see_other_times_end_with_one_choice(two: list[dict[str, Any]
     assert len(first["by time"][1].splitlines()) == 1 + len(CLOCKS) + 1
 
 
-def test_units_of_either_kind_train_what_one_process_does(two: list[dict[str, Any]]) -> None:
+def test_units_of_either_kind_train_what_one_process_does(two):
     """Of two ranks sums have one order, so losses are those of one process bit for bit."""
     losses = alone(loka.convert(uneven(), plan_of(uneven)), CHOSEN, 2)
     for rank, found in enumerate(two):
@@ -90,7 +86,7 @@ def test_units_of_either_kind_train_what_one_process_does(two: list[dict[str, An
         assert found["untouched"]
 
 
-def test_scales_that_take_longer_than_all_units_save(two: list[dict[str, Any]]) -> None:
+def test_scales_that_take_longer_than_all_units_save(two):
     told, units = two[0]["dear"]
     assert units == ()
     assert "FP8 saves no more than 64.0 us" in told

@@ -1,10 +1,7 @@
 """FP8 gathers on two ranks, eager and compiled: equal to one process, and what regions read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +24,11 @@ UNITS = ("root", "group")
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
@@ -42,7 +39,7 @@ class Exact:
     plan: loka.Plan
     joined: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         model = shard(loka.convert(uneven(), self.plan))
         fp8_all_gather(model, self.plan)
         found: dict[str, Any] = {"uneven": trained(model, rank), "checkpointed": self.checkpointed(rank)}
@@ -50,7 +47,7 @@ class Exact:
             found[units] = self.compiled(rank, units)
         return found
 
-    def checkpointed(self, rank: int) -> dict[str, Any]:
+    def checkpointed(self, rank):
         """Units run again in backward, where scales stay those of the forward."""
         model = shard(loka.convert(uneven(), self.plan))
         fp8_all_gather(model, self.plan)
@@ -63,7 +60,7 @@ class Exact:
             dist.all_reduce = real
         return {"losses": losses, "agreed": agreed}
 
-    def compiled(self, rank: int, units: str) -> dict[str, Any]:
+    def compiled(self, rank, units):
         torch._dynamo.reset()
         model = shard(loka.convert(joinable(), self.joined), units)
         gathering = fp8_all_gather(model, self.joined)
@@ -110,23 +107,23 @@ def stepped(model: nn.Module, called: Callable[..., Any], ranks: list[int]) -> l
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Exact(plan_of(uneven), plan_of(joinable)), 2, tmp_path_factory.mktemp("two"))
 
 
-def test_two_ranks_equal_one_process_at_every_step(two: list[dict[str, Any]]) -> None:
+def test_two_ranks_equal_one_process_at_every_step(two):
     losses = alone(loka.convert(uneven(), plan_of(uneven)), NAMES, 2)
     for rank, found in enumerate(two):
         assert found["uneven"] == [each[rank] for each in losses]
 
 
-def test_one_all_reduce_for_all_weights_and_none_in_backward(two: list[dict[str, Any]]) -> None:
+def test_one_all_reduce_for_all_weights_and_none_in_backward(two):
     for found in two:
         assert found["checkpointed"]["losses"] == found["uneven"]
         assert found["checkpointed"]["agreed"] == [len(NAMES)] * STEPS
 
 
-def test_regions_read_the_gathered_bytes(two: list[dict[str, Any]]) -> None:
+def test_regions_read_the_gathered_bytes(two):
     """A unit for the model: one region, nothing quantized in the graph, transposes made in backward; and the
     losses of one process whose regions quantize their weights themselves, bit for bit."""
     model = loka.convert(joinable(), plan_of(joinable))
@@ -141,7 +138,7 @@ def test_regions_read_the_gathered_bytes(two: list[dict[str, Any]]) -> None:
         assert root["losses"] == [each[rank] for each in losses]
 
 
-def test_a_unit_of_several_modules_cuts_regions(two: list[dict[str, Any]]) -> None:
+def test_a_unit_of_several_modules_cuts_regions(two):
     """FSDP2 stands before each of them, and Dynamo compiles what is between: what the docs say of units."""
     for found in two:
         assert found["group"]["regions"] == [["layers.0"], ["layers.1"], ["layers.2"]]

@@ -1,8 +1,6 @@
 """The gate of eight-bit gradients on two ranks: what it finds against numbers worked out here, one decision
 for both, and what it refuses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +25,7 @@ CLOCKS = {HP: (100.0, 110.0), "int8": (50.0, 120.0), "e4m3": (90.0, 80.0)}
 
 
 def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
-    def timer(ways: Ways, device: torch.device) -> dict[str, list[float]]:
+    def timer(ways, device):
         for run in ways.values():
             run()
         return {name: [CLOCKS[name][rank] + 0.01 * i for i in range(11)] for name in ways}
@@ -36,7 +34,7 @@ def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
 
 
 def stepping(model: nn.Module, rank: int) -> Callable[[int], None]:
-    def step(number: int) -> None:
+    def step(number):
         model.zero_grad()
         loss_of(model, *rows(number, rank, WIDE)).backward()
 
@@ -51,11 +49,11 @@ def single() -> nn.Module:
 class Faint(nn.Module):
     """Every other column of the first weight has gradients 2000 times smaller than the ones beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tower = tower(WIDE, 64, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.tower(x * torch.tensor([1.0, 5e-4]).repeat(WIDE // 2))
 
 
@@ -86,7 +84,7 @@ def refused(rank: int) -> dict[str, str]:
         inner = nn.Embedding(8, 8, sparse=True) if name == "sparse" else single()
         model = DistributedDataParallel(inner)
 
-        def step(number: int, name: str = name, model: nn.Module = model) -> None:
+        def step(number, name=name, model=model):
             if name != "nothing":
                 x = rows(number, rank, WIDE)[0] * {"zero": 0.0, "nan": torch.nan}[name]
                 model(x if rank else x.nan_to_num()).square().mean().backward()
@@ -98,12 +96,12 @@ def refused(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(on_rank, 2, tmp_path_factory.mktemp("gate"))
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_one_decision_by_the_slower_ranks_times(two: list[dict[str, Any]], engine: str) -> None:
+def test_one_decision_by_the_slower_ranks_times(two, engine):
     """INT8 is the faster on the first rank and the slower on the second; matrices then travel by e4m3."""
     first, second = (found[engine] for found in two)
     assert first["taken"] == second["taken"] == ("e4m3",)
@@ -113,7 +111,7 @@ def test_one_decision_by_the_slower_ranks_times(two: list[dict[str, Any]], engin
         assert (away < 1e-6) if name.endswith("bias") else (0.002 < away < 0.04)
 
 
-def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
+def test_shares_are_those_of_the_equation(two):
     """One weight [64, 128], whose rows are the codec's blocks: INT8 rounds each rank's, and their mean."""
     model, parts = single(), []
     for number in range(STEPS):
@@ -122,7 +120,7 @@ def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
             parts.append(model.weight.grad.double().clone())
     sent = torch.stack(parts).view(STEPS, 2, 64, WIDE)
 
-    def rounded(x: torch.Tensor) -> torch.Tensor:
+    def rounded(x):
         scale = x.abs().amax(-1, keepdim=True) / 127
         return (x / scale).round() * scale
 
@@ -136,14 +134,14 @@ def test_shares_are_those_of_the_equation(two: list[dict[str, Any]]) -> None:
         assert found["as torch sends"]
 
 
-def test_numbers_that_vanish_beside_others_are_not_admitted(two: list[dict[str, Any]]) -> None:
+def test_numbers_that_vanish_beside_others_are_not_admitted(two):
     _, int8, e4m3, _ = two[0]["faint"].splitlines()
     assert re.search(r" [12]\d\.\d\d%  tower.0.weight .*- +its error is more than 1% of", int8)
     assert " 0." in e4m3
     assert " 90 " in e4m3
 
 
-def test_what_cannot_be_decided_is_refused_on_all_ranks(two: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_decided_is_refused_on_all_ranks(two):
     for found in two:
         for name in ("zero", "nan", "nothing"):
             assert "not finite, or zeros, or none came" in found["refused"][name]

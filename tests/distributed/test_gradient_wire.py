@@ -1,7 +1,5 @@
 """Codecs of gradients: their error, and DDP and FSDP2 that send by them; two and three ranks over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from pathlib import Path
@@ -29,7 +27,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_codec_rounds_once(name: str) -> None:
+def test_a_codec_rounds_once(name):
     """Half a step away at most: of an int8's scale, of an e4m3's 3 bits or 2^-9 scale, of a bf16's 7 bits."""
     codec = codec_named(name)
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-8], [1.0], [1e8]])
@@ -48,7 +46,7 @@ def test_a_codec_rounds_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_arrives_so(name: str, bad: float) -> None:
+def test_what_is_not_finite_arrives_so(name, bad):
     x = torch.zeros(1, 256)
     x[0, 3] = bad
     found = codec_named(name).decode(codec_named(name).encode(x))
@@ -56,7 +54,7 @@ def test_what_is_not_finite_arrives_so(name: str, bad: float) -> None:
     assert found[0, 128:].eq(0).all()
 
 
-def test_sums_in_eight_bits_lose_what_sums_in_float32_keep() -> None:
+def test_sums_in_eight_bits_lose_what_sums_in_float32_keep():
     """FP8-LM's all-reduce adds e4m3 numbers under one scale; at 64 ranks it has lost a fifth of the mean."""
     errors = {}
     for ranks in (4, 64):
@@ -83,7 +81,7 @@ def summed_in_fp8(parts: torch.Tensor) -> torch.Tensor:
     return total * scale
 
 
-def test_unknown_names() -> None:
+def test_unknown_names():
     with pytest.raises(UnknownName, match="fp32, bf16, int8, e4m3"):
         GradientWire(scatter="fp4")
     with pytest.raises(LokaError, match="neither in DistributedDataParallel nor"):
@@ -197,7 +195,7 @@ def unused() -> str:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def three(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(on_rank, 3, tmp_path_factory.mktemp("wire"))
 
 
@@ -207,9 +205,7 @@ WITHIN = {"bf16": 0.003, "int8": 0.014, "e4m3": 0.04}
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("codec", WITHIN)
-def test_matrices_are_rounded_and_vectors_are_exact(
-    three: list[dict[str, Any]], engine: str, codec: str
-) -> None:
+def test_matrices_are_rounded_and_vectors_are_exact(three, engine, codec):
     assert len({str(found[f"{engine} {codec}"]) for found in three}) == 1, "all ranks end with the same bits"
     for name, away in three[0][f"{engine} {codec}"]["errors"].items():
         if name.endswith("bias"):
@@ -219,7 +215,7 @@ def test_matrices_are_rounded_and_vectors_are_exact(
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_bytes_on_the_wire(three: list[dict[str, Any]], engine: str) -> None:
+def test_bytes_on_the_wire(three, engine):
     """A scale for each 128 elements adds a 64th of bf16's; float32 biases and padding add the rest here."""
     for found in three:
         bf16, low = (found[f"{engine} {codec}"]["bytes"] for codec in ("bf16", "int8"))
@@ -227,23 +223,23 @@ def test_bytes_on_the_wire(three: list[dict[str, Any]], engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_accumulated_gradients_are_sent_once(three: list[dict[str, Any]], engine: str) -> None:
+def test_accumulated_gradients_are_sent_once(three, engine):
     for found in three:
         assert max(found[f"{engine} accumulated"].values()) < WITHIN["int8"]
 
 
-def test_replicas_stay_equal_when_clipped(three: list[dict[str, Any]]) -> None:
+def test_replicas_stay_equal_when_clipped(three):
     for engine in ("ddp", "fsdp2"):
         for found in three:
             assert found[f"{engine} clipped"] == three[0][f"{engine} clipped"]
 
 
-def test_an_overflow_on_one_rank_is_seen_by_all(three: list[dict[str, Any]]) -> None:
+def test_an_overflow_on_one_rank_is_seen_by_all(three):
     for found in three:
         for engine in ("ddp", "fsdp2"):
             assert found[f"{engine} scaled"] == {"kept": True, "scale": 2.0}
 
 
-def test_a_parameter_without_gradient_is_refused(three: list[dict[str, Any]]) -> None:
+def test_a_parameter_without_gradient_is_refused(three):
     for found in three:
         assert "some parameters have no gradient" in found["unused"]

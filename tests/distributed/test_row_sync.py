@@ -1,8 +1,5 @@
 """Replicas of tables that are kept together by the rows they changed: over gloo, two and three of them."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,12 +29,12 @@ def values(found: dict[str, Any], when: str = "after") -> dict[str, np.ndarray]:
     return {name: np.array(found[when][name]) for name in TRAINED}
 
 
-def alike(answers: list[dict[str, Any]]) -> None:
+def alike(answers: list[dict[str, Any]]):
     for answer in answers[1:]:
         assert answer["after"] == answers[0]["after"], "replicas differ after flush"
 
 
-def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path: Path) -> None:
+def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path):
     """w0 + (d0 + d1) / 2 for (w0 + d0 + w0 + d1) / 2: 12 times some roundings of numbers up to 4."""
     synced = Trained(12, {"every": 1, "codec": "fp32"})
     answers, (expected, _) = in_turn(synced, mean_of_whole_tables, ranks=2, folder=tmp_path)
@@ -51,7 +48,7 @@ def test_in_float32_it_is_the_mean_of_whole_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_rounding_leaves_comes_later(ranks: int, tmp_path: Path) -> None:
+def test_what_rounding_leaves_comes_later(ranks, tmp_path):
     """Steps do not depend on the weights here, so both sums are of the same changes: what is missing at any
     time is one rounding a replica, and nothing after a flush but float32's."""
     plain = Trained(24, {"every": 3, "codec": "fp32"})
@@ -67,7 +64,7 @@ def test_what_rounding_leaves_comes_later(ranks: int, tmp_path: Path) -> None:
         assert over <= 24 * 4 * 2.0**-22
 
 
-def test_every_so_often_it_is_exact(tmp_path: Path) -> None:
+def test_every_so_often_it_is_exact(tmp_path):
     """The third of three exchanges is: without a flush, replicas stand where float32 brings them."""
     coarse = [
         Trained(12, {"every": 4, "codec": codec, "exact_every": 3}) for codec in ("e4m3", "int8", "bf16")
@@ -80,7 +77,7 @@ def test_every_so_often_it_is_exact(tmp_path: Path) -> None:
         assert found[0]["sums"][7] != exact[0]["sums"][7], f"the second is not: {job}"
 
 
-def test_an_exchange_that_takes_steps_loses_none_of_them(tmp_path: Path) -> None:
+def test_an_exchange_that_takes_steps_loses_none_of_them(tmp_path):
     jobs = [
         Trained(21, {"every": 4, "codec": "fp32"}),
         Trained(21, {"every": 4, "codec": "fp32", "staleness": 3}),
@@ -97,7 +94,7 @@ def test_an_exchange_that_takes_steps_loses_none_of_them(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("optimizer", ["row-wise", "Adagrad"])
-def test_state_goes_with_the_rows(optimizer: str, tmp_path: Path) -> None:
+def test_state_goes_with_the_rows(optimizer, tmp_path):
     """The first makes its state in its first step: it was zero before."""
     answers = on_ranks(Trained(10, {"every": 5}, optimizer=optimizer), 2, tmp_path)
     alike(answers)
@@ -107,13 +104,13 @@ def test_state_goes_with_the_rows(optimizer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_tables_of_sixteen_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tables_of_sixteen_bits(dtype, tmp_path):
     answers = on_ranks(Trained(8, {"every": 2}, dtype=dtype), 2, tmp_path)
     alike(answers)
     assert all((now != np.array(answers[0]["first"][name])).any() for name, now in values(answers[0]).items())
 
 
-def test_bytes_are_those_that_arrive(tmp_path: Path) -> None:
+def test_bytes_are_those_that_arrive(tmp_path):
     answers = on_ranks(Counted(Trained(16, {"every": 4, "exact_every": 100})), 2, tmp_path)
     for answer, other in zip(answers, answers[::-1], strict=True):
         traffic = answer["traffic"]
@@ -125,17 +122,17 @@ def test_bytes_are_those_that_arrive(tmp_path: Path) -> None:
         assert traffic["whole"] == 5 * 4 * WIDTH * (ROWS + ROWS // 2)
 
 
-def test_a_number_that_is_none_reaches_all_and_stays_in_its_row(tmp_path: Path) -> None:
+def test_a_number_that_is_none_reaches_all_and_stays_in_its_row(tmp_path):
     for answer in on_ranks(not_a_number, 2, tmp_path):
         assert answer == {"first": [4], "after": [4]}
 
 
-def test_rows_are_counted_once_and_only_where_they_may_change(tmp_path: Path) -> None:
+def test_rows_are_counted_once_and_only_where_they_may_change(tmp_path):
     for answer in on_ranks(lookups_that_train_nothing, 2, tmp_path):
         assert answer == {"none": 0, "rows": 2, "left": False}
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(tmp_path):
     for found in on_ranks(refused, 2, tmp_path):
         assert "staleness < every" in found["late"]
         assert "no table" in found["no table"]
@@ -149,7 +146,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert "replica 1: step 3" in found["steps"]
 
 
-def test_the_same_numbers_in_other_places_are_told_apart() -> None:
+def test_the_same_numbers_in_other_places_are_told_apart():
     """Also what one bit differs by, in tensors of any shape."""
     weight = torch.arange(12.0).view(3, 4)
     other = weight.clone()

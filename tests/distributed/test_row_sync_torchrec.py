@@ -3,8 +3,6 @@
 DMPCollection runs on GPUs alone; here its groups are made by hand, of ranks of one gloo world.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ NAMES = ("a", "b", "c")
 class Model(nn.Module):
     """Tables of three features, two of which share one; a layer with fixed weights behind them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
         super().__init__()
@@ -40,7 +38,7 @@ class Model(nn.Module):
         self.tables = EmbeddingBagCollection(tables=[shared, alone])
         self.top = nn.Linear(WIDTH * len(NAMES), 1).requires_grad_(False)
 
-    def forward(self, features: Any, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, features, labels):
         logits = self.top(self.tables(features).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
@@ -109,7 +107,7 @@ def batched(model: nn.Module) -> list[Any]:
     return list({id(one.module): one.module for one in lookups_of(model)}.values())
 
 
-def start(model: nn.Module) -> None:
+def start(model: nn.Module):
     """The same rows on every replica: sharding draws them anew."""
     for one in batched(model):
         for table in one.split_embedding_weights():
@@ -143,7 +141,7 @@ def two_replicas_of_two_shards(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path: Path) -> None:
+def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path):
     answers = on_ranks(two_replicas_of_two_shards, 4, tmp_path)
     for how in ("tables", "rows"):
         for shard in (0, 2):
@@ -176,7 +174,7 @@ def by_replicas(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # 400 steps; the equation of the scale is tested below
-def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path: Path) -> None:
+def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path):
     """A row in one of two halves has a gradient twice as large there, so four times the square, halved by the
     mean over replicas: c = 2. Labels and bags are random, so rows that both halves have add no covariance."""
     found = on_ranks(by_replicas, 2, tmp_path)[0]
@@ -192,7 +190,7 @@ def test_momentum_of_replicas_is_c_times_that_of_one_group(tmp_path: Path) -> No
     assert float(apart.norm() / went.norm()) < 0.2, "and steps are as long"
 
 
-def test_scaling_the_rate_is_scaling_the_momentum() -> None:
+def test_scaling_the_rate_is_scaling_the_momentum():
     """lr g / (sqrt(v / c) + eps) for any v."""
     v, g = torch.rand(100).double() * 10, torch.randn(100).double()
     scaled = momentum_scaled(lr=0.3, eps=0.01, c=5.0)

@@ -1,13 +1,10 @@
 """Collectives that are told before training are those that real ranks send: the same ones, in the same order,
 of the same bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -30,12 +27,12 @@ from loka.distributed import GradientWire, fp8_all_gather, send_gradients
 from loka.distributed.gradient_codec import codec_named
 from loka.scaling.cluster import engines, wires
 from loka.scaling.cluster.compute import layers_in_fp8, placed
-from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, traced_step
+from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, Replicated, traced_step
 from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.wires import DECODED, ENCODED, check_traced, gather_wire, reduce_wires
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
-RANKS = 2
+RANKS, REPLICAS = 2, 2  # of hsdp, in each replica
 SIDES = {"uneven": (24, 100, 33, 4, 40), "buckets": (64, 700, 900, 1100, 8)}  # the second fills two buckets
 FORMATS = [
     ("ddp", Formats("-", "bf16")),
@@ -45,6 +42,9 @@ FORMATS = [
     ("fsdp2", Formats("bf16", "int8")),
     ("fsdp2", Formats("fp8", "bf16")),
     ("fsdp2", Formats("fp8", "e4m3")),
+    ("hsdp", Formats("bf16", "bf16")),
+    ("hsdp", Formats("bf16", "int8")),
+    ("hsdp", Formats("fp8", "bf16")),
 ]
 CASES = [  # the plan that gathers in FP8 is of the uneven tower
     (name, engine, formats)
@@ -60,35 +60,42 @@ _OPS = {
 }
 
 
+Found = list[tuple[str, int, int]]
+
+
 class Sent(TorchDispatchMode):
-    """Collectives, each with the bytes of its larger buffer."""
+    """Collectives, each with the bytes of its larger buffer and the ranks of its group."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, int]] = []
+        self.found: Found = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in leaves)
             name = str(func._overloadpacket)
-            self.found.append((_OPS.get(name, name), largest))
+            group = next(x for x in args if isinstance(x, torch.ScriptObject))  # the operation is behind it
+            ranks = dist.ProcessGroup.unbox(group).size()
+            self.found.append((_OPS.get(name, name), largest, ranks))
         return func(*args, **(kwargs or {}))
 
 
-def noting(function: Any, op: str, found: list[tuple[str, int]]) -> Any:
-    def noted(*args: Any, **kwargs: Any) -> Any:
+def noting(function: Any, op: str, found: Found) -> Any:
+    def noted(*args, **kwargs):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        found.append((op, max(x.numel() * x.element_size() for x in leaves)))
+        groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
+        ranks = groups[0].size() if groups else dist.get_world_size()
+        found.append((op, max(x.numel() * x.element_size() for x in leaves), ranks))
         return function(*args, **kwargs)
 
     return noted
 
 
 @contextlib.contextmanager
-def called() -> Iterator[list[tuple[str, int]]]:
+def called() -> Iterator[Found]:
     """The same by the functions that are called: under a mode, backward of weights in FP8 refuses to run."""
-    found: list[tuple[str, int]] = []
+    found: Found = []
     ops = {
         "all_reduce": "all_reduce",
         "all_gather_single": "all_gather",
@@ -103,7 +110,7 @@ def called() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
-def in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+def in_bf16(state, bucket):
     """torch's hook, which DDP refuses by its name where there is no NCCL."""
     return bf16_compress_hook(state, bucket)
 
@@ -114,13 +121,15 @@ class Job:
 
     plan: loka.Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, engine, formats in CASES:
+            if (engine == "hsdp") == (dist.get_world_size() == RANKS):
+                continue
             found[f"{name} {engine} {formats}"] = self.step(engine, formats, SIDES[name], rank)
         return found
 
-    def step(self, engine: str, formats: Formats, sides: tuple[int, ...], rank: int) -> Any:
+    def step(self, engine, formats, sides, rank):
         model: Any = tower(*sides)
         wire = GradientWire(scatter=formats.gradients, gather=formats.gradients)
         if engine == "ddp":
@@ -131,7 +140,7 @@ class Job:
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
             if formats.gather == "fp8":
                 model = loka.convert(model, self.plan)
-            model = shard(model, mp_policy=mixed)
+            model = shard(model, group=RANKS if engine == "hsdp" else 0, mp_policy=mixed)
         gathering = fp8_all_gather(model, self.plan) if formats.gather == "fp8" else None
         if formats.gradients != "bf16":
             send_gradients(model, wire)
@@ -156,22 +165,23 @@ def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(Job(plan_of(uneven)), RANKS, tmp_path_factory.mktemp("ranks"))
+def real(tmp_path_factory) -> list[dict[str, Any]]:
+    job, folder = Job(plan_of(uneven)), tmp_path_factory.mktemp("ranks")
+    one, *more = on_ranks(job, RANKS, folder)
+    first, *others = on_ranks(job, RANKS * REPLICAS, folder)
+    return [{**one, **first}, *more, *others]
 
 
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
-def test_bytes_and_order_are_those_of_real_ranks(
-    real: list[dict[str, Any]], name: str, engine: str, formats: Formats
-) -> None:
+def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     key = f"{name} {engine} {formats}"
     step = traced(engine, SIDES[name])
-    told = step_of(
-        step, placed(step, ()), RANKS, formats=formats, in_fp8=frozenset(real[0][key]["fp8"])
-    ).wires
+    ranks, group = (RANKS * REPLICAS, RANKS) if engine == "hsdp" else (RANKS, 0)
+    fp8 = frozenset(real[0][key]["fp8"])
+    told = step_of(step, placed(step, ()), ranks, formats=formats, in_fp8=fp8, group=group).wires
     assert len(told) == len(real[0][key]["sent"]) > 0
-    for rank in real:
-        assert [(wire.op, int(wire.size)) for wire in told] == rank[key]["sent"]
+    for rank in (rank for rank in real if key in rank):
+        assert [(wire.op, int(wire.size), wire.ranks or ranks) for wire in told] == rank[key]["sent"]
         if formats.gradients != "bf16":  # of which LoKA keeps count itself: what went to the other rank
             sent = sum(
                 w.size for w in told if w.op == "all_to_all" or (engine == "ddp" and w.op == "all_gather")
@@ -179,7 +189,7 @@ def test_bytes_and_order_are_those_of_real_ranks(
             assert rank[key]["to others"] == sent * (RANKS - 1) / RANKS
 
 
-def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str, Any]]) -> None:
+def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real):
     found = loka.scale(uneven(), torch.randn(4, 24), batch_size=8192)
     names = {f"{layer.path}.weight" for layer in layers_in_fp8(found, plan_of(uneven))}
     assert names == set(real[0]["uneven fsdp2 Formats(gather='fp8', gradients='bf16')"]["fp8"])
@@ -189,26 +199,26 @@ def test_weights_in_fp8_are_those_that_the_plan_lets_travel(real: list[dict[str,
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 64])
-def test_padding_is_the_engines_at_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_is_the_engines_at_any_number_of_ranks(ranks, monkeypatch):
     for module in (engines, wires):
         monkeypatch.setattr(module, "TRACED", ranks)
     for engine in ENGINES:
         check_traced(traced(engine, SIDES["uneven"]))
 
 
-def test_bytes_that_are_not_the_engines_are_refused() -> None:
+def test_bytes_that_are_not_the_engines_are_refused():
     step = traced("fsdp2", SIDES["uneven"])
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
-    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)  # type: ignore[union-attr]
-    with pytest.raises(LokaError, match="were counted"):
-        check_traced(
-            EngineStep(engine="fsdp2", events=tuple(events), units=(), params=(), tables=(), buffers=0)
-        )
+    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)
+    own = [Replicated((), 8, 4)]  # an all-reduce of the model's
+    for wrong in (events, own):
+        with pytest.raises(LokaError, match="were counted"):
+            check_traced(replace(step, events=tuple(wrong)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
+def test_gemms_stand_where_the_engine_runs_them(engine):
     """Backward: grad_input and grad_weight of the last layer first; its bucket or unit behind them."""
     step = traced(engine, SIDES["buckets"])
     products = [(e.backward, e.m, e.n, e.k) for e in step.events if isinstance(e, Matmul)]
@@ -222,14 +232,14 @@ def test_gemms_stand_where_the_engine_runs_them(engine: Any) -> None:
         assert kinds.count("Gathered") == kinds.count("CopiedOut") == 2 * 4 - 1 + 1
 
 
-def test_units_by_pattern_and_tables() -> None:
+def test_units_by_pattern_and_tables():
     class Tables(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table = nn.EmbeddingBag(50, 16, sparse=True)
             self.top = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 1)])
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             x = self.table(ids)
             for layer in self.top:
                 x = layer(x)
@@ -249,7 +259,7 @@ def test_units_by_pattern_and_tables() -> None:
         traced_step(model, batch, mode=mode, engine="fsdp2", units=["towers.*"])
 
 
-def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path: Path) -> None:
+def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_path):
     traced("ddp", SIDES["uneven"])
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
@@ -261,13 +271,13 @@ def test_the_process_group_is_given_back_and_one_that_stands_is_left_alone(tmp_p
         dist.destroy_process_group()
 
 
-def test_what_does_not_run_without_numbers_is_told() -> None:
+def test_what_does_not_run_without_numbers_is_told():
     class Looks(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layer(x) * x.max().item()
 
     mode = fake_mode()
@@ -280,7 +290,7 @@ def test_what_does_not_run_without_numbers_is_told() -> None:
 class Moved(TorchDispatchMode):
     size = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in str(func):
             leaves = tree_leaves((args, kwargs, out))
@@ -289,7 +299,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["int8", "e4m3"])
-def test_what_codecs_read_and_write(name: str) -> None:
+def test_what_codecs_read_and_write(name):
     codec, x = codec_named(name), torch.randn(8, 128 * 100)
     with Moved() as encode:
         code = codec.encode(x)
@@ -299,7 +309,7 @@ def test_what_codecs_read_and_write(name: str) -> None:
     assert DECODED[name] == pytest.approx(decode.size / x.numel(), abs=1)
 
 
-def test_eight_bits_send_fewer_bytes() -> None:
+def test_eight_bits_send_fewer_bytes():
     step = traced("fsdp2", SIDES["uneven"])
     names = frozenset(p.name for p in step.params if len(p.shape) == 2)
     matrices = [p for p in step.params if len(p.shape) == 2]

@@ -1,11 +1,9 @@
 """Towers whose layers shard unevenly, and one process that quantizes weights as ranks that gather them in FP8
 do."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,11 +39,11 @@ class Joinable(nn.Module):
     """Sides that regions take, and a forward of its own: Dynamo compiles that of nn.Sequential child by child
     where FSDP2's hooks stand before it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(m for m in tower(64, 112, 80, 32) if isinstance(m, nn.Linear))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers[:-1]:
             x = torch.relu(layer(x))
         return self.layers[-1](x)
@@ -81,7 +79,7 @@ def loss_of(model: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> torc
 
 
 @contextmanager
-def as_gathered(model: nn.Module, names: set[str]) -> Iterator[None]:
+def as_gathered(model: nn.Module, names: set[str]):
     """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
     of them.
 

@@ -3,8 +3,6 @@
 The equations and the calls are that library's, the code is not. ids [B, 4] -> probabilities [B, 1].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -16,12 +14,12 @@ FIELDS, VOCABULARY, WIDTH, HEADS = 4, 50, 32, 2
 class InteractingLayer(nn.Module):
     """relu(softmax(q k^T) v + x W_Res) by heads; the softmax is over dimension 1, as in the original."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for name in ("W_Query", "W_key", "W_Value", "W_Res"):
             setattr(self, name, nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.05))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         projected = (
             torch.tensordot(x, w, dims=([-1], [0])) for w in (self.W_Query, self.W_key, self.W_Value)
         )
@@ -32,13 +30,13 @@ class InteractingLayer(nn.Module):
 
 
 class AutoInt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fields = nn.Embedding(FIELDS * VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(InteractingLayer() for _ in range(2))
         self.linear = nn.Linear(FIELDS * WIDTH, 1, bias=False)
 
-    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+    def forward(self, fields):
         x = self.fields(fields + VOCABULARY * torch.arange(FIELDS, device=fields.device))
         for layer in self.layers:
             x = layer(x)
@@ -53,5 +51,5 @@ MODELS = [
         loss=of_probabilities,
         parameter_gemm_flops=lambda rows: 2 * rows * FIELDS * (2 * 4 * WIDTH**2 + WIDTH),
         notes="forward returns probabilities, [B, 1]; four raw parameters a layer.",
-    ),
+    )
 ]

@@ -4,8 +4,6 @@ Without reentrance backward computes again only as far as it needs: a block's la
 checkpoint_sequential leaves its last segment alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -19,26 +17,26 @@ from .spec import Foreign, floats, of_logits, seeded, whole
 class Block(nn.Module):
     """x + down(relu(up(x)))."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(32, 64)
         self.down = nn.Linear(64, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(F.relu(self.up(x)))
 
 
 class Modules(nn.Module):
     """Each block is checkpointed as a module; the stem makes the blocks' input need a gradient."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
         self.stem = nn.Linear(32, 32)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.stem(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
@@ -48,7 +46,7 @@ class Modules(nn.Module):
 class Functions(nn.Module):
     """A closure is checkpointed that reads the owner's raw parameters and one of its modules."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
         self.stem = nn.Linear(32, 32)
@@ -57,8 +55,8 @@ class Functions(nn.Module):
         self.mix = nn.Linear(32, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def inner(x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
+        def inner(x):
             return x + self.mix(F.relu(F.linear(x, self.w)) @ self.v)
 
         x = checkpoint(inner, self.stem(x), use_reentrant=self.reentrant)
@@ -68,13 +66,13 @@ class Functions(nn.Module):
 class Sequentially(nn.Module):
     """checkpoint_sequential over a Sequential, which calls the modules of each of two segments by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Linear(32, 32)
         self.blocks = nn.Sequential(Block(), nn.ReLU(), Block(), nn.ReLU())
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.out(checkpoint_sequential(self.blocks, 2, self.stem(x), use_reentrant=False))
 
 

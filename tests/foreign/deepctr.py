@@ -5,8 +5,6 @@ parallel DNN, logits of one output without bias, a sigmoid at the end); the code
 float tensor, [B, 5]: three columns of ids, two dense ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -24,13 +22,13 @@ HIDDEN = (64, 32)
 class Front(nn.Module):
     """Embeddings by field and the wide part's logit; [B, 5] -> fields [B, 3, 16], dense [B, 2], logit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embeddings = nn.ModuleList(nn.Embedding(VOCABULARY, EMBEDDING) for _ in range(FIELDS))
         self.linear = nn.ModuleList(nn.Embedding(VOCABULARY, 1) for _ in range(FIELDS))
         self.weight = nn.Parameter(torch.randn(DENSE, 1) * 0.01)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         sparse, dense = x[:, :FIELDS].long(), x[:, FIELDS:]
         fields = torch.stack([table(sparse[:, i]) for i, table in enumerate(self.embeddings)], dim=1)
         logit = sum(table(sparse[:, i]) for i, table in enumerate(self.linear)) + dense.matmul(self.weight)
@@ -40,12 +38,12 @@ class Front(nn.Module):
 class DNN(nn.Module):
     """Linear and ReLU, layers in a ModuleList."""
 
-    def __init__(self, fan_in: int) -> None:
+    def __init__(self, fan_in):
         super().__init__()
         widths = (fan_in, *HIDDEN)
         self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for linear in self.linears:
             x = F.relu(linear(x))
         return x
@@ -54,7 +52,7 @@ class DNN(nn.Module):
 class CIN(nn.Module):
     """Compressed interactions: X^k = relu(conv1d(X^(k-1) (x) X^0)), half of X^k goes on, half goes out."""
 
-    def __init__(self, sizes: tuple[int, ...] = (32, 32)) -> None:
+    def __init__(self, sizes=(32, 32)):
         super().__init__()
         self.sizes = sizes
         before = (FIELDS, *(size // 2 for size in sizes[:-1]))
@@ -62,7 +60,7 @@ class CIN(nn.Module):
             nn.Conv1d(maps * FIELDS, size, 1) for maps, size in zip(before, sizes, strict=True)
         )
 
-    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+    def forward(self, fields):
         rows, _, width = fields.shape
         hidden, results = fields, []
         for i, (size, conv1d) in enumerate(zip(self.sizes, self.conv1ds, strict=True)):
@@ -79,12 +77,12 @@ class CIN(nn.Module):
 class MatrixCross(nn.Module):
     """DCN-matrix: kernels [L, D, D] in one parameter; x_l = x_0 * (matmul(kernels[l], x_l) + b_l) + x_l."""
 
-    def __init__(self, width: int, layers: int = 2) -> None:
+    def __init__(self, width, layers=2):
         super().__init__()
         self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, width)))
         self.bias = nn.Parameter(torch.zeros(layers, width, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x_0 = x.unsqueeze(2)
         x_l = x_0
         for i in range(len(self.kernels)):
@@ -95,12 +93,12 @@ class MatrixCross(nn.Module):
 class VectorCross(nn.Module):
     """DCN-vector: kernels [L, D, 1]; x_l = x_0 (x_l . w_l) + b_l + x_l, the product by tensordot."""
 
-    def __init__(self, width: int, layers: int = 2) -> None:
+    def __init__(self, width, layers=2):
         super().__init__()
         self.kernels = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, width, 1)))
         self.bias = nn.Parameter(torch.zeros(layers, width, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x_0 = x.unsqueeze(2)
         x_l = x_0
         for i in range(len(self.kernels)):
@@ -112,7 +110,7 @@ class VectorCross(nn.Module):
 class MixCross(nn.Module):
     """DCN-mix: low-rank experts in parameters [L, E, D, r], gates, tanh between the projections."""
 
-    def __init__(self, width: int, layers: int = 2, rank: int = 32, experts: int = 2) -> None:
+    def __init__(self, width, layers=2, rank=32, experts=2):
         super().__init__()
         self.U_list = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, experts, width, rank)))
         self.V_list = nn.Parameter(nn.init.xavier_normal_(torch.empty(layers, experts, width, rank)))
@@ -120,12 +118,12 @@ class MixCross(nn.Module):
         self.gating = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(experts))
         self.bias = nn.Parameter(torch.zeros(layers, width, 1))
 
-    def expert(self, layer: int, expert: int, x_l: torch.Tensor) -> torch.Tensor:
+    def expert(self, layer, expert, x_l):
         inner = torch.tanh(torch.matmul(self.V_list[layer][expert].t(), x_l))
         inner = torch.tanh(torch.matmul(self.C_list[layer][expert], inner))
         return torch.matmul(self.U_list[layer][expert], inner) + self.bias[layer]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x_0 = x.unsqueeze(2)
         x_l = x_0
         for layer in range(len(self.bias)):
@@ -136,7 +134,7 @@ class MixCross(nn.Module):
 
 
 class XDeepFM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.front = Front()
         self.cin = CIN()
@@ -145,7 +143,7 @@ class XDeepFM(nn.Module):
         self.dnn_linear = nn.Linear(HIDDEN[-1], 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         fields, dense, logit = self.front(x)
         logit = logit + self.cin_linear(self.cin(fields))
         dnn = self.dnn(torch.cat([fields.flatten(start_dim=1), dense], dim=1))
@@ -155,7 +153,7 @@ class XDeepFM(nn.Module):
 class DCN(nn.Module):
     """Cross network and DNN side by side over the flat input, one logit over both."""
 
-    def __init__(self, cross: Callable[[int], nn.Module]) -> None:
+    def __init__(self, cross):
         super().__init__()
         self.front = Front()
         self.crossnet = cross(WIDTH)
@@ -163,7 +161,7 @@ class DCN(nn.Module):
         self.dnn_linear = nn.Linear(WIDTH + HIDDEN[-1], 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         fields, dense, logit = self.front(x)
         flat = torch.cat([fields.flatten(start_dim=1), dense], dim=1)
         both = torch.cat([self.dnn(flat), self.crossnet(flat)], dim=-1)
@@ -173,7 +171,7 @@ class DCN(nn.Module):
 class WideDCN(DCN):
     """DCN without the dense columns: D is 48, which every FP8 kernel accepts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         nn.Module.__init__(self)
         self.front = Front()
         self.crossnet = MatrixCross(FIELDS * EMBEDDING)
@@ -181,7 +179,7 @@ class WideDCN(DCN):
         self.dnn_linear = nn.Linear(FIELDS * EMBEDDING + HIDDEN[-1], 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         fields, _, logit = self.front(x)
         flat = fields.flatten(start_dim=1)
         both = torch.cat([self.dnn(flat), self.crossnet(flat)], dim=-1)

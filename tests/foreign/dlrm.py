@@ -3,8 +3,6 @@
 Three features of 32, two of them ragged. The first layer is 13 wide as on Criteo, DLRM's interaction 38.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

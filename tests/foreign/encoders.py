@@ -1,7 +1,5 @@
 """nn.TransformerEncoder and nn.MultiheadAttention, whose projections are raw parameters; and an LSTM."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -16,7 +14,7 @@ TOKEN = 3 * WIDTH**2 + WIDTH**2 + 2 * WIDTH * FEED  # multiplications of one tok
 class Encoder(nn.Module):
     """Token embeddings, an encoder, the mean, one logit; ids [B, 8] -> [B, 1]; id 0 may be padding."""
 
-    def __init__(self, *, batch_first: bool, padded: bool = False, norm_first: bool = False) -> None:
+    def __init__(self, *, batch_first, padded=False, norm_first=False):
         super().__init__()
         self.batch_first, self.padded = batch_first, padded
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
@@ -26,7 +24,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=padded)
         self.out = nn.Linear(WIDTH, 1)
 
-    def forward(self, history: torch.Tensor) -> torch.Tensor:
+    def forward(self, history):
         mask = history == 0 if self.padded else None
         x = self.tokens(history)
         if not self.batch_first:
@@ -38,12 +36,12 @@ class Encoder(nn.Module):
 class CrossAttention(nn.Module):
     """A query of 32 reads keys of 48 and values of 64: three raw projections instead of `in_proj_weight`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, kdim=48, vdim=64, batch_first=True)
         self.out = nn.Linear(WIDTH, 1)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, query, key, value):
         read, _ = self.attention(query, key, value, need_weights=False)
         return self.out(read.mean(dim=1))
 
@@ -51,12 +49,12 @@ class CrossAttention(nn.Module):
 class SharedAttention(nn.Module):
     """One target item reads a history: key is value, query is not, so `in_proj` is used in two parts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
         self.out = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         target, history = x[:, :1], x[:, 1:]
         read, _ = self.attention(target, history, history)  # with the attention's weights
         return self.out(read.squeeze(1))
@@ -65,13 +63,13 @@ class SharedAttention(nn.Module):
 class RecurrentTower(nn.Module):
     """An LSTM over the history, then an MLP over its last state; ids [B, 8] -> [B, 1]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 32)
         self.lstm = nn.LSTM(32, 48, batch_first=True)
         self.mlp = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, history: torch.Tensor) -> torch.Tensor:
+    def forward(self, history):
         states, _ = self.lstm(self.tokens(history))
         return self.mlp(states[:, -1])
 

@@ -1,7 +1,5 @@
 """Stacked experts: one parameter [E, in, out] in `bmm`, `einsum`, `baddbmm`, and behind a dispatch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +16,7 @@ def _experts(fan_in: int, fan_out: int) -> nn.Parameter:
 class Bmm(nn.Module):
     """MMoE of two tasks: torch.bmm of an expanded x with [E, in, out], softmax gates, towers; -> [B, 2]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w1 = _experts(FAN_IN, HIDDEN)
         self.w2 = _experts(HIDDEN, FAN_OUT)
@@ -27,11 +25,11 @@ class Bmm(nn.Module):
             nn.Sequential(nn.Linear(FAN_OUT, 32), nn.ReLU(), nn.Linear(32, 1)) for _ in range(2)
         )
 
-    def experts(self, x: torch.Tensor) -> torch.Tensor:
+    def experts(self, x):
         hidden = F.relu(torch.bmm(x.expand(EXPERTS, *x.shape), self.w1))
         return torch.bmm(hidden, self.w2).transpose(0, 1)  # [B, E, out]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         experts = F.relu(self.experts(x))
         logits = []
         for gate, tower in zip(self.gates, self.towers, strict=True):
@@ -43,7 +41,7 @@ class Bmm(nn.Module):
 class Einsum(Bmm):
     """The same by einsum: 'bi,eio->beo', then 'beo,eop->bep'."""
 
-    def experts(self, x: torch.Tensor) -> torch.Tensor:
+    def experts(self, x):
         hidden = F.relu(torch.einsum("bi,eio->beo", x, self.w1))
         return torch.einsum("beo,eop->bep", hidden, self.w2)
 
@@ -51,12 +49,12 @@ class Einsum(Bmm):
 class Baddbmm(Bmm):
     """The same by baddbmm, with a bias [E, 1, out]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.b1 = nn.Parameter(torch.zeros(EXPERTS, 1, HIDDEN))
         self.b2 = nn.Parameter(torch.zeros(EXPERTS, 1, FAN_OUT))
 
-    def experts(self, x: torch.Tensor) -> torch.Tensor:
+    def experts(self, x):
         hidden = F.relu(torch.baddbmm(self.b1, x.expand(EXPERTS, *x.shape), self.w1))
         return torch.baddbmm(self.b2, hidden, self.w2).transpose(0, 1)
 
@@ -67,7 +65,7 @@ class Dispatch(nn.Module):
     A row beyond an expert's capacity passes by the residual alone.
     """
 
-    def __init__(self, capacity: int = 16) -> None:
+    def __init__(self, capacity=16):
         super().__init__()
         self.capacity = capacity
         self.router = nn.Linear(FAN_IN, EXPERTS, bias=False)
@@ -75,7 +73,7 @@ class Dispatch(nn.Module):
         self.w_out = _experts(HIDDEN, FAN_IN)
         self.out = nn.Linear(FAN_IN, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         probability, expert = torch.softmax(self.router(x), dim=-1).max(dim=-1)
         chosen = F.one_hot(expert, EXPERTS)
         place = (torch.cumsum(chosen, dim=0) * chosen).sum(dim=-1) - 1  # among the rows of its expert

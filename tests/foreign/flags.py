@@ -3,8 +3,6 @@
 A flag is set if the step under it has the loss of the eager one, and its gradients under torch.compile.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -19,7 +17,7 @@ from .spec import Foreign, call, train_step
 TOLERANCE = 1e-4  # float32, other orders of the same sums
 
 
-def _compiled(foreign: Foreign) -> None:
+def _compiled(foreign: Foreign):
     eager, model = foreign.build(), foreign.build()
     expected = train_step(foreign, eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -31,7 +29,7 @@ def _compiled(foreign: Foreign) -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _exported(foreign: Foreign, *, strict: bool) -> None:
+def _exported(foreign: Foreign, *, strict: bool):
     inputs = foreign.inputs(32)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     program = torch.export.export(foreign.build(), args, kwargs, strict=strict)
@@ -39,11 +37,11 @@ def _exported(foreign: Foreign, *, strict: bool) -> None:
     _assert_trained(foreign, loss.detach())
 
 
-def _remade(foreign: Foreign, remake: Callable[[nn.Module], nn.Module]) -> None:
+def _remade(foreign: Foreign, remake: Callable[[nn.Module], nn.Module]):
     _assert_trained(foreign, train_step(foreign, remake(foreign.build())))
 
 
-def _assert_trained(foreign: Foreign, loss: torch.Tensor) -> None:
+def _assert_trained(foreign: Foreign, loss: torch.Tensor):
     expected = train_step(foreign, foreign.build())
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -67,7 +65,7 @@ def why_not(foreign: Foreign, flag: str) -> str | None:
     return None
 
 
-def main(parts: list[str]) -> None:
+def main(parts: list[str]):
     for foreign in FOREIGN.values():
         if parts and not any(part in foreign.name for part in parts):
             continue

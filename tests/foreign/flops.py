@@ -8,8 +8,6 @@ parameters. A weight that is computed (by a product of parameters, a mask, a nor
 Trade-off: memory is told by its address, so every copy of a parameter is kept until counting ends.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -66,7 +64,7 @@ def count_flops(model: nn.Module, run: Callable[[], object]) -> Flops:
 
 
 class Counting(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.by_parameter: Counter[str] = Counter()
         self.without_parameter: Counter[str] = Counter()
@@ -86,7 +84,7 @@ class Counting(TorchDispatchMode):
             self.record(name, func, args, kwargs, out)
         return out
 
-    def record(self, name: str, func, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def record(self, name, func, args, kwargs, out):
         if name in PRODUCTS:
             for flops, operands in PRODUCTS[name](out, *args, **kwargs):
                 self.add(name, flops, [owner for x in operands for owner in self.memory.owners(x)])
@@ -99,13 +97,13 @@ class Counting(TorchDispatchMode):
         elif not func.is_view and name not in NO_PRODUCTS and self._may_multiply(name, func, args):
             self.unaccounted[name] += 1
 
-    def add(self, name: str, flops: int, owners: list[str]) -> None:
+    def add(self, name, flops, owners):
         if owners:
             self.by_parameter["+".join(dict.fromkeys(owners))] += flops
         else:
             self.without_parameter[name] += flops
 
-    def _may_multiply(self, name: str, func, args: tuple[Any, ...]) -> bool:
+    def _may_multiply(self, name, func, args):
         reads_matrix = any(x.dim() > 1 and any(self.memory.owners(x)) for x in _tensors(args))
         return bool(PRODUCT_BY_NAME.search(name)) or (reads_matrix and torch.Tag.pointwise not in func.tags)
 
@@ -113,14 +111,14 @@ class Counting(TorchDispatchMode):
 class Memory:
     """Which bytes hold which parameters, or copies of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self._parameters: dict[int, list[tuple[range, tuple[str, ...]]]] = {}
         self._copies: dict[int, tuple[str, ...]] = {}
         self._kept: list[torch.Tensor] = []  # so that no address is used again
         for name, parameter in model.named_parameters():
             self._parameters.setdefault(_address(parameter), []).append((_bytes(parameter), (name,)))
 
-    def copied(self, tensor: torch.Tensor, sources: Any) -> None:
+    def copied(self, tensor, sources):
         """`tensor` has just been written: from parameters if all sources are theirs."""
         if not isinstance(tensor, torch.Tensor) or _address(tensor) in self._parameters:
             return
@@ -131,7 +129,7 @@ class Memory:
         else:
             self._copies.pop(_address(tensor), None)
 
-    def owners(self, tensor: torch.Tensor) -> Iterator[str]:
+    def owners(self, tensor):
         if tensor.is_nested or not tensor.numel():
             return
         yield from self._copies.get(_address(tensor), ())

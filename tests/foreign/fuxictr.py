@@ -4,8 +4,6 @@ The equations and the calls are that library's (a dict of features goes in, a di
 sigmoid comes out, MLP blocks are one Sequential); the code here is not. Four fields of 16 are an input of 64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -18,22 +16,20 @@ WIDTH = FIELDS * EMBEDDING
 class FeatureEmbedding(nn.Module):
     """A table for each named feature; {name: [B]} -> [B, 4, 16]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tables = nn.ModuleDict(
             {f"field_{i}": nn.Embedding(VOCABULARY, EMBEDDING) for i in range(FIELDS)}
         )
 
-    def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(self, features):
         return torch.stack([table(features[name]) for name, table in self.tables.items()], dim=1)
 
 
 class MLPBlock(nn.Module):
     """Linear, BatchNorm where asked for, ReLU and dropout as one Sequential, `mlp`."""
 
-    def __init__(
-        self, fan_in: int, hidden: tuple[int, ...], *, fan_out: int = 0, batch_norm: bool = False
-    ) -> None:
+    def __init__(self, fan_in, hidden, *, fan_out=0, batch_norm=False):
         super().__init__()
         layers: list[nn.Module] = []
         for a, b in zip((fan_in, *hidden[:-1]), hidden, strict=True):
@@ -43,18 +39,18 @@ class MLPBlock(nn.Module):
         layers += [nn.Linear(hidden[-1], fan_out)] if fan_out else []
         self.mlp = nn.Sequential(*layers)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.mlp(x)
 
 
 class CrossNetV2(nn.Module):
     """x_(i+1) = x_i + x_0 * linear_i(x_i)."""
 
-    def __init__(self, width: int, layers: int = 3) -> None:
+    def __init__(self, width, layers=3):
         super().__init__()
         self.cross_layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x_0: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_0):
         x_i = x_0
         for layer in self.cross_layers:
             x_i = x_i + x_0 * layer(x_i)
@@ -64,7 +60,7 @@ class CrossNetV2(nn.Module):
 class DCNv2(nn.Module):
     """`parallel`: DNN beside the cross network; `stacked`: DNN behind it; `stacked_parallel`: one of each."""
 
-    def __init__(self, structure: str, *, batch_norm: bool = False) -> None:
+    def __init__(self, structure, *, batch_norm=False):
         super().__init__()
         self.structure = structure
         self.embedding_layer = FeatureEmbedding()
@@ -78,7 +74,7 @@ class DCNv2(nn.Module):
             final += 32
         self.fc = nn.Linear(final + (WIDTH if structure == "parallel" else 0), 1)
 
-    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward(self, features):
         flat = self.embedding_layer(features).flatten(start_dim=1)
         crossed = self.crossnet(flat)
         parts = [self.stacked_dnn(crossed)] if "stacked" in self.structure else []
@@ -92,7 +88,7 @@ class DCNv2(nn.Module):
 class CompressedInteractionNet(nn.Module):
     """CIN: a Conv1d of kernel 1 squeezes the outer product of fields; sums over the embedding -> [B, 1]."""
 
-    def __init__(self, fields: int = FIELDS, hidden: tuple[int, ...] = (32, 32)) -> None:
+    def __init__(self, fields=FIELDS, hidden=(32, 32)):
         super().__init__()
         self.fc = nn.Linear(sum(hidden), 1)
         maps = (fields, *hidden[:-1])
@@ -103,7 +99,7 @@ class CompressedInteractionNet(nn.Module):
             }
         )
 
-    def forward(self, x_0: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_0):
         rows, _, width = x_0.shape
         x_i, pooled = x_0, []
         for layer in self.cin_layer.values():
@@ -114,13 +110,13 @@ class CompressedInteractionNet(nn.Module):
 
 
 class XDeepFM(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding_layer = FeatureEmbedding()
         self.cin = CompressedInteractionNet()
         self.dnn = MLPBlock(WIDTH, (64, 32), fan_out=1)
 
-    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward(self, features):
         fields = self.embedding_layer(features)
         return {"y_pred": torch.sigmoid(self.cin(fields) + self.dnn(fields.flatten(start_dim=1)))}
 

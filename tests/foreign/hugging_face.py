@@ -1,7 +1,5 @@
 """Hugging Face's GPT-2, BERT and Llama in tiny configurations with random weights: nothing is downloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -57,11 +55,11 @@ def llama() -> nn.Module:
 class Actor(nn.Module):
     """States and actions [B, T] -> log-probabilities of rows' actions [B], which are no logits of clicks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = llama()
 
-    def forward(self, states: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    def forward(self, states, actions):
         found = self.model(input_ids=states).logits.log_softmax(-1)
         return found.gather(2, actions.unsqueeze(2)).squeeze(2).sum(1)
 
@@ -77,7 +75,7 @@ def _policy_gradient(output: torch.Tensor) -> torch.Tensor:
 
 
 def checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.Module]:
-    def built() -> nn.Module:
+    def built():
         model = build()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         return model

@@ -3,8 +3,6 @@
 In the last two a GEMM's weight is computed from parameters: that GEMM has no parameter as its operand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,34 +19,34 @@ RANK = 32
 class LoRALinear(nn.Module):
     """base(x) + scaling * B(A(x)), the base frozen and held as a submodule, A and B as nn.Linear."""
 
-    def __init__(self, base: nn.Linear, rank: int = RANK) -> None:
+    def __init__(self, base, rank=RANK):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
         self.scaling = 0.5
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.base(x) + self.lora_B(self.lora_A(x)) * self.scaling
 
 
 class RawLoRALinear(nn.Linear):
     """A subclass of nn.Linear with raw A and B: super().forward(x) + x @ A @ B."""
 
-    def __init__(self, fan_in: int, fan_out: int, rank: int = RANK) -> None:
+    def __init__(self, fan_in, fan_out, rank=RANK):
         super().__init__(fan_in, fan_out)
         self.weight.requires_grad_(False)
         self.A = nn.Parameter(torch.randn(fan_in, rank) / fan_in**0.5)
         self.B = nn.Parameter(torch.randn(rank, fan_out) * 0.01)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) + x @ self.A @ self.B
 
 
 class MergedLoRALinear(RawLoRALinear):
     """F.linear(x, weight + (A @ B).t()): the product of two parameters makes the weight of the layer."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.weight + (self.A @ self.B).t(), self.bias)
 
 

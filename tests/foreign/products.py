@@ -3,8 +3,6 @@
 Biases and additions are free. Names are those of the schema without its overload.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

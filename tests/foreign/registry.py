@@ -1,7 +1,5 @@
 """All foreign models by name."""
 
-from __future__ import annotations
-
 from . import (
     autoint,
     checkpointed,

@@ -1,7 +1,5 @@
 """What a foreign model is: how it is built, fed and trained, and what PyTorch can do with it as it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -37,7 +35,7 @@ class Foreign:
     deepcopies: bool = True
     pickles: bool = True
 
-    def skip_without_libraries(self) -> None:
+    def skip_without_libraries(self):
         for library in self.needs:
             pytest.importorskip(library)
 
@@ -55,7 +53,7 @@ def train_step(foreign: Foreign, model: nn.Module, rows: int = 32) -> torch.Tens
 
 def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
     @functools.wraps(build)
-    def made() -> nn.Module:
+    def made():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return build().train()

@@ -1,7 +1,5 @@
 """The count against cases worked out by hand: which operations, which operands, whose copies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +13,7 @@ from .flops import Flops, count_flops
 class Held(nn.Module):
     """Parameters of the given shapes, in attributes a, b, ..."""
 
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
+    def __init__(self, *shapes):
         super().__init__()
         for name, shape in zip("abcd", shapes, strict=False):
             setattr(self, name, nn.Parameter(torch.randn(shape)))
@@ -80,15 +78,15 @@ WRITTEN = {
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("written", WRITTEN)
-def test_a_gemm_with_a_parameter(written: str, mode: Callable) -> None:
+def test_a_gemm_with_a_parameter(written, mode):
     run, shape, flops = WRITTEN[written]
     with mode():
         found = counted(run, shape)
     assert found == Flops(flops, flops, {"a": flops}, {}, {})
 
 
-def test_autocast_casts_a_parameter_once_and_twice() -> None:
-    def run(m: Held) -> None:
+def test_autocast_casts_a_parameter_once_and_twice():
+    def run(m):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             F.linear(X, m.a)
             F.linear(X, m.a)
@@ -96,11 +94,11 @@ def test_autocast_casts_a_parameter_once_and_twice() -> None:
     assert counted(run, (7, 3)).by_parameter == {"a": 2 * 2 * 5 * 3 * 7}
 
 
-def test_products_without_a_parameter() -> None:
+def test_products_without_a_parameter():
     query = torch.randn(2, 4, 6, 8)  # B, H, L, E
     key, value = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
 
-    def run(m: Held) -> None:
+    def run(m):
         F.scaled_dot_product_attention(query, key, value)
         torch.bmm(torch.randn(4, 5, 3), torch.randn(4, 3, 2))
         F.linear(X, m.a)
@@ -122,17 +120,17 @@ def test_products_without_a_parameter() -> None:
         lambda m: torch.cat([m.a[:3], torch.ones(4, 3)]),
     ],
 )
-def test_a_computed_weight_is_no_parameter(weight: Callable[[Held], torch.Tensor]) -> None:
+def test_a_computed_weight_is_no_parameter(weight):
     found = counted(lambda m: F.linear(X, weight(m)), (7, 3))
     assert (found.total, found.with_parameter) == (2 * 5 * 3 * 7, 0)
 
 
-def test_a_bias_of_any_shape_is_no_operand() -> None:
+def test_a_bias_of_any_shape_is_no_operand():
     found = counted(lambda m: torch.addmm(m.a, X, torch.randn(3, 7)), (5, 7))
     assert (found.with_parameter, found.without_parameter) == (0, {"addmm": 2 * 5 * 3 * 7})
 
 
-def test_several_parameters_in_one_matrix_and_in_one_product() -> None:
+def test_several_parameters_in_one_matrix_and_in_one_product():
     joined = counted(lambda m: F.linear(X, torch.cat([m.a, m.b])), (4, 3), (2, 3))
     assert joined.by_parameter == {"a+b": 2 * 5 * 3 * 6}
     product = counted(lambda m: X @ (m.a @ m.b), (3, 4), (4, 7))
@@ -142,7 +140,7 @@ def test_several_parameters_in_one_matrix_and_in_one_product() -> None:
     assert low_rank.by_parameter == {"a": 2 * 5 * 3 * 4, "b": 2 * 5 * 4 * 7}
 
 
-def test_parameters_in_one_storage_are_told_apart() -> None:
+def test_parameters_in_one_storage_are_told_apart():
     flat = torch.randn(7 * 3 + 4 * 3)
     model = nn.Module()
     model.first, model.second = nn.Parameter(flat[:21].view(7, 3)), nn.Parameter(flat[21:].view(4, 3))
@@ -150,8 +148,8 @@ def test_parameters_in_one_storage_are_told_apart() -> None:
     assert found.by_parameter == {"second": 2 * 5 * 3 * 4, "first": 2 * 5 * 3 * 7}
 
 
-def test_an_address_that_is_used_again_is_no_copy() -> None:
-    def run(m: Held) -> None:
+def test_an_address_that_is_used_again_is_no_copy():
+    def run(m):
         for _ in range(20):
             m.a.to(torch.bfloat16)  # freed at once, were it not kept
             F.linear(X.bfloat16(), torch.ones(7, 3, dtype=torch.bfloat16))
@@ -159,7 +157,7 @@ def test_an_address_that_is_used_again_is_no_copy() -> None:
     assert counted(run, (7, 3)).with_parameter == 0
 
 
-def test_tied_parameters_have_their_first_name() -> None:
+def test_tied_parameters_have_their_first_name():
     model = nn.Sequential(nn.Embedding(9, 3), nn.Linear(3, 9, bias=False))
     model[1].weight = model[0].weight
     found = count_flops(model, lambda: model(torch.arange(4)))
@@ -167,7 +165,7 @@ def test_tied_parameters_have_their_first_name() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_an_lstm_by_its_two_weights(mode: Callable) -> None:
+def test_an_lstm_by_its_two_weights(mode):
     model = nn.LSTM(3, 4)
     with mode():
         found = count_flops(model, lambda: model(torch.randn(6, 2, 3)))
@@ -176,7 +174,7 @@ def test_an_lstm_by_its_two_weights(mode: Callable) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_fused_encoder_layer_of_evaluation(padded: bool) -> None:
+def test_the_fused_encoder_layer_of_evaluation(padded):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 1).eval()
     mask = torch.arange(5) >= torch.tensor([[5], [3]])
@@ -191,7 +189,7 @@ def test_the_fused_encoder_layer_of_evaluation(padded: bool) -> None:
     assert not found.unaccounted
 
 
-def test_a_backward_has_two_gemms_for_each() -> None:
+def test_a_backward_has_two_gemms_for_each():
     model = nn.Sequential(nn.Linear(3, 7), nn.ReLU(), nn.Linear(7, 2))
     x = X.clone().requires_grad_()
     found = count_flops(model, lambda: model(x).sum().backward())
@@ -200,7 +198,7 @@ def test_a_backward_has_two_gemms_for_each() -> None:
     assert found.with_parameter == 2 * forward  # grad_weight reads activations alone
 
 
-def test_what_is_not_known_is_named() -> None:
+def test_what_is_not_known_is_named():
     model = nn.Bilinear(3, 4, 2)
     found = count_flops(model, lambda: model(torch.randn(5, 3), torch.randn(5, 4)))
     assert found.unaccounted == {"_trilinear": 1}

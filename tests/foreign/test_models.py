@@ -1,7 +1,5 @@
 """The registry itself: every model trains, is what its entry says, and shares nothing with LoKA."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import math
@@ -23,13 +21,13 @@ RECOMPUTED = [name for name in FOREIGN if "checkpoint" in name]
 
 
 @pytest.fixture(params=FOREIGN)
-def foreign(request: pytest.FixtureRequest) -> Foreign:
+def foreign(request) -> Foreign:
     entry = FOREIGN[request.param]
     entry.skip_without_libraries()
     return entry
 
 
-def test_a_step_trains_every_parameter(foreign: Foreign) -> None:
+def test_a_step_trains_every_parameter(foreign):
     model = foreign.build()
     assert model.training
     loss = train_step(foreign, model, ROWS)
@@ -44,14 +42,14 @@ def test_a_step_trains_every_parameter(foreign: Foreign) -> None:
     assert foreign.loss(call(model, foreign.inputs(ROWS))) < loss
 
 
-def test_a_build_is_repeatable_and_leaves_the_random_state(foreign: Foreign) -> None:
+def test_a_build_is_repeatable_and_leaves_the_random_state(foreign):
     state = torch.random.get_rng_state()
     first, second = foreign.build().state_dict(), foreign.build().state_dict()
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_flops_are_those_derived_by_hand(foreign: Foreign) -> None:
+def test_flops_are_those_derived_by_hand(foreign):
     """Under autograd, without it, and in inference mode, where aten arrives in larger pieces."""
     model = foreign.build()
     assert foreign.parameter_gemm_flops is not None
@@ -66,7 +64,7 @@ def test_flops_are_those_derived_by_hand(foreign: Foreign) -> None:
         assert set(foreign.not_sites) <= set(counted.by_parameter)
 
 
-def test_copies_and_pickles(foreign: Foreign) -> None:
+def test_copies_and_pickles(foreign):
     model = foreign.build()
     loss = train_step(foreign, foreign.build(), ROWS)
     assert foreign.deepcopies
@@ -79,7 +77,7 @@ def test_copies_and_pickles(foreign: Foreign) -> None:
             pickle.dumps(model)
 
 
-def test_logits_are_where_the_entry_says(foreign: Foreign) -> None:
+def test_logits_are_where_the_entry_says(foreign):
     output = call(foreign.build(), foreign.inputs(ROWS))
     if foreign.logits is not None:
         logits = foreign.logits(output)
@@ -88,7 +86,7 @@ def test_logits_are_where_the_entry_says(foreign: Foreign) -> None:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_checkpoints_compute_again_in_backward(name: str) -> None:
+def test_checkpoints_compute_again_in_backward(name):
     """Without checkpoints a step reads parameters in two GEMMs at most: output and grad_input."""
     foreign = FOREIGN[name]
     foreign.skip_without_libraries()
@@ -98,7 +96,7 @@ def test_checkpoints_compute_again_in_backward(name: str) -> None:
     assert 2 * forward.with_parameter < step.with_parameter <= 3 * forward.with_parameter
 
 
-def test_no_model_imports_loka() -> None:
+def test_no_model_imports_loka():
     for path in Path(__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -118,7 +116,7 @@ def test_no_model_imports_loka() -> None:
         ("torchrec_dlrm_train", "export_non_strict"),
     ],
 )
-def test_flags_on_a_few_models(name: str, flag: str) -> None:
+def test_flags_on_a_few_models(name, flag):
     """All of them take minutes: `python -m foreign.flags`."""
     foreign = FOREIGN[name]
     foreign.skip_without_libraries()

@@ -1,7 +1,5 @@
 """Towers by hand, and the shapes that an output can have: a tensor, a dict, a dataclass, features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,14 +17,14 @@ FLOPS = 32 * 64 + 64 * 64 + 64 * 32 + 32  # multiplications of one row
 class ReluTower(nn.Module):
     """Linear and ReLU three times, then one logit; x [B, 32] -> [B, 1]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1 = nn.Linear(32, 64)
         self.fc2 = nn.Linear(64, 64)
         self.fc3 = nn.Linear(64, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(self.fc1(x))
         x = torch.relu(self.fc2(x))
         x = torch.relu(self.fc3(x))
@@ -36,7 +34,7 @@ class ReluTower(nn.Module):
 class BatchNormTower(nn.Module):
     """Linear, BatchNorm1d, ReLU three times, then one logit as [B]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         layers: list[nn.Module] = []
         for fan_in, fan_out in pairwise(WIDTHS):
@@ -44,14 +42,14 @@ class BatchNormTower(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.out = nn.Linear(WIDTHS[-1], 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.out(self.layers(x)).squeeze(-1)
 
 
 class DictTower(ReluTower):
     """It returns {'logits': [B, 1], 'features': [B, 32]}."""
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         x = torch.relu(self.fc1(x))
         x = torch.relu(self.fc2(x))
         features = torch.relu(self.fc3(x))
@@ -67,33 +65,33 @@ class Scored:
 class DataclassTower(DictTower):
     """It returns a dataclass with `.logits`, which pytree does not know."""
 
-    def forward(self, x: torch.Tensor) -> Scored:  # type: ignore[override]
+    def forward(self, x):  # type: ignore[override]
         return Scored(**super().forward(x))
 
 
 class FeaturesOfFour(nn.Module):
     """It returns hidden features, [B, 4], for a head that lives elsewhere: they are not four logits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4), nn.ReLU()
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layers(x)
 
 
 class TwoTasks(nn.Module):
     """It returns the tuple (click, buy) of two heads, [B] each, over one trunk."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(32, 64), nn.ReLU())
         self.click = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
         self.buy = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         shared = self.trunk(x)
         return self.click(shared).squeeze(-1), self.buy(shared).squeeze(-1)
 

@@ -1,7 +1,5 @@
 """What the tests of Triton kernels share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,11 +11,11 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_memory(monkeypatch):
     """Memory that a kernel forgets to write holds NaN, not luck: 0xFF bytes, in every float format."""
     empty = torch.empty
 
-    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+    def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         tensor.view(torch.uint8).fill_(0xFF)
         return tensor

@@ -1,7 +1,5 @@
 """Counters and flags of many sites by one kernel, against what they are for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ notes = pytest.importorskip("loka.kernels.triton.notes")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
-def test_scales_that_are_not_finite_set_their_flag_alone(bad: float | None, device: torch.device) -> None:
+def test_scales_that_are_not_finite_set_their_flag_alone(bad, device):
     """Of sizes that are one program's, several and less than one; the last place counts as the first."""
     sizes = [1, 8192, 9000, 20000, 7, 3]
     scales = [torch.ones(size, device=device) for size in sizes]
@@ -32,7 +30,7 @@ def test_scales_that_are_not_finite_set_their_flag_alone(bad: float | None, devi
         assert torch.equal(health.cpu().view(-1), expected), place
 
 
-def test_more_entries_than_a_launch_takes(device: torch.device) -> None:
+def test_more_entries_than_a_launch_takes(device):
     count = 130
     health = torch.zeros(3, 3, dtype=torch.int64, device=device)
     scales = [

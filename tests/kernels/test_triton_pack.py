@@ -1,8 +1,6 @@
 """Casts that are written out for the hardware, against torch's: on a GPU alone, for the interpreter's are
 wrong (tests/kernels/quantize/test_triton_quantize.py); what it takes instead is held to exact values."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -30,7 +28,7 @@ def _words(x_ptr, words_ptr, bytes_ptr, singles_ptr, OUT: tl.constexpr, COLUMNS:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_four_values_in_a_word(format: torch.dtype, device: torch.device) -> None:
+def test_four_values_in_a_word(format, device):
     torch.manual_seed(0)
     x = (torch.randn(4, 64) * 2.0 ** torch.randint(-6, 7, (4, 64))).to(format).float()  # exact in FP8
     if device.type == "cuda":

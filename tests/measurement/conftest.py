@@ -1,7 +1,5 @@
 """What a small model was found to be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from models import odd_mlp, train_steps

@@ -1,10 +1,7 @@
 """Compiling ahead: once for each kernel that can, with all problems, and never where nothing is timed."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,11 +29,11 @@ PROBLEMS = tuple(
 class Compiler:
     """A `precompile` that keeps what it was given, and says `ticks` times that a problem is done."""
 
-    def __init__(self, ticks: int | None = None) -> None:
+    def __init__(self, ticks=None):
         self.calls: list[tuple[Problem, ...]] = []
         self.ticks = ticks
 
-    def __call__(self, problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+    def __call__(self, problems, on_done):
         self.calls.append(tuple(problems))
         for _ in range(len(problems) if self.ticks is None else self.ticks):
             on_done()
@@ -45,12 +42,12 @@ class Compiler:
 class Bars:
     """A `track` that keeps what each bar was asked and how far it came."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[tuple[str, int]] = []
         self.steps: list[int] = []
         self.ended: list[bool] = []
 
-    def __call__(self, items: Iterable[int], description: str, total: int) -> Iterator[int]:
+    def __call__(self, items, description, total):
         place = len(self.asked)
         self.asked.append((description, total))
         self.steps.append(0)
@@ -63,14 +60,11 @@ class Bars:
 
 def compiling(name: str, compiler: Compiler, missing: str | None = None, *recipes: str) -> Kernel:
     return dataclasses.replace(
-        kernel(name),
-        precompile=compiler,
-        missing=lambda: missing,
-        recipes=recipes or ("rowwise_e4m3",),
+        kernel(name), precompile=compiler, missing=lambda: missing, recipes=recipes or ("rowwise_e4m3",)
     )
 
 
-def test_each_kernel_compiles_all_problems_once() -> None:
+def test_each_kernel_compiles_all_problems_once():
     """One that has two recipes is asked once; one that is missing, or compiles nothing, never."""
     first, second, absent, unasked = Compiler(), Compiler(), Compiler(), Compiler()
     kernels = (
@@ -94,7 +88,7 @@ def test_each_kernel_compiles_all_problems_once() -> None:
 
 
 @pytest.mark.parametrize("ticks", [0, 2, 5])
-def test_a_kernel_that_miscounts(ticks: int) -> None:
+def test_a_kernel_that_miscounts(ticks):
     """Ticks beyond the problems are no error; with fewer the bar goes no further than one more."""
     bars, compiler = Bars(), Compiler(ticks)
     with registered(compiling("first", compiler)):
@@ -104,7 +98,7 @@ def test_a_kernel_that_miscounts(ticks: int) -> None:
     assert bars.steps == [min(ticks + 1, 3)]
 
 
-def test_nothing_to_compile() -> None:
+def test_nothing_to_compile():
     bars, compiler = Bars(), Compiler()
     with registered(compiling("first", compiler)):
         compile_ahead((), ["first:rowwise_e4m3"], bars)
@@ -116,8 +110,8 @@ def test_nothing_to_compile() -> None:
         compile_ahead(PROBLEMS, ["magic"], bars)
 
 
-def test_a_compiler_that_fails_is_heard() -> None:
-    def broken(problems: Sequence[Problem], on_done: Callable[[], None]) -> None:
+def test_a_compiler_that_fails_is_heard():
+    def broken(problems, on_done):
         raise RuntimeError("nvcc is not here")
 
     broken_kernel = dataclasses.replace(kernel("broken"), precompile=broken)
@@ -134,7 +128,7 @@ def stats() -> loka.Stats:
     return probe.stats()
 
 
-def test_measuring_on_a_cpu_compiles_nothing(stats: loka.Stats) -> None:
+def test_measuring_on_a_cpu_compiles_nothing(stats):
     compiler = Compiler()
     with registered(compiling("first", compiler)):
         report = loka.measure(stats, device="cpu", candidates=["first:rowwise_e4m3"], settings=Settings())
@@ -142,9 +136,7 @@ def test_measuring_on_a_cpu_compiles_nothing(stats: loka.Stats) -> None:
     assert compiler.calls == []
 
 
-def test_measuring_where_times_are_taken_compiles_what_is_left(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_measuring_where_times_are_taken_compiles_what_is_left(stats, monkeypatch, tmp_path):
     """At the 40 rows of the layers and at the 8 that errors are drawn with; nothing when all is measured."""
     install(monkeypatch, FakeTimer())
     compiler, out = Compiler(), tmp_path / "report.json"

@@ -1,7 +1,5 @@
 """Measuring errors only where times could be taken: complete as it is, and times may follow."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -34,13 +32,11 @@ def measured(stats: loka.Stats, out: Path, **options) -> loka.Report:
     )
 
 
-def refused(*args: object, **options: object) -> None:
+def refused(*args: object, **options: object):
     raise AssertionError("times were taken, or compiled for")
 
 
-def test_errors_only_is_complete_says_so_and_can_be_planned_over(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_errors_only_is_complete_says_so_and_can_be_planned_over(stats, monkeypatch, tmp_path):
     timer = install(monkeypatch, FakeTimer())
     monkeypatch.setattr(sys.modules["loka.measurement.measure"], "compile_ahead", refused)
     report = measured(stats, tmp_path / "report.json", errors_only=True)
@@ -60,9 +56,7 @@ def test_errors_only_is_complete_says_so_and_can_be_planned_over(
     assert "the report is incomplete; sites not yet measured stay in hp" not in plan.notes
 
 
-def test_times_follow_into_the_same_file(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_times_follow_into_the_same_file(stats, monkeypatch, tmp_path):
     timer = install(monkeypatch, FakeTimer({"hp": 90.0, ROWWISE: 60.0}))
     out = tmp_path / "report.json"
     errors = measured(stats, out, errors_only=True)
@@ -83,9 +77,7 @@ def test_times_follow_into_the_same_file(
     assert report == measured(stats, tmp_path / "fresh.json"), "as if it had been timed at once"
 
 
-def test_errors_only_keeps_the_times_that_are_there(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_errors_only_keeps_the_times_that_are_there(stats, monkeypatch, tmp_path):
     install(monkeypatch, FakeTimer())
     timed = measured(stats, tmp_path / "report.json")
     assert timed.complete
@@ -98,14 +90,12 @@ def test_errors_only_keeps_the_times_that_are_there(
     assert measured(stats, tmp_path / "begun.json") == timed
 
 
-def test_without_a_gpu_nothing_changes(stats: loka.Stats, tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_changes(stats, tmp_path):
     only = measured(stats, tmp_path / "report.json", errors_only=True)
     assert only == measured(stats, tmp_path / "other.json")
 
 
-def test_the_command_takes_it(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_it(stats, monkeypatch, tmp_path, capsys):
     from loka.cli.app import app
 
     timer = install(monkeypatch, FakeTimer())

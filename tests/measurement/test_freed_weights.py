@@ -1,27 +1,23 @@
 """Weights that a wrapper frees after the call: a backward that reads them would end the process."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import nn
 
 import loka
 
 
-def test_effects_are_refused_where_a_weight_is_gone() -> None:
+def test_effects_are_refused_where_a_weight_is_gone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 1))
     layer = model[2]
     kept = layer.weight.detach().clone()
     storage = layer.weight.untyped_storage()
 
-    def gather(*_: Any) -> None:
+    def gather(*_):
         storage.resize_(kept.nbytes)
         layer.weight.data.copy_(kept)
 
-    def free(*_: Any) -> None:
+    def free(*_):
         storage.resize_(0)
 
     layer.register_forward_pre_hook(gather)

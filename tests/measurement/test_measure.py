@@ -1,7 +1,5 @@
 """Reports of statistics: errors of every candidate at every site, and how measuring stops and goes on."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
@@ -26,7 +24,7 @@ QUICK = Settings(max_draws=4)
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def test_every_candidate_at_every_site(stats: loka.Stats) -> None:
+def test_every_candidate_at_every_site(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     assert list(report.sites) == [
         "0/output",
@@ -58,7 +56,7 @@ def test_every_candidate_at_every_site(stats: loka.Stats) -> None:
     assert "Not timed" in str(report)
 
 
-def test_gradients_in_e5m2_are_measured_as_worse(stats: loka.Stats) -> None:
+def test_gradients_in_e5m2_are_measured_as_worse(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     for name in ("3/grad_input", "3/grad_weight"):
         found = report.sites[name].measurements
@@ -69,7 +67,7 @@ def test_gradients_in_e5m2_are_measured_as_worse(stats: loka.Stats) -> None:
         assert 2.5 < gap < 6, "one mantissa bit on one of two operands: 10 log10(5 / 2) = 4 dB"
 
 
-def test_each_gemm_has_the_errors_that_tell_of_it(stats: loka.Stats, tmp_path: Path) -> None:
+def test_each_gemm_has_the_errors_that_tell_of_it(stats, tmp_path):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     ways, rows = {"angle", "shrink", "bias", "variance"}, {"row_db", "row_p99_db"}
     wanted = {Gemm.OUTPUT: rows, Gemm.GRAD_INPUT: rows | ways, Gemm.GRAD_WEIGHT: ways}
@@ -89,7 +87,7 @@ def test_each_gemm_has_the_errors_that_tell_of_it(stats: loka.Stats, tmp_path: P
     assert loka.Report.load(tmp_path / "report.json") == report
 
 
-def test_drawing_goes_on_until_shrinkage_is_known(stats: loka.Stats) -> None:
+def test_drawing_goes_on_until_shrinkage_is_known(stats):
     """The narrowest gradients, of the layer with one output, need more than the four draws that SQNR asks."""
     layer = {"candidates": ["emulated:tensorwise_e5m2"], "device": "cpu"}
     rough = Settings(interval_db=9.0, interval_share=1.0)
@@ -102,7 +100,7 @@ def test_drawing_goes_on_until_shrinkage_is_known(stats: loka.Stats) -> None:
     assert widths[1] <= 2 * 0.01 < widths[0], widths
 
 
-def test_the_learnt_operands_give_the_error_of_the_real_ones() -> None:
+def test_the_learnt_operands_give_the_error_of_the_real_ones():
     """Gaussian data: drawn from the statistics or taken from the batch, SQNR agrees."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96, bias=False))
@@ -121,7 +119,7 @@ def test_the_learnt_operands_give_the_error_of_the_real_ones() -> None:
     assert predicted == pytest.approx(sqnr_db(out, x @ weight.t()), abs=0.5)
 
 
-def test_interrupted_measuring_goes_on(stats: loka.Stats, tmp_path: Path) -> None:
+def test_interrupted_measuring_goes_on(stats, tmp_path):
     out = tmp_path / "report.json"
     seen = []
 
@@ -149,7 +147,7 @@ def test_interrupted_measuring_goes_on(stats: loka.Stats, tmp_path: Path) -> Non
     assert whole.sites == loka.measure(stats, device="cpu", settings=QUICK).sites
 
 
-def test_one_measurement_at_a_time_writes_a_report(stats: loka.Stats, tmp_path: Path) -> None:
+def test_one_measurement_at_a_time_writes_a_report(stats, tmp_path):
     out = tmp_path / "report.json"
     refused = []
 
@@ -168,7 +166,7 @@ def test_one_measurement_at_a_time_writes_a_report(stats: loka.Stats, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["another.json", "report.json"]
 
 
-def test_unknown_candidates_and_damaged_reports(stats: loka.Stats, tmp_path: Path) -> None:
+def test_unknown_candidates_and_damaged_reports(stats, tmp_path):
     with pytest.raises(UnknownName, match="torch:rowwise_e4m3"):
         loka.measure(stats, device="cpu", candidates=["torch:rowwise"])
     path = tmp_path / "report.json"
@@ -182,7 +180,7 @@ def test_unknown_candidates_and_damaged_reports(stats: loka.Stats, tmp_path: Pat
     assert path.read_bytes() == damaged
 
 
-def test_a_table_folds_what_cannot_run(stats: loka.Stats) -> None:
+def test_a_table_folds_what_cannot_run(stats):
     report = loka.measure(stats, device="cpu", settings=QUICK)
     lines = [line for line in str(report).splitlines() if line.startswith("3/output")]
     measurements = report.sites["3/output"].measurements
@@ -193,7 +191,7 @@ def test_a_table_folds_what_cannot_run(stats: loka.Stats) -> None:
     assert "fast accumulation is a mode of the GPU's tensor cores (x" in lines[-1]
 
 
-def test_reports_of_the_old_format_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_reports_of_the_old_format_are_refused_with_the_way_out(tmp_path):
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"kind": "loka-report", "version": 1, "sha256": "", "content": {}}))
     with pytest.raises(FileRefused, match="format version 1") as caught:
@@ -201,7 +199,7 @@ def test_reports_of_the_old_format_are_refused_with_the_way_out(tmp_path: Path) 
     assert "loka measure STATS" in str(caught.value)
 
 
-def test_a_candidate_that_raises_becomes_unsupported(stats: loka.Stats) -> None:
+def test_a_candidate_that_raises_becomes_unsupported(stats):
     """From the second draw on, at one GEMM; every other number is as without it."""
     calls = []
 
@@ -228,12 +226,10 @@ def test_a_candidate_that_raises_becomes_unsupported(stats: loka.Stats) -> None:
     assert report.complete
 
 
-def test_a_candidate_that_fails_its_self_check_is_unsupported(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_candidate_that_fails_its_self_check_is_unsupported(stats, monkeypatch):
     asked = []
 
-    def self_check(name: str, *, gemm: Gemm, device: torch.device) -> str | None:
+    def self_check(name, *, gemm, device):
         asked.append(name)
         return "off by 3 bounds at 64x32x48" if gemm is Gemm.GRAD_INPUT else None
 

@@ -1,9 +1,5 @@
 """What the probe learns of NE reaches the report, the plan and their tables."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -29,11 +25,11 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats: loka.Stats) -> loka.Report:
+def report(stats) -> loka.Report:
     return loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))
 
 
-def test_each_output_has_the_effect_of_its_recipe(stats: loka.Stats, report: loka.Report) -> None:
+def test_each_output_has_the_effect_of_its_recipe(stats, report):
     for name, site in report.sites.items():
         for candidate, measured in site.measurements.items():
             if site.problem.gemm is not Gemm.OUTPUT or candidate == HP:
@@ -45,12 +41,12 @@ def test_each_output_has_the_effect_of_its_recipe(stats: loka.Stats, report: lok
     assert " KL/H " in str(report)
 
 
-def test_the_report_keeps_it(report: loka.Report, tmp_path: Path) -> None:
+def test_the_report_keeps_it(report, tmp_path):
     report.save(tmp_path / "report.json")
     assert loka.Report.load(tmp_path / "report.json") == report
 
 
-def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
+def test_a_budget_between_two_sites_buys_one(report):
     """Free of the pin on the logit layer, both could run; the budget holds for one of them."""
     effects = {
         path: min(
@@ -69,7 +65,7 @@ def test_a_budget_between_two_sites_buys_one(report: loka.Report) -> None:
     assert "Predicted KL/H" in plan.summary()
 
 
-def test_what_is_not_known_is_told_where_it_matters() -> None:
+def test_what_is_not_known_is_told_where_it_matters():
     """A model whose output is no logits: the reason is in the report, and in a plan with a budget of NE."""
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     with loka.Probe(model, every=1) as probe:

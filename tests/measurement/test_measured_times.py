@@ -1,9 +1,6 @@
 """Times in a report: races, what cannot be timed, the cache, and interruption."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +46,7 @@ def races_of_sites(timer: FakeTimer) -> int:
     return sum("hp" in names for names in timer.races)
 
 
-def test_timed_reports(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_timed_reports(twins, monkeypatch, tmp_path):
     timer = install(monkeypatch, FakeTimer({"hp": 90.0, ROWWISE: 60.0, TENSORWISE: 300.0}))
     out = tmp_path / "report.json"
     report = timed(twins, out=out)
@@ -78,9 +75,7 @@ def test_timed_reports(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert made.decisions["2/output"].candidate == ROWWISE
 
 
-def test_the_pinned_name_stands_in_the_report(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_pinned_name_stands_in_the_report(twins, monkeypatch, tmp_path):
     install(monkeypatch, FakeTimer({f"{MANY}@1": 50.0}))
     with registered(kernel("many", algorithms=3)):
         report = timed(twins, candidates=[MANY, ROWWISE], out=tmp_path / "report.json", cache=tmp_path)
@@ -91,7 +86,7 @@ def test_the_pinned_name_stands_in_the_report(
         assert loka.plan(report).decisions["0/output"].candidate == f"{MANY}@1"
 
 
-def test_what_cannot_be_timed_is_unsupported(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_timed_is_unsupported(twins, monkeypatch):
     timer = install(monkeypatch, FakeTimer())
 
     def run(a, b, dtype, *, algorithm=0):
@@ -108,9 +103,7 @@ def test_what_cannot_be_timed_is_unsupported(twins: loka.Stats, monkeypatch: pyt
     assert report.complete
 
 
-def test_a_second_measurement_finds_its_times_in_the_cache(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_second_measurement_finds_its_times_in_the_cache(twins, monkeypatch, tmp_path):
     timer = install(monkeypatch, FakeTimer())
     first = timed(twins, cache=tmp_path)
     count = len(timer.races)
@@ -129,9 +122,7 @@ def test_a_second_measurement_finds_its_times_in_the_cache(
     assert len(timer.races) == count + 6 + 6, "an edited kernel is timed again"
 
 
-def test_damaged_times_are_measured_again_and_said_so(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_damaged_times_are_measured_again_and_said_so(twins, monkeypatch, tmp_path):
     timer = install(monkeypatch, FakeTimer())
     first = timed(twins, cache=tmp_path)
     for file in tmp_path.iterdir():
@@ -149,16 +140,16 @@ def test_damaged_times_are_measured_again_and_said_so(
 class Stopwatch:
     """A clock for deadlines that stands still until it is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 1000.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
 
-def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_time_is_up_while_timing(twins, monkeypatch, tmp_path):
     """A layer is timed before the next one is measured. The rest is noted; later it goes on from there."""
     clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
-    def one_minute(names: list[str]) -> None:
+    def one_minute(names):
         if len(timer.races) == 1:
             clock.now += 60.0
 
@@ -187,13 +178,11 @@ def test_time_is_up_while_timing(twins: loka.Stats, monkeypatch: pytest.MonkeyPa
     assert races_of_sites(timer) == 6 + 2, "twins share within one run: two of layer 2 race by themselves"
 
 
-def test_a_race_cut_short_is_run_again(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_race_cut_short_is_run_again(twins, monkeypatch, tmp_path):
     clock, timer, out = Stopwatch(monkeypatch), install(monkeypatch, FakeTimer()), tmp_path / "report.json"
     options = {"settings": Settings(max_draws=4, tie=1e-9), "out": out, "cache": tmp_path / "cache"}
 
-    def late(names: list[str]) -> None:
+    def late(names):
         clock.now += 60.0
 
     timer.before = late
@@ -215,7 +204,7 @@ def test_a_race_cut_short_is_run_again(
     assert len(found) == len(site.measurements)
 
 
-def test_time_is_up_while_drawing(twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_time_is_up_while_drawing(twins, monkeypatch, tmp_path):
     clock, out = Stopwatch(monkeypatch), tmp_path / "report.json"
 
     def slow(items, description, total):
@@ -232,12 +221,10 @@ def test_time_is_up_while_drawing(twins: loka.Stats, monkeypatch: pytest.MonkeyP
     assert whole.sites == timed(twins).sites
 
 
-def test_interrupted_timing_goes_on(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_interrupted_timing_goes_on(twins, monkeypatch, tmp_path):
     timer, out = install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
-    def stop(names: list[str]) -> None:
+    def stop(names):
         if races_of_sites(timer) == 4:
             raise KeyboardInterrupt
 
@@ -257,14 +244,12 @@ def test_interrupted_timing_goes_on(
     assert races_of_sites(timer) == 4 + 3, "at most one layer is timed twice"
 
 
-def test_a_site_too_big_for_the_gpu_is_left_out_and_tried_again(
-    twins: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_site_too_big_for_the_gpu_is_left_out_and_tried_again(twins, monkeypatch, tmp_path):
     timer, out = install(monkeypatch, FakeTimer()), tmp_path / "report.json"
 
     raced = []
 
-    def full(names: list[str]) -> None:
+    def full(names):
         raced.append(names)
         if len(raced) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -279,7 +264,7 @@ def test_a_site_too_big_for_the_gpu_is_left_out_and_tried_again(
 
 
 @pytest.mark.gpu
-def test_times_on_a_gpu(stats: loka.Stats, tmp_path: Path) -> None:
+def test_times_on_a_gpu(stats, tmp_path):
     quick = Settings(max_draws=4, max_rounds=15, search_rounds=9, quantize_once_rounds=9)
     report = loka.measure(stats, device="cuda", settings=quick, cache=tmp_path)
     assert report.timed

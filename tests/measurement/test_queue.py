@@ -1,7 +1,5 @@
 """What a limited time is spent on; the order changes no result."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -23,13 +21,13 @@ measuring = sys.modules["loka.measurement.measure"]
 class Branches(nn.Module):
     """Small layers, large ones, and beside them a layer that is larger than all of these."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.small = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
         self.large = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 48))
         self.alone, self.logit = nn.Linear(64, 256), nn.Linear(320, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         parts = self.small(x[:, :16]), self.large(x), torch.tanh(self.alone(x))
         return self.logit(torch.cat(parts, dim=1))
 
@@ -51,21 +49,19 @@ def timed(stats: loka.Stats, **options) -> loka.Report:
 LARGEST_FIRST = ["alone", "large.0", "large.2", "logit", "small.0", "small.2"]
 
 
-def test_from_the_largest_on_each_with_errors_and_times(stats: loka.Stats) -> None:
+def test_from_the_largest_on_each_with_errors_and_times(stats):
     assert agenda(stats, timed=True) == [
         Job(kind, path) for path in LARGEST_FIRST for kind in ("errors", "times", "region")
     ]
     assert [job.path for job in agenda(stats, timed=False)] == LARGEST_FIRST
 
 
-def test_a_limited_time_goes_to_the_largest_layer(
-    stats: loka.Stats, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_limited_time_goes_to_the_largest_layer(stats, monkeypatch, tmp_path):
     """Ten seconds a race: the first layer is done when time is up, and the rest waits for the next call."""
     timer, now, out = install(monkeypatch, FakeTimer()), [1000.0], tmp_path / "report.json"
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def ten_seconds(names: list[str]) -> None:
+    def ten_seconds(names):
         now[0] += 10.0
 
     timer.before = ten_seconds
@@ -82,11 +78,11 @@ def test_a_limited_time_goes_to_the_largest_layer(
     ]
 
 
-def test_the_order_changes_no_result(stats: loka.Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_changes_no_result(stats, monkeypatch):
     install(monkeypatch, FakeTimer({ROWWISE: 60.0}))
     ordered = timed(stats)
 
-    def as_called(stats: loka.Stats, *, timed: bool) -> list[Job]:
+    def as_called(stats, *, timed):
         return [Job(kind, path) for kind in ("errors", "times", "region") for path in stats.layers]
 
     monkeypatch.setattr(measuring, "agenda", as_called)

@@ -1,10 +1,8 @@
 """Timing a layer in a region: what is compiled and run, on a tiny layer, and what measuring makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
 from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
-from loka.core.timing import Race
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import int8_weights
 from loka.measurement import Settings
@@ -61,11 +58,11 @@ def of_all(**runs: int) -> dict[str, int]:
 class Spy(FakeTimer):
     """Keeps the cells that it races."""
 
-    def __init__(self, true: Mapping[str, float]) -> None:
+    def __init__(self, true):
         super().__init__(true)
         self.cells: dict[str, nn.Module] = {}
 
-    def __call__(self, functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
+    def __call__(self, functions, **options):
         for name, step in functions.items():
             self.cells[name] = step.__closure__[_place(step, "model")].cell_contents
         return super().__call__(functions, **options)
@@ -76,14 +73,14 @@ def _place(step: Callable[[], object], name: str) -> int:
 
 
 @pytest.fixture
-def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+def spy(monkeypatch) -> Spy:
     timer = Spy({HP: 100.0, REGION: 50.0, REGION_INT8: 52.0})
     monkeypatch.setattr(region_times, "time_interleaved", timer)
     monkeypatch.setattr(region_times, "ARMS", {REGION: EMULATED, REGION_INT8: INTEGERS})
     return timer
 
 
-def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
+def test_both_arms_run_compiled_forward_and_backward(spy):
     """In bfloat16 under autocast, the weight in float32; the FP8 arm in one region."""
     layer, before = layer_of((32, 48)), torch.get_rng_state()
     found = time_region(layer, shape((32, 48)), device=CPU, settings=QUICK)
@@ -105,7 +102,7 @@ def test_both_arms_run_compiled_forward_and_backward(spy: Spy) -> None:
 
 
 @pytest.mark.slow  # a cell that is trained is compiled and timed in every run of the tests
-def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
+def test_a_frozen_layer_has_no_grad_weight(spy):
     layer = layer_of((32, 16), frozen=True)
     found = time_region(layer, shape((32, 16), bias=False), device=CPU, settings=QUICK)
     assert found[REGION].speedup
@@ -114,7 +111,7 @@ def test_a_frozen_layer_has_no_grad_weight(spy: Spy) -> None:
     assert runs == of_all(output=3, grad_input=3, grad_weight=0)
 
 
-def test_a_served_layer_keeps_its_weight_in_fp8(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
     """Its time holds no quantization of the weight, and plans of kept weights have times of their own."""
     torch._dynamo.reset()
     backend, compiled = JointBackend(), torch.compile
@@ -137,7 +134,7 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy: Spy, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def uncompiled(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> Spy:
+def uncompiled(spy, monkeypatch) -> Spy:
     """Cells run as written, and count as joined: for what does not depend on a compiler."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
     listed = regions(nn.Identity())
@@ -146,9 +143,7 @@ def uncompiled(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 
 @pytest.mark.parametrize("sides", [(13, 32), (32, 13)])
-def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(
-    sides: tuple[int, int], spy: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(sides, spy, monkeypatch):
     monkeypatch.setattr(region_times, "compile_in_place", None)
     found = time_region(layer_of(sides), shape(sides), device=CPU, settings=QUICK)
     assert list(found) == [REGION]
@@ -157,9 +152,7 @@ def test_sides_that_do_not_fit_are_told_and_nothing_is_compiled(
     assert not spy.races
 
 
-def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(
-    spy: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(spy, monkeypatch):
     """A cell of rows that lie one after another was half as slow as what served Wukong did with it."""
     layer = dataclasses.replace(layer_of((64, 32)), over_tokens=True)
     with monkeypatch.context() as context:
@@ -174,13 +167,13 @@ def test_a_layer_over_few_tokens_is_told_and_nothing_is_compiled(
     assert spy.races
 
 
-def test_a_first_layer_gives_its_input_no_gradient(uncompiled: Spy) -> None:
+def test_a_first_layer_gives_its_input_no_gradient(uncompiled):
     time_region(layer_of((32, 16), first=True), shape((32, 16)), device=CPU, settings=QUICK)
     runs = {site: counts["runs"] for site, counts in loka.health_of(uncompiled.cells[REGION]).items()}
     assert runs == of_all(output=3, grad_input=0, grad_weight=3)
 
 
-def test_a_cell_that_is_not_joined_is_no_region(spy: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_is_not_joined_is_no_region(spy, monkeypatch):
     """Such as where torch.compile is switched off by the environment."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
     found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
@@ -190,10 +183,8 @@ def test_a_cell_that_is_not_joined_is_no_region(spy: Spy, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("failing", [HP, REGION])
-def test_an_arm_that_fails_is_a_reason(
-    failing: str, uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def compiled(cell: nn.Module) -> nn.Module:
+def test_an_arm_that_fails_is_a_reason(failing, uncompiled, monkeypatch):
+    def compiled(cell):
         if bool(regions(cell).planned) == (failing == REGION):
             cell.forward = lambda z: 1 / 0
         return cell
@@ -205,7 +196,7 @@ def test_an_arm_that_fails_is_a_reason(
     assert not uncompiled.races
 
 
-def test_integers_that_fail_leave_fp8_its_time(uncompiled: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integers_that_fail_leave_fp8_its_time(uncompiled, monkeypatch):
     monkeypatch.setattr(region_times, "_no_kernel", lambda arm, *rest: "no kernel" if "int8" in arm else None)
     found = time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
     assert found[REGION].speedup
@@ -213,11 +204,9 @@ def test_integers_that_fail_leave_fp8_its_time(uncompiled: Spy, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("failing", [HP, REGION])
-def test_an_arm_that_cannot_be_captured_is_a_reason(
-    failing: str, uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def uncaptured(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
-        def fail() -> None:
+def test_an_arm_that_cannot_be_captured_is_a_reason(failing, uncompiled, monkeypatch):
+    def uncaptured(functions, **options):
+        def fail():
             raise RuntimeError("not permitted when stream is capturing")
 
         return uncompiled({**functions, failing: fail}, **options)
@@ -229,11 +218,9 @@ def test_an_arm_that_cannot_be_captured_is_a_reason(
     assert found[REGION].microseconds is None
 
 
-def test_too_little_memory_while_capturing_says_nothing_of_the_layer(
-    uncompiled: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(functions: Mapping[str, Callable[[], object]], **options: object) -> Race:
-        def fail() -> None:
+def test_too_little_memory_while_capturing_says_nothing_of_the_layer(uncompiled, monkeypatch):
+    def full(functions, **options):
+        def fail():
             raise torch.OutOfMemoryError("tried to allocate")
 
         return uncompiled({**functions, REGION: fail}, **options)
@@ -244,12 +231,12 @@ def test_too_little_memory_while_capturing_says_nothing_of_the_layer(
         time_region(layer_of((32, 16)), shape((32, 16)), device=CPU, settings=QUICK)
 
 
-def test_what_a_deadline_cuts_short_is_not_known(uncompiled: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_deadline_cuts_short_is_not_known(uncompiled, monkeypatch):
     layer, sides = layer_of((32, 16)), shape((32, 16))
     ended = {"deadline": False, "rounds": True, "decided": True}
     for end, known in ended.items():
 
-        def timer(*args: object, end: str = end, **options: object) -> Race:
+        def timer(*args, end=end, **options):
             return dataclasses.replace(uncompiled(*args, **options), ended=end)
 
         monkeypatch.setattr(region_times, "time_interleaved", timer)
@@ -257,7 +244,7 @@ def test_what_a_deadline_cuts_short_is_not_known(uncompiled: Spy, monkeypatch: p
         assert (found is not None) == known
 
 
-def test_layers_that_take_equally_long_share_a_key() -> None:
+def test_layers_that_take_equally_long_share_a_key():
     one, first, frozen = (layer_of((32, 16), first=f, frozen=z) for f, z in ((0, 0), (1, 0), (0, 1)))
     key = region_key(one, shape((32, 16)))
     assert key == region_key(layer_of((32, 16)), shape((32, 16)))
@@ -283,7 +270,7 @@ def twins() -> loka.Stats:
 class Regions:
     """Stands in for `time_region`: half of hp's time, or what `found` says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.shapes: list[tuple[int, int]] = []
         self.found: dict[str, Measurement] | None = {
             HP: Measurement(microseconds=Estimate(100.0, 99.0, 101.0), speedup=Estimate(1.0, 1.0, 1.0)),
@@ -291,23 +278,14 @@ class Regions:
         }
         self.deadlines: list[float | None] = []
 
-    def __call__(
-        self,
-        layer: LinearStats,
-        shape: LinearShape,
-        *,
-        device: torch.device,
-        settings: Settings,
-        deadline: float | None = None,
-        arms: Collection[str] = (),
-    ) -> dict[str, Measurement] | None:
+    def __call__(self, layer, shape, *, device, settings, deadline=None, arms=()):
         self.shapes.append((shape.in_features, shape.out_features))
         self.deadlines.append(deadline)
         return self.found
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Regions:
+def timed(monkeypatch) -> Regions:
     install(monkeypatch, FakeTimer())
     stub = Regions()
     monkeypatch.setattr(timing, "time_region", stub)
@@ -318,9 +296,7 @@ def measured(stats: loka.Stats, **options: object) -> loka.Report:
     return loka.measure(stats, device="cpu", settings=QUICK, candidates=[ROWWISE], **options)
 
 
-def test_measuring_times_each_shape_once_and_keeps_it(
-    twins: loka.Stats, timed: Regions, tmp_path: Path
-) -> None:
+def test_measuring_times_each_shape_once_and_keeps_it(twins, timed, tmp_path):
     report = measured(twins, cache=tmp_path)
     assert report.complete
     assert set(report.region_times) == {"0", "2", "4", "5"}
@@ -335,7 +311,7 @@ def test_measuring_times_each_shape_once_and_keeps_it(
     )
 
 
-def test_without_times_there_are_none_of_regions(twins: loka.Stats, timed: Regions, tmp_path: Path) -> None:
+def test_without_times_there_are_none_of_regions(twins, timed, tmp_path):
     first = measured(twins, errors_only=True, out=tmp_path / "report.json")
     assert first.complete
     assert (first.region_times, timed.shapes) == ({}, [])
@@ -344,9 +320,7 @@ def test_without_times_there_are_none_of_regions(twins: loka.Stats, timed: Regio
     assert set(whole.region_times) == {"0", "2", "4", "5"}
 
 
-def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(
-    twins: loka.Stats, timed: Regions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(twins, timed, tmp_path, monkeypatch):
     out, cache, found = tmp_path / "report.json", tmp_path / "cache", timed.found
     timed.found = None
     part = measured(twins, out=out, cache=cache, time_limit=1e6)
@@ -355,7 +329,7 @@ def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(
     assert part.notes == ("not timed in a region: 0, 2, 4, 5",)
     assert None not in timed.deadlines
 
-    def full(*args: object, **options: object) -> None:
+    def full(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(timing, "time_region", full)
@@ -370,9 +344,7 @@ def test_what_is_cut_short_or_too_big_is_noted_and_tried_again(
     assert loka.Report.load(out) == whole
 
 
-def test_when_the_time_is_up_only_the_cache_is_asked(
-    twins: loka.Stats, timed: Regions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_the_time_is_up_only_the_cache_is_asked(twins, timed, monkeypatch):
     layer, sides = twins.layers["0"], twins.model.layers["0"]
     cache = TimesCache(None)
     early, late = (

@@ -1,7 +1,5 @@
 """Timing without a GPU: which functions race, under which names, and what is made of it."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from loka.core.error import Estimate
-from loka.core.numerics.reference import Quantized, scaled_mm
+from loka.core.numerics.reference import scaled_mm
 from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.registry import candidate_named
@@ -45,7 +43,7 @@ def run_site(names: list[str], gemm: Gemm = Gemm.OUTPUT, **options: object) -> S
 
 
 @pytest.mark.parametrize("gemm", list(Gemm))
-def test_the_whole_site_is_timed(gemm: Gemm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_site_is_timed(gemm, monkeypatch):
     timer = install(monkeypatch, FakeTimer({"hp": 100.0, ROWWISE: 50.0}))
     found = run_site([ROWWISE, TENSORWISE], gemm)
     assert timer.races == [["hp", ROWWISE, TENSORWISE]]
@@ -54,10 +52,10 @@ def test_the_whole_site_is_timed(gemm: Gemm, monkeypatch: pytest.MonkeyPatch) ->
     assert (found.failures, found.pinned, found.cut_short) == ({}, {}, False)
 
 
-def test_algorithms_are_searched_and_the_winner_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_algorithms_are_searched_and_the_winner_is_pinned(monkeypatch):
     ran = []
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         ran.append(algorithm)
         if algorithm == 3:
             raise RuntimeError("not enough workspace\nin line 5")
@@ -80,11 +78,11 @@ def test_algorithms_are_searched_and_the_winner_is_pinned(monkeypatch: pytest.Mo
     assert set(again.timings) == {"hp", "many:rowwise_e4m3@1"}
 
 
-def test_a_kernel_none_of_whose_algorithms_works_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+def test_a_kernel_none_of_whose_algorithms_works_says_why(monkeypatch):
+    def raises(a, b, dtype, *, algorithm=0):
         raise RuntimeError("no algorithm")
 
-    def negated(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def negated(a, b, dtype, *, algorithm=0):
         return -scaled_mm(a, b, dtype=dtype)
 
     install(monkeypatch, FakeTimer())
@@ -95,12 +93,10 @@ def test_a_kernel_none_of_whose_algorithms_works_says_why(monkeypatch: pytest.Mo
     assert "@1: -6.0 dB from the product" in found.failures["wrong:rowwise_e4m3"]
 
 
-def test_what_cannot_be_captured_is_a_failure_under_the_name_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_captured_is_a_failure_under_the_name_asked_for(monkeypatch):
     calls = []
 
-    def third(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def third(a, b, dtype, *, algorithm=0):
         calls.append(algorithm)
         if len(calls) > 4:  # checked twice, searched twice, then the site
             raise RuntimeError("capture")
@@ -114,10 +110,10 @@ def test_what_cannot_be_captured_is_a_failure_under_the_name_asked_for(
     assert set(found.timings) == {"hp", ROWWISE}
 
 
-def test_an_algorithm_that_cannot_be_the_baseline_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_algorithm_that_cannot_be_the_baseline_of_the_search(monkeypatch):
     timer = install(monkeypatch, FakeTimer({"many:rowwise_e4m3@1": 50.0}))
 
-    def first_fails(names: list[str]) -> None:
+    def first_fails(names):
         if names[0].endswith("@0"):
             raise RuntimeError("cannot be captured")
 
@@ -126,7 +122,7 @@ def test_an_algorithm_that_cannot_be_the_baseline_of_the_search(monkeypatch: pyt
         assert run_site(["many:rowwise_e4m3"]).pinned == {"many:rowwise_e4m3": "many:rowwise_e4m3@1"}
 
 
-def test_the_deadline_reaches_every_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_reaches_every_race(monkeypatch):
     timer = install(monkeypatch, FakeTimer())
     past = time.monotonic() - 1
     with registered(kernel("many", algorithms=2)):
@@ -139,8 +135,8 @@ def test_the_deadline_reaches_every_race(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not run_site([ROWWISE], settings=unreachable).cut_short
 
 
-def test_rivals_are_those_at_least_as_exact() -> None:
-    def errors(value: float) -> dict[str, Estimate]:
+def test_rivals_are_those_at_least_as_exact():
+    def errors(value):
         return {"sqnr_db": Estimate(value, value - 0.2, value + 0.2)}
 
     rivals = rivals_of(
@@ -154,7 +150,7 @@ def test_rivals_are_those_at_least_as_exact() -> None:
     assert "nan" not in rivals["row"]
 
 
-def test_rivals_hold_for_pinned_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rivals_hold_for_pinned_names(monkeypatch):
     """The coarse candidate is the fastest; it must not drive out the pinned exact one."""
     timer = install(monkeypatch, FakeTimer({"hp": 100, ROWWISE: 10, TENSORWISE: 80}))
     timer.true.update({"many:rowwise_e4m3@0": 60, "many:rowwise_e4m3@1": 50})
@@ -172,7 +168,7 @@ def names_everywhere(*names: str) -> dict[Gemm, list[str]]:
     return {gemm: ["hp", *(n for n in names if candidate_named(n).recipe.casts(gemm))] for gemm in Gemm}
 
 
-def test_each_pair_of_casts_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pair_of_casts_is_shared_once(monkeypatch):
     """Row alone and column alone against both: the pair's own time comes off once."""
     true = {"e4m3_row+": 10.0, "+e4m3_row": 14.0, "e4m3_row+e4m3_row": 15.0}
     true |= {"e4m3_tensor+": 12.0, "+e4m3_tensor": 12.0, "e4m3_tensor+e4m3_tensor": 13.0}
@@ -198,7 +194,7 @@ def test_each_pair_of_casts_is_shared_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(len(names) == 4 + 2 + 2 for names in timer.races), "single casts are timed once"
 
 
-def test_gradients_in_e5m2_and_gemms_that_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_e5m2_and_gemms_that_never_run(monkeypatch):
     install(monkeypatch, FakeTimer())
     problems = {gemm: problem(gemm) for gemm in Gemm}
     found = time_quantize_once(
@@ -211,7 +207,7 @@ def test_gradients_in_e5m2_and_gemms_that_never_run(monkeypatch: pytest.MonkeyPa
     assert shared_casts(problems, {gemm: ["hp"] for gemm in Gemm}) == {}
 
 
-def test_the_copies_have_the_sides_that_the_gemms_want() -> None:
+def test_the_copies_have_the_sides_that_the_gemms_want():
     """`block` pads as its kernel asks; of several the largest."""
     wide = kernel("wide")
     object.__setattr__(wide, "multiples", lambda p, recipe: (64, 32, 128))
@@ -231,7 +227,7 @@ KEY = {"problem": {"m": 1}, "candidates": ["hp"]}
 NUMBERS = tuple[int, ...]
 
 
-def test_the_cache_keeps_and_finds(tmp_path: Path) -> None:
+def test_the_cache_keeps_and_finds(tmp_path):
     cache = TimesCache(tmp_path / "new" / "folder")
     assert cache.get(KEY, NUMBERS) is None
     cache.put(KEY, (1, 2))
@@ -244,7 +240,7 @@ def test_the_cache_keeps_and_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "edited", "of another key", "not a file"])
-def test_a_damaged_entry_is_said_and_measured_again(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_entry_is_said_and_measured_again(damage, tmp_path):
     TimesCache(tmp_path).put(KEY, (1, 2))
     (file,) = tmp_path.iterdir()
     if damage == "truncated":
@@ -267,7 +263,7 @@ def test_a_damaged_entry_is_said_and_measured_again(damage: str, tmp_path: Path)
         assert TimesCache(tmp_path).get(KEY, NUMBERS) == (5,)
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     cache = TimesCache(tmp_path / "file" / "folder")
     cache.put(KEY, (1,))

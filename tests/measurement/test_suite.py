@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -25,7 +23,7 @@ def shape(
     return GemmShape(model=model, site=site, kind=kind, batch=1, m=m, k=k, n=n, count=count)
 
 
-def test_equal_shapes_are_one_layer_with_all_its_names() -> None:
+def test_equal_shapes_are_one_layer_with_all_its_names():
     suite = suite_of(
         [
             shape("A (x)", "FC 8->16", 4, 8, 16, count=2),
@@ -44,7 +42,7 @@ def test_equal_shapes_are_one_layer_with_all_its_names() -> None:
     assert list(suite.not_covered) == ["A (x): pairs", "A (x): pairs (2)"]
 
 
-def test_what_does_not_fit_is_named_with_its_need() -> None:
+def test_what_does_not_fit_is_named_with_its_need():
     listed = [shape("A", "small", 64, 64, 64), shape("A", "large", 2048, 147840, 16384)]
     suite = suite_of(listed, memory=80 * GIB)
     assert list(suite.layers) == ["a/small"]
@@ -53,7 +51,7 @@ def test_what_does_not_fit_is_named_with_its_need() -> None:
     assert bytes_needed(2048, 147840, 16384, "float32") > bytes_needed(2048, 147840, 16384)
 
 
-def test_the_whole_suite_fits_an_h200() -> None:
+def test_the_whole_suite_fits_an_h200():
     suite = suite_of(lrm_gemm_shapes(), memory=139 * GIB)
     assert len(suite.layers) == 71
     assert sum(len(layer.uses) for layer in suite.layers.values()) == 99
@@ -63,7 +61,7 @@ def test_the_whole_suite_fits_an_h200() -> None:
         assert not set(path) & set("*?[] "), "a path must not be a pattern, or need quotes"
 
 
-def test_statistics_draw_operands_of_the_true_sizes(tmp_path) -> None:
+def test_statistics_draw_operands_of_the_true_sizes(tmp_path):
     suite = suite_of([shape("A", "fc", 300, 40, 50)], memory=16 * GIB)
     suite_stats(suite, weight_dtype="float32").save(tmp_path)
     layer = Stats.load(tmp_path).layers["a/fc"]
@@ -79,7 +77,7 @@ def test_statistics_draw_operands_of_the_true_sizes(tmp_path) -> None:
     assert operands["grad_output"].float().square().mean().sqrt().item() == pytest.approx(1e-4, rel=0.3)
 
 
-def test_normal_numbers_with_scales_by_feature() -> None:
+def test_normal_numbers_with_scales_by_feature():
     draw = sampler(normal(2000, mean=3.0, std=2.0, spread=0.5, seed=1), CPU)
     values = draw(400, torch.Generator().manual_seed(0))
     again = draw(400, torch.Generator().manual_seed(9))
@@ -93,7 +91,7 @@ def test_normal_numbers_with_scales_by_feature() -> None:
     assert flat.std(dim=0).log().std().item() == pytest.approx(1 / math.sqrt(800), rel=0.1)
 
 
-def test_what_races_is_the_gemm_of_the_site_and_of_the_layer() -> None:
+def test_what_races_is_the_gemm_of_the_site_and_of_the_layer():
     suite = suite_of([shape("A", "fc", 40, 32, 48)], memory=16 * GIB)
     layer = suite_stats(suite, weight_dtype="float32").layers["a/fc"]
     (operands,) = rotated_operands(layer, device=CPU, seed=0)[:1]

@@ -1,17 +1,15 @@
 """A timer without a GPU: it calls every function once, and then races on times that are given."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from loka.core.records.report import REGION, Measurement
-from loka.core.timing import Race, first_line, race
+from loka.core.timing import first_line, race
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.kernel import Kernel
@@ -27,22 +25,14 @@ class FakeTimer:
     `racing` is true while it calls the functions.
     """
 
-    def __init__(self, true: Mapping[str, float] | None = None) -> None:
+    def __init__(self, true=None):
         self.true = dict(true or {})
         self.races: list[list[str]] = []
         self.options: list[dict[str, object]] = []
         self.racing = False
         self.before: Callable[[list[str]], None] = lambda names: None
 
-    def __call__(
-        self,
-        functions: Mapping[str, Callable[[], object]],
-        *,
-        baseline: str,
-        device: torch.device,
-        seed: int = 0,
-        **options: object,
-    ) -> Race:
+    def __call__(self, functions, *, baseline, device, seed=0, **options):
         self.before(list(functions))
         self.races.append(list(functions))
         self.options.append(options)
@@ -59,7 +49,7 @@ class FakeTimer:
         finally:
             self.racing = False
 
-        def sample(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        def sample(names, rounds):
             return {
                 name: [
                     self.true.get(name, 100.0) * (1 + 5e-4 * ((7 * turn + 3 * place) % 5))
@@ -88,7 +78,7 @@ def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
 
 
 @contextmanager
-def registered(*kernels: Kernel) -> Iterator[None]:
+def registered(*kernels: Kernel):
     """`kernels` are in the registry for a while."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     try:

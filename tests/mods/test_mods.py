@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from models import Encoder, odd_mlp
@@ -13,7 +11,7 @@ from loka.nn import BlockNorm
 ALL = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
 
 
-def test_all_three_change_what_they_say() -> None:
+def test_all_three_change_what_they_say():
     model = odd_mlp()
     changes = mods.apply(model, ALL)
     assert model[0].bias is None
@@ -35,7 +33,7 @@ def test_all_three_change_what_they_say() -> None:
     model(torch.randn(3, 13)).sum().backward()
 
 
-def test_filters_leave_modules_alone() -> None:
+def test_filters_leave_modules_alone():
     model = odd_mlp()
     mods.apply(model, ALL, filter=lambda module, fqn: fqn not in ("0", "1", "2"))
     assert model[0].bias is not None
@@ -44,7 +42,7 @@ def test_filters_leave_modules_alone() -> None:
     assert model[3].bias is None
 
 
-def test_transformer_layers_still_run_in_their_fused_path() -> None:
+def test_transformer_layers_still_run_in_their_fused_path():
     """Taking linear1.bias from nn.TransformerEncoderLayer would crash its inference."""
     model = Encoder().eval()
     changes = mods.apply(model, ALL)
@@ -54,7 +52,7 @@ def test_transformer_layers_still_run_in_their_fused_path() -> None:
         model(torch.randn(2, 7, 48))
 
 
-def test_a_shared_module_is_replaced_everywhere() -> None:
+def test_a_shared_module_is_replaced_everywhere():
     act = nn.SiLU()
     model = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
     mods.apply(model, [mods.HardSwish()])
@@ -62,13 +60,13 @@ def test_a_shared_module_is_replaced_everywhere() -> None:
     assert isinstance(model[3], nn.Hardswish)
 
 
-def test_own_types_can_be_named() -> None:
+def test_own_types_can_be_named():
     model = odd_mlp()
     mods.apply(model, [mods.HardSwish(replace=(nn.SiLU, nn.ReLU))])
     assert isinstance(model[4], nn.Hardswish)
 
 
-def test_training_mode_is_kept_and_converted_models_are_refused() -> None:
+def test_training_mode_is_kept_and_converted_models_are_refused():
     model = odd_mlp().eval()
     mods.apply(model, [mods.BlockNorm(128)])
     assert not model[1].training

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -20,9 +18,7 @@ from loka.nn import BlockNorm, HardSwish
     spike=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_the_bound_is_a_theorem(
-    features: int, block: int, seed: int, exponent: int, spike: bool, dtype: torch.dtype
-) -> None:
+def test_the_bound_is_a_theorem(features, block, seed, exponent, spike, dtype):
     """|BlockNorm(x)| <= sqrt(block), and HardSwish keeps it: FP8 needs no amax after them."""
     x = torch.randn(3, features, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     if spike:
@@ -37,7 +33,7 @@ def test_the_bound_is_a_theorem(
 
 
 @pytest.mark.parametrize("features", [256, 512, 479, 300, 1000, 7])
-def test_equals_rms_norm_block_by_block(features: int) -> None:
+def test_equals_rms_norm_block_by_block(features):
     x = torch.randn(4, 2, features, requires_grad=True)
     y = BlockNorm(features, 256)(x)
     parts = [part / (part.square().mean(-1, keepdim=True) + 1e-6).sqrt() for part in x.split(256, dim=-1)]
@@ -48,7 +44,7 @@ def test_equals_rms_norm_block_by_block(features: int) -> None:
     torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_zero_rows_stay_zero_and_nan_surfaces() -> None:
+def test_zero_rows_stay_zero_and_nan_surfaces():
     norm = BlockNorm(300)
     x = torch.zeros(2, 300)
     assert (norm(x) == 0).all()
@@ -57,7 +53,7 @@ def test_zero_rows_stay_zero_and_nan_surfaces() -> None:
     assert (norm(x)[0] == 0).all()
 
 
-def test_bad_sizes_are_named() -> None:
+def test_bad_sizes_are_named():
     with pytest.raises(ValueError, match="got an input with 5 features"):
         BlockNorm(6)(torch.zeros(2, 5))
     with pytest.raises(ValueError, match="positive sizes"):

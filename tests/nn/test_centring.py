@@ -1,8 +1,6 @@
 """Centred recipes: a vector from the probe's means is taken off the input and put back; measured, planned,
 converted, watched."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -61,9 +59,7 @@ def case() -> tuple[nn.Module, loka.Stats, loka.Report]:
     zeros=st.floats(0, 1),
     bad=st.sampled_from([0.0, float("nan"), float("inf")]),
 )
-def test_it_changes_nothing_but_what_is_quantized(
-    seed: int, giant: bool, constant: bool, zeros: float, bad: float
-) -> None:
+def test_it_changes_nothing_but_what_is_quantized(seed, giant, constant, zeros, bad):
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randn(40, 24, generator=drawn) + OFFSET
     x *= torch.rand(40, 24, generator=drawn) >= zeros
@@ -92,13 +88,13 @@ def test_it_changes_nothing_but_what_is_quantized(
         assert step[0] < step[1]
 
 
-def test_a_column_counts_by_mean_over_deviation() -> None:
+def test_a_column_counts_by_mean_over_deviation():
     mean = torch.tensor([0.0, 0.4, -0.6, 3.0, float("nan"), 1.0])
     variance = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, float("inf")])
     assert centre_of(mean, variance).tolist() == pytest.approx([0, 0, -0.6, 3.0, 0, 0])
 
 
-def test_what_the_probe_predicts_is_what_it_does(case: tuple[nn.Module, loka.Stats, loka.Report]) -> None:
+def test_what_the_probe_predicts_is_what_it_does(case):
     """KL/H of the first layer: by a pass, by histograms of x - m, and in truth."""
     model, stats, _ = case
     layer = stats.layers["0"]
@@ -127,9 +123,7 @@ def test_what_the_probe_predicts_is_what_it_does(case: tuple[nn.Module, loka.Sta
     assert layer.effects["int8_row_centred"].kl().value < 0.5 * layer.effects["int8_row"].kl().value
 
 
-def test_planned_converted_and_back(
-    case: tuple[nn.Module, loka.Stats, loka.Report], tmp_path: object
-) -> None:
+def test_planned_converted_and_back(case, tmp_path):
     model, _, report = case
     at_first = report.sites["0/output"].measurements
     assert at_first[CENTRED].errors["sqnr_db"].value > at_first[PLAIN].errors["sqnr_db"].value + 3
@@ -158,7 +152,7 @@ def test_planned_converted_and_back(
     assert torch.equal(reverted[0](x), model[0](x))
 
 
-def test_without_means_there_is_nothing_to_centre(case: tuple[nn.Module, loka.Stats, loka.Report]) -> None:
+def test_without_means_there_is_nothing_to_centre(case):
     model = model_of()
     stats = probed(model, torch.zeros(24))
     report = loka.measure(stats, device="cpu", candidates=[CENTRED, PLAIN], errors_only=True)
@@ -171,7 +165,7 @@ def test_without_means_there_is_nothing_to_centre(case: tuple[nn.Module, loka.St
         loka.convert(model_of(), plan)
 
 
-def test_means_that_moved_are_seen(case: tuple[nn.Module, loka.Stats, loka.Report]) -> None:
+def test_means_that_moved_are_seen(case):
     model, stats, report = case
     plan = loka.plan(report, force={"0/output": CENTRED, "*": "hp"})
     assert not drift(plan, probed(copy.deepcopy(model)), before=stats).layers["0"].unsafe

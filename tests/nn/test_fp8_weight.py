@@ -1,7 +1,5 @@
 """A weight that comes in FP8 serves a site as the same numbers in the model's dtype do, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -27,7 +25,7 @@ def made(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[F
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_site_gives_what_it_gives_for_the_numbers(shape: tuple[int, int]) -> None:
+def test_a_site_gives_what_it_gives_for_the_numbers(shape):
     """Bit for bit: they are FP8 under powers of two already, so quantizing them again rounds nothing."""
     low, numbers = made(*shape)
     found = []
@@ -43,7 +41,7 @@ def test_a_site_gives_what_it_gives_for_the_numbers(shape: tuple[int, int]) -> N
         assert torch.equal(mine, theirs)
 
 
-def test_backward_keeps_the_weight_and_no_copy() -> None:
+def test_backward_keeps_the_weight_and_no_copy():
     """FSDP2 frees its bytes between forward and backward."""
     weight = torch.nn.Parameter(made(48, 32)[0])
     site = Site("w", (ROWWISE, ROWWISE, ROWWISE), torch.device("cpu"))
@@ -54,7 +52,7 @@ def test_backward_keeps_the_weight_and_no_copy() -> None:
     assert not any(tuple(one.shape) == (32, 48) for one in kept)
 
 
-def test_a_scale_of_nan_is_flagged_in_both_gemms() -> None:
+def test_a_scale_of_nan_is_flagged_in_both_gemms():
     low, _ = made(48, 32)
     low.scale.fill_(torch.nan)
     site = Site("w", (ROWWISE, ROWWISE, ROWWISE), torch.device("cpu"))
@@ -75,13 +73,13 @@ def test_a_scale_of_nan_is_flagged_in_both_gemms() -> None:
         lambda w: w.add_(1),
     ],
 )
-def test_what_is_no_site_may_not_read_it(reads: object) -> None:
+def test_what_is_no_site_may_not_read_it(reads):
     with pytest.raises(LokaError, match=r"\[48, 32\] that was gathered in FP8"):
         reads(made(48, 32)[0])  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_gradient_in_high_precision_may_not_either(watched: bool) -> None:
+def test_a_gradient_in_high_precision_may_not_either(watched):
     site = Site("w", (ROWWISE, "hp", ROWWISE), torch.device("cpu"))
     y = site(torch.randn(24, 32).requires_grad_(), torch.nn.Parameter(made(48, 32)[0]))
     mode = FlopCounterMode(display=False) if watched else contextlib.nullcontext()
@@ -89,7 +87,7 @@ def test_a_gradient_in_high_precision_may_not_either(watched: bool) -> None:
         y.sum().backward()
 
 
-def test_ops_of_compiled_graphs() -> None:
+def test_ops_of_compiled_graphs():
     low, numbers = made(33, 20, torch.bfloat16)
     assert torch.equal(dequantized(low.row, low.scale, torch.bfloat16), numbers)
     turned = transposed(low.row, torch.zeros(1))

@@ -1,7 +1,5 @@
 """Hot recipes: columns from the probe; measured, planned, converted, refused, watched."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -25,7 +23,6 @@ NAMES = ("rowwise_e4m3", "rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
 PLAIN, HOT, BOTH = (f"emulated:{name}" for name in NAMES)
 TORCH = "torch:rowwise_e4m3_hot32"
 PLANTED = torch.arange(1, 96, 3)  # 32 of 96 columns
-Case = tuple[nn.Module, loka.Stats, loka.Report]
 
 
 def rows(count: int = 256, hot: torch.Tensor = PLANTED) -> torch.Tensor:
@@ -50,13 +47,13 @@ def probed(hot: torch.Tensor = PLANTED, mean: float = 0.0) -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     stats, names, fine = probed(), [HOT, PLAIN, TORCH, BOTH], Settings(max_draws=4)
     report = loka.measure(stats, device="cpu", candidates=names, errors_only=True, settings=fine)
     return model_of(), stats, report
 
 
-def test_the_probe_finds_them(case: Case) -> None:
+def test_the_probe_finds_them(case):
     _, stats, report = case
     for name in (HOT, BOTH):
         columns = hot_of_input(stats.layers["0"], name)
@@ -68,7 +65,7 @@ def test_the_probe_finds_them(case: Case) -> None:
 
 
 @pytest.mark.parametrize("path", ["0", "2"])
-def test_what_the_probe_predicts_is_what_it_does(case: Case, path: str) -> None:
+def test_what_the_probe_predicts_is_what_it_does(case, path):
     """KL/H by a pass, by histograms, and in truth, within the bounds of nn/test_centring.py."""
     model, stats, report = case
     torch.manual_seed(5)
@@ -82,7 +79,7 @@ def test_what_the_probe_predicts_is_what_it_does(case: Case, path: str) -> None:
     assert actual[1] < (0.1 if path == "0" else 0.8) * actual[0]
 
 
-def test_planned_converted_and_back(case: Case, tmp_path: object) -> None:
+def test_planned_converted_and_back(case, tmp_path):
     model, _, report = case
     at_first = report.sites["0/output"].measurements
     assert at_first[HOT].errors["sqnr_db"].value > at_first[PLAIN].errors["sqnr_db"].value + 6
@@ -114,7 +111,7 @@ def test_planned_converted_and_back(case: Case, tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("columns", [(), range(31), (0, *range(31)), range(65, 97), range(-1, 31)])
-def test_a_plan_without_its_columns_is_refused(case: Case, columns: tuple[int, ...]) -> None:
+def test_a_plan_without_its_columns_is_refused(case, columns):
     plan = loka.plan(case[2], force={"0/output": HOT, "*": "hp"})
     model = model_of()
     with pytest.raises(NotConverted, match=f"needs 32 of its 96 columns.* are there among {len(columns)}"):
@@ -122,7 +119,7 @@ def test_a_plan_without_its_columns_is_refused(case: Case, columns: tuple[int, .
     assert "forward" not in model[0].__dict__
 
 
-def test_refused_where_nothing_tells_and_where_it_is_served(case: Case) -> None:
+def test_refused_where_nothing_tells_and_where_it_is_served(case):
     layer = case[1].layers["0"]
     given = layer.operands["input"]
     tensors = {name: table for name, table in given.tensors.items() if "effect_columns" not in name}
@@ -136,7 +133,7 @@ def test_refused_where_nothing_tells_and_where_it_is_served(case: Case) -> None:
         scale_source(HOT)
 
 
-def test_columns_that_moved_are_seen(case: Case) -> None:
+def test_columns_that_moved_are_seen(case):
     _, stats, report = case
     for name in (HOT, BOTH):
         plan = loka.plan(report, force={"0/output": name, "*": "hp"})

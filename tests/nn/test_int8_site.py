@@ -1,7 +1,5 @@
 """A model with `output` in INT8 and backward in e4m3: measured, planned, converted, compiled."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,7 +35,7 @@ def case() -> tuple[nn.Module, loka.Report, torch.Tensor]:
     return model, report, x
 
 
-def test_the_budget_mixes_types_by_site(case: tuple[nn.Module, loka.Report, torch.Tensor]) -> None:
+def test_the_budget_mixes_types_by_site(case):
     """Nothing is timed here: INT8 wins `output` by its KL/H; gradients, which have none, are in e4m3."""
     _, report, _ = case
     plan = loka.plan(report, loka.Budget(ne=1e-3))
@@ -56,9 +54,7 @@ def test_the_budget_mixes_types_by_site(case: tuple[nn.Module, loka.Report, torc
 
 
 @pytest.mark.parametrize("int8", [INT8, "torch_int8:int8_row"])
-def test_forward_is_int8_and_backward_is_that_of_fp8(
-    case: tuple[nn.Module, loka.Report, torch.Tensor], int8: str
-) -> None:
+def test_forward_is_int8_and_backward_is_that_of_fp8(case, int8):
     model, report, x = case
     force = {"*/output": int8, "4": "hp", "*": FP8}
     mixed = loka.convert(copy.deepcopy(model), loka.plan(report, force={"4": "hp", **force}))
@@ -79,9 +75,7 @@ def test_forward_is_int8_and_backward_is_that_of_fp8(
     assert health_of(mixed)["0/output"]["bad_a"]
 
 
-def test_compiled_beside_fp8_that_no_region_writes_it_runs_by_itself_and_says_why(
-    case: tuple[nn.Module, loka.Report, torch.Tensor],
-) -> None:
+def test_compiled_beside_fp8_that_no_region_writes_it_runs_by_itself_and_says_why(case):
     model, report, x = case
     plan = loka.plan(report, force={"4": "hp", "*/output": INT8, "*": FP8})
     eager = loka.convert(copy.deepcopy(model), plan)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import torch
 from models import Encoder, odd_mlp
 from torch import nn
@@ -7,7 +5,7 @@ from torch import nn
 from loka.nn import find_linears, signature, unwrap
 
 
-def test_every_linear_is_found_and_the_rest_explained() -> None:
+def test_every_linear_is_found_and_the_rest_explained():
     found, skipped = find_linears(Encoder())
     assert list(found) == [
         "encoder.layers.0.linear1",
@@ -19,12 +17,12 @@ def test_every_linear_is_found_and_the_rest_explained() -> None:
     assert not skipped, "attention's projections are sites that a trace finds"
 
 
-def test_subclasses_count_where_they_run_the_forward_of_nn_linear() -> None:
+def test_subclasses_count_where_they_run_the_forward_of_nn_linear():
     class Same(nn.Linear):
         pass
 
     class Scaled(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
+        def forward(self, input):
             return 2 * super().forward(input)
 
     found, skipped = find_linears(nn.ModuleDict({"same": Same(4, 4), "scaled": Scaled(4, 4)}))
@@ -32,7 +30,7 @@ def test_subclasses_count_where_they_run_the_forward_of_nn_linear() -> None:
     assert skipped == {"scaled": "Scaled is a subclass of nn.Linear and computes otherwise"}
 
 
-def test_filter_shared_modules_and_float64() -> None:
+def test_filter_shared_modules_and_float64():
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(4, 2), "d": nn.Linear(3, 3).double()})
     found, skipped = find_linears(model, filter=lambda module, fqn: fqn != "c")
@@ -41,14 +39,14 @@ def test_filter_shared_modules_and_float64() -> None:
     assert "float64" in skipped["d"]
 
 
-def test_wrappers_do_not_change_names() -> None:
+def test_wrappers_do_not_change_names():
     model = odd_mlp()
     compiled = torch.compile(model, backend="eager")  # not called: importing inductor takes seconds
     assert unwrap(compiled) is model
     assert signature(compiled) == signature(model)
 
 
-def test_signature_differences_are_listed() -> None:
+def test_signature_differences_are_listed():
     first, second = signature(odd_mlp()), signature(nn.Sequential(nn.Linear(13, 480), nn.Linear(4, 4)))
     lines = first.differences(second)
     assert "0 is 13 -> 479, bias in this model, 13 -> 480, bias there" in lines

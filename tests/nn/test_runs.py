@@ -1,7 +1,5 @@
 """FP8 GEMMs by site: counted, carried from a copy to a model, and begun anew."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -28,7 +26,7 @@ def model() -> nn.Module:
     return made(at_0=(E4M3, "hp", E4M3), at_2=(E4M3, E4M3, E4M3))
 
 
-def step(model: nn.Module) -> None:
+def step(model: nn.Module):
     model(X).square().mean().backward()
 
 
@@ -42,7 +40,7 @@ def expected(forward: int, backward: int) -> dict[str, int]:
     }
 
 
-def test_every_gemm_that_ran_is_counted_by_its_site(model: nn.Module) -> None:
+def test_every_gemm_that_ran_is_counted_by_its_site(model):
     assert fp8_runs(model) == expected(0, 0)
     for _ in range(3):
         step(model)
@@ -56,7 +54,7 @@ def test_every_gemm_that_ran_is_counted_by_its_site(model: nn.Module) -> None:
     assert fp8_runs(model) == expected(0, 0)
 
 
-def test_counts_go_on_where_a_checkpoint_left_them(model: nn.Module) -> None:
+def test_counts_go_on_where_a_checkpoint_left_them(model):
     fresh = copy.deepcopy(model)
     for _ in range(2):
         step(model)
@@ -71,7 +69,7 @@ def test_counts_go_on_where_a_checkpoint_left_them(model: nn.Module) -> None:
     assert fp8_runs(fresh) == expected(2, 2)
 
 
-def test_other_sites_are_refused_or_begin_anew(model: nn.Module) -> None:
+def test_other_sites_are_refused_or_begin_anew(model):
     step(model)
     saved, other = copy.deepcopy(fp8_state_dict(model)), made(at_2=(E4M3, E4M3, "hp"))
     with pytest.raises(ValueError, match="other FP8 sites run now than when it was saved: 0"):

@@ -1,7 +1,5 @@
 """A linear layer as a site: three GEMMs, each by its own candidate, in place and reversible."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any
@@ -38,9 +36,7 @@ def fake_quantized(hp: torch.Tensor, gemm: Gemm, side: int, candidate: str) -> t
 
 @pytest.mark.parametrize("candidate", CPU_CANDIDATES)
 @pytest.mark.parametrize(("rows", "fan_in", "fan_out"), [(33, 13, 479), (1, 479, 1000), (64, 1000, 16)])
-def test_forward_and_both_gradients_match_the_twin(
-    candidate: str, rows: int, fan_in: int, fan_out: int, device: torch.device
-) -> None:
+def test_forward_and_both_gradients_match_the_twin(candidate, rows, fan_in, fan_out, device):
     torch.manual_seed(0)
     linear = convert_layer(nn.Linear(fan_in, fan_out).to(device), (candidate, candidate, candidate))
     x = torch.randn(rows, fan_in)
@@ -69,7 +65,7 @@ def test_forward_and_both_gradients_match_the_twin(
     torch.testing.assert_close(linear.bias.grad.cpu(), grad.sum(dim=0), rtol=1e-4, atol=1e-4)
 
 
-def test_each_gemm_runs_its_own_candidate() -> None:
+def test_each_gemm_runs_its_own_candidate():
     linear = convert_layer(nn.Linear(20, 30), ("emulated:rowwise_e4m3", "hp", "torch:tensorwise_e4m3"))
     reset_kernel_runs()
     linear(torch.randn(8, 20, requires_grad=True)).sum().backward()
@@ -84,7 +80,7 @@ def test_each_gemm_runs_its_own_candidate() -> None:
     }
 
 
-def test_hp_gemms_equal_a_plain_linear_bit_for_bit() -> None:
+def test_hp_gemms_equal_a_plain_linear_bit_for_bit():
     plain = nn.Linear(50, 70, bias=False)
     mixed = convert_layer(copy.deepcopy(plain), ("hp", "hp", ROW))
     for dtype in (torch.float32, torch.bfloat16):
@@ -98,7 +94,7 @@ def test_hp_gemms_equal_a_plain_linear_bit_for_bit() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-def test_leading_dimensions_autocast_and_dtypes() -> None:
+def test_leading_dimensions_autocast_and_dtypes():
     linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, ROW))
     x = torch.randn(2, 3, 5, 24, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,7 +107,7 @@ def test_leading_dimensions_autocast_and_dtypes() -> None:
     assert linear(torch.randn(0, 24)).shape == (0, 40)
 
 
-def test_frozen_weight_and_input_without_gradient() -> None:
+def test_frozen_weight_and_input_without_gradient():
     linear = convert_layer(nn.Linear(24, 40), (ROW, ROW, ROW))
     linear.weight.requires_grad_(False)
     x = torch.randn(8, 24, requires_grad=True)
@@ -122,7 +118,7 @@ def test_frozen_weight_and_input_without_gradient() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiles_without_a_graph_break_and_gives_the_same(backend: str) -> None:
+def test_compiles_without_a_graph_break_and_gives_the_same(backend):
     torch._dynamo.reset()
     model = odd_mlp()
     convert_layers(model, (ROW, "torch:tensorwise_e4m3", "emulated:blockwise_e4m3"))
@@ -145,7 +141,7 @@ BLOCK = "emulated:blockwise_e4m3"
 
 
 @pytest.mark.parametrize("names", [(ROW, BLOCK, ROW), (ROW, "hp", BLOCK), ("hp", ROW, ROW)])
-def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
+def test_custom_ops_keep_their_contract(names):
     """Shapes, dtypes and strides that the compiler is told are those that come back."""
     health = torch.zeros(3, 3, dtype=torch.int64)
     x, weight, dy = torch.randn(5, 7), torch.randn(3, 7), torch.randn(5, 3)
@@ -166,7 +162,7 @@ def test_custom_ops_keep_their_contract(names: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize("names", list(itertools.product(["hp", ROW, BLOCK], repeat=3)), ids=str)
-def test_sharing_a_quantization_changes_nothing(names: tuple[str, str, str], device: torch.device) -> None:
+def test_sharing_a_quantization_changes_nothing(names, device):
     """All mixtures of precisions: the layer gives bit for bit what its three GEMMs give alone."""
     torch.manual_seed(0)
     x, weight, dy = torch.randn(33, 130), torch.randn(48, 130), torch.randn(33, 48)
@@ -186,7 +182,7 @@ def test_sharing_a_quantization_changes_nothing(names: tuple[str, str, str], dev
 
 
 @pytest.mark.parametrize("name", [ROW, BLOCK, "torch:tensorwise_e4m3"])
-def test_autocast_does_not_reach_into_the_gemms(name: str) -> None:
+def test_autocast_does_not_reach_into_the_gemms(name):
     """A float32 weight gradient stays one, whether or not backward runs inside autocast."""
     x, weight, dy = torch.randn(32, 48).bfloat16(), torch.randn(64, 48), torch.randn(32, 64).bfloat16()
     health = torch.zeros(3, 3, dtype=torch.int64)
@@ -208,7 +204,7 @@ def gemms_behind(output: torch.Tensor) -> Any:
     raise AssertionError("no site is behind this tensor")
 
 
-def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
+def test_a_frozen_layer_keeps_no_input(device):
     linear = convert_layer(nn.Linear(24, 40, bias=False).to(device), (ROW, ROW, ROW))
     linear.weight.requires_grad_(False)
     x = torch.randn(64, 24, requires_grad=True, device=device)
@@ -219,11 +215,11 @@ def test_a_frozen_layer_keeps_no_input(device: torch.device) -> None:
     assert x.grad is not None
 
 
-def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tensor_is_read_once(monkeypatch):
     calls = []
     real = site_ops.quantize_pair
 
-    def counted(hp: torch.Tensor, **sides: object) -> object:
+    def counted(hp, **sides):
         calls.append((tuple(hp.shape), sides["row"] is not None, sides["column"] is not None))
         return real(hp, **sides)
 
@@ -241,7 +237,7 @@ def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [((8, 24), True, False), ((40, 24), True, False)]
 
 
-def test_nan_is_in_the_result_and_names_its_site() -> None:
+def test_nan_is_in_the_result_and_names_its_site():
     torch.manual_seed(0)
     model = odd_mlp()
     convert_layers(model, (ROW, ROW, ROW))
@@ -259,7 +255,7 @@ def test_nan_is_in_the_result_and_names_its_site() -> None:
     check_finite(model)
 
 
-def test_a_nan_gradient_names_its_site() -> None:
+def test_a_nan_gradient_names_its_site():
     linear = convert_layer(nn.Linear(8, 16), (ROW, ROW, ROW))
     y = linear(torch.randn(4, 8, requires_grad=True))
     y.backward(torch.full_like(y, float("nan")))

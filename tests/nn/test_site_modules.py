@@ -1,7 +1,5 @@
 """Sites on modules as users have them: copies, inference, transformers, in-place code, refusals."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -16,7 +14,7 @@ from loka.nn import check_finite, health_of, reset_health, signature, sites_of
 ROW = "emulated:rowwise_e4m3"
 
 
-def test_restoring_leaves_nothing_behind() -> None:
+def test_restoring_leaves_nothing_behind():
     plain = nn.Linear(6, 4)
     before = set(vars(plain)), set(plain._buffers), len(plain._forward_pre_hooks)
     keys = list(plain.state_dict())
@@ -30,7 +28,7 @@ def test_restoring_leaves_nothing_behind() -> None:
         one(torch.randn(2, 6))
 
 
-def test_a_copy_has_its_own_counters() -> None:
+def test_a_copy_has_its_own_counters():
     linear = convert_layer(nn.Linear(6, 4), (ROW, ROW, ROW))
     clone = copy.deepcopy(linear)
     clone(torch.randn(2, 6))
@@ -38,7 +36,7 @@ def test_a_copy_has_its_own_counters() -> None:
     assert health_of(linear)["it/output"]["runs"] == 0
 
 
-def test_what_cannot_be_converted_is_refused() -> None:
+def test_what_cannot_be_converted_is_refused():
     plain = nn.Linear(4, 4)
     with pytest.raises(UnknownName, match="rowwise_e9m9"):
         convert_layer(plain, ("torch:rowwise_e9m9", "hp", "hp"))
@@ -51,7 +49,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
     assert "forward" not in vars(plain)
 
 
-def test_a_subclass_that_inherits_the_forward_is_a_site() -> None:
+def test_a_subclass_that_inherits_the_forward_is_a_site():
     class Same(nn.Linear):
         pass
 
@@ -61,7 +59,7 @@ def test_a_subclass_that_inherits_the_forward_is_a_site() -> None:
     assert type(same) is Same
 
 
-def test_a_kernel_that_cannot_run_raises_and_never_falls_back() -> None:
+def test_a_kernel_that_cannot_run_raises_and_never_falls_back():
     linear = convert_layer(nn.Linear(16, 16), ("torch:blockwise_e4m3", "hp", "hp"))
     with pytest.raises(NoKernelFits, match="torch has no blockwise kernel on the CPU") as caught:
         linear(torch.randn(4, 16))
@@ -69,7 +67,7 @@ def test_a_kernel_that_cannot_run_raises_and_never_falls_back() -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_transformer_inference_does_not_pass_the_sites_by(apart: bool) -> None:
+def test_transformer_inference_does_not_pass_the_sites_by(apart):
     """nn.TransformerEncoderLayer's fused path reads linear1.weight itself, in eval mode."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     names: tuple[str, str, str] = (ROW, "hp", "hp")
@@ -87,7 +85,7 @@ def test_transformer_inference_does_not_pass_the_sites_by(apart: bool) -> None:
     assert set(sites_of(layer)) == {"linear1", "linear2"}
 
 
-def test_padded_sequences_in_transformer_inference() -> None:
+def test_padded_sequences_in_transformer_inference():
     """nn.TransformerEncoder packs them into nested tensors when it is given a padding mask."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
@@ -110,7 +108,7 @@ def converted_mlp(*, inplace: bool = False) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("between", ["a second view", "an evaluation", "a reset"])
-def test_compiled_backward_after_other_calls(between: str) -> None:
+def test_compiled_backward_after_other_calls(between):
     """The counters are not part of autograd's graph: they may change before backward."""
     torch._dynamo.reset()
     model = converted_mlp()
@@ -129,12 +127,12 @@ def test_compiled_backward_after_other_calls(between: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 13), (2, 4, 13)])
-def test_in_place_activations_after_a_layer_without_bias(shape: tuple[int, ...]) -> None:
+def test_in_place_activations_after_a_layer_without_bias(shape):
     model = converted_mlp(inplace=True)
     model(torch.randn(shape)).sum().backward()
 
 
-def test_wrong_inputs_are_refused_as_nn_linear_does() -> None:
+def test_wrong_inputs_are_refused_as_nn_linear_does():
     linear = convert_layer(nn.Linear(16, 8), (ROW, ROW, ROW))
     with pytest.raises(ValueError, match="it: input has 12 features, the weight takes 16"):
         linear(torch.randn(4, 12))
@@ -145,7 +143,7 @@ def test_wrong_inputs_are_refused_as_nn_linear_does() -> None:
         linear(torch.randn(4, 16).double())
 
 
-def test_converted_in_inference_mode_then_trained() -> None:
+def test_converted_in_inference_mode_then_trained():
     model = nn.Linear(16, 8)
     with torch.inference_mode():
         convert_layer(model, (ROW, ROW, ROW))
@@ -154,7 +152,7 @@ def test_converted_in_inference_mode_then_trained() -> None:
     assert health_of(model)["it/output"]["runs"] == 2
 
 
-def test_towers_converted_one_by_one_are_all_seen() -> None:
+def test_towers_converted_one_by_one_are_all_seen():
     towers = nn.ModuleDict({"a": converted_mlp(), "b": converted_mlp()})
     assert list(sites_of(towers)) == ["a.0", "a.2", "b.0", "b.2"]
     towers["a"](torch.full((2, 13), float("nan")))
@@ -162,7 +160,7 @@ def test_towers_converted_one_by_one_are_all_seen() -> None:
         check_finite(towers)
 
 
-def test_counters_move_with_the_model_and_are_no_buffers(device: torch.device) -> None:
+def test_counters_move_with_the_model_and_are_no_buffers(device):
     """DistributedDataParallel broadcasts buffers, and would erase a rank's NaN flag."""
     model = converted_mlp()
     assert not list(model.buffers())
@@ -174,7 +172,7 @@ def test_counters_move_with_the_model_and_are_no_buffers(device: torch.device) -
     assert health_of(model)["0/output"]["runs"] == 2
 
 
-def test_a_model_converted_before_it_has_memory_counts_from_zero() -> None:
+def test_a_model_converted_before_it_has_memory_counts_from_zero():
     """As FSDP2 builds them: on the meta device. The counters come with the first call, inference too."""
     with torch.device("meta"):
         model = converted_mlp()

@@ -1,7 +1,5 @@
 """Hand-made reports with effects on KL/H. hp takes 100 us at each site."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

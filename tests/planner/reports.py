@@ -1,7 +1,5 @@
 """Hand-made reports, so that planning is tested without measuring."""
 
-from __future__ import annotations
-
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.problem import linear_problem

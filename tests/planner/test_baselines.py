@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from reports import measured, report
 
 from loka.core.budget import Budget
@@ -18,7 +16,7 @@ REPORT = report(
 BUDGET = Budget(min_speedup=1.0)
 
 
-def test_a_library_runs_its_fastest_that_is_exact_enough() -> None:
+def test_a_library_runs_its_fastest_that_is_exact_enough():
     assert fastest_of_library(REPORT, "torch", BUDGET, everywhere=True) == {
         "fc/output": "torch_fast:rowwise_e4m3"
     }
@@ -31,12 +29,12 @@ def test_a_library_runs_its_fastest_that_is_exact_enough() -> None:
     assert fastest_of_library(REPORT, "fbgemm", BUDGET, everywhere=True) == {"fc/output": "hp"}
 
 
-def test_a_prediction_layer_stays_in_hp_for_libraries_too() -> None:
+def test_a_prediction_layer_stays_in_hp_for_libraries_too():
     narrow = report({"torch:rowwise_e4m3": measured(28.5, 50.0)}, out_features=1)
     assert fastest_of_library(narrow, "torch", BUDGET, everywhere=True) == {"fc/output": "hp"}
 
 
-def test_which_libraries_there_are() -> None:
+def test_which_libraries_there_are():
     assert libraries_of(REPORT) == ("torch",), "emulation is no library, and a reason is no candidate"
     assert library_of("torch_fast:rowwise_e4m3@3") == "torch"
     assert library_of("hp") == "hp"

@@ -1,7 +1,5 @@
 """Every rank gets rank 0's plan, or every rank raises. Two processes over gloo."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random
@@ -116,7 +114,7 @@ def in_a_subgroup(rank: int, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path: Path) -> None:
+def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path):
     first, second = on_ranks(noisy_clocks, 2, tmp_path)
     chosen = [
         [d["candidate"] for d in json.loads(rank["own"])["decisions"].values()] for rank in (first, second)
@@ -126,7 +124,7 @@ def test_ranks_with_noisy_clocks_end_with_one_plan(tmp_path: Path) -> None:
     assert first["str"] == second["str"]
 
 
-def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path):
     first, second = on_ranks(misfits, 2, tmp_path)
     shown = {
         "another model": "rank 1: model: mlp.3 is 1024 -> 512 in this model, 1024 -> 1024 there",
@@ -141,11 +139,11 @@ def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
         assert ("rank 0:" in first[case]) == (case == "neither can run it"), "who fits is not accused"
 
 
-def test_groups_within_the_world(tmp_path: Path) -> None:
+def test_groups_within_the_world(tmp_path):
     on_ranks(in_a_subgroup, 2, tmp_path)
 
 
-def test_alone_it_returns_the_plan() -> None:
+def test_alone_it_returns_the_plan():
     plan = loka.plan(shared_report())
     assert loka.agree(plan) is plan
     assert loka.agree is public

@@ -1,11 +1,7 @@
 """Models that are not ours through the whole loop, and plans that do not fit."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,9 +34,7 @@ def planned(model: nn.Module, device: str = "cpu") -> loka.Plan:
 
 
 @pytest.mark.parametrize("build", [Encoder, odd_mlp])
-def test_the_whole_loop_on_a_foreign_model(
-    build: Callable[[], nn.Module], device: torch.device, tmp_path: Path
-) -> None:
+def test_the_whole_loop_on_a_foreign_model(build, device, tmp_path):
     torch.manual_seed(0)
     model = build()
     plain_keys = list(model.state_dict())
@@ -92,14 +86,14 @@ def mlp_plan() -> loka.Plan:
     return planned(odd_mlp())
 
 
-def test_a_checkpoint_moves_between_plain_and_converted(mlp_plan: loka.Plan) -> None:
+def test_a_checkpoint_moves_between_plain_and_converted(mlp_plan):
     plain, fp8 = odd_mlp(), odd_mlp()
     loka.convert(fp8, mlp_plan)
     fp8.load_state_dict(plain.state_dict())
     plain.load_state_dict(fp8.state_dict())
 
 
-def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan: loka.Plan) -> None:
+def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan):
     other = nn.Sequential(nn.Linear(13, 480), nn.ReLU(), nn.ReLU(), nn.Linear(480, 1000))
     with pytest.raises(PlanMismatch) as caught:
         loka.convert(other, mlp_plan)
@@ -109,7 +103,7 @@ def test_a_plan_for_another_model_is_refused_with_the_differences(mlp_plan: loka
     assert not site_forwards(other)
 
 
-def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: loka.Plan) -> None:
+def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan):
     elsewhere = dataclasses.replace(
         mlp_plan.machine, device="NVIDIA H200", target="sm_90", driver="580.1", cuda="13.0"
     )
@@ -123,7 +117,7 @@ def test_a_plan_for_another_machine_is_refused_with_the_difference(mlp_plan: lok
     assert not site_forwards(model)
 
 
-def test_another_driver_is_a_warning(mlp_plan: loka.Plan) -> None:
+def test_another_driver_is_a_warning(mlp_plan):
     """Kernels come with torch and the libraries; `differences` of other uses still count it."""
     newer = dataclasses.replace(mlp_plan.machine, driver="590.2")
     assert mlp_plan.machine.differences(newer) == ["driver:  here, 590.2 there"]
@@ -133,7 +127,7 @@ def test_another_driver_is_a_warning(mlp_plan: loka.Plan) -> None:
     assert site_forwards(model)
 
 
-def test_a_library_counts_where_the_plan_names_its_kernels(mlp_plan: loka.Plan) -> None:
+def test_a_library_counts_where_the_plan_names_its_kernels(mlp_plan):
     """One that was raced and lost where the plan was made need not be here."""
     elsewhere = dataclasses.replace(mlp_plan.machine, libraries={"torchao": "0.18.0"})
     plan = dataclasses.replace(mlp_plan, machine=elsewhere)
@@ -146,7 +140,7 @@ def test_a_library_counts_where_the_plan_names_its_kernels(mlp_plan: loka.Plan) 
         loka.convert(model, dataclasses.replace(plan, decisions={**plan.decisions, site: named}))
 
 
-def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
+def test_converting_twice_and_reverting_nothing(mlp_plan):
     model = odd_mlp()
     with pytest.raises(NotConverted, match="no site"):
         loka.revert(model)
@@ -159,7 +153,7 @@ def test_converting_twice_and_reverting_nothing(mlp_plan: loka.Plan) -> None:
     assert not site_forwards(clone)
 
 
-def test_compiled_models_convert_by_their_own_names(mlp_plan: loka.Plan) -> None:
+def test_compiled_models_convert_by_their_own_names(mlp_plan):
     torch._dynamo.reset()
     model = odd_mlp()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -170,12 +164,12 @@ def test_compiled_models_convert_by_their_own_names(mlp_plan: loka.Plan) -> None
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_of_the_step_counts_its_replays() -> None:
+def test_a_cuda_graph_of_the_step_counts_its_replays():
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False)).cuda()
     convert_layers(model, ("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
 
-    def step() -> None:
+    def step():
         with torch.autocast("cuda", torch.bfloat16):
             model(x).float().square().mean().backward()
 
@@ -195,7 +189,7 @@ def test_a_cuda_graph_of_the_step_counts_its_replays() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_does_not_synchronize() -> None:
+def test_a_step_does_not_synchronize():
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
     convert_layers(model, ("torch:rowwise_e4m3",) * 3)
     x = torch.randn(32, 64, device="cuda")
@@ -204,7 +198,7 @@ def test_a_step_does_not_synchronize() -> None:
         model(x).sum().backward()
 
 
-def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: loka.Plan) -> None:
+def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan):
     name, decision = next((n, d) for n, d in mlp_plan.decisions.items() if d.candidate != "hp")
     lost = dataclasses.replace(decision, path="9")
     bent = dataclasses.replace(decision, problem=dataclasses.replace(decision.problem, n=7))
@@ -215,7 +209,7 @@ def test_a_decision_for_no_layer_is_refused_before_anything_changes(mlp_plan: lo
         assert not site_forwards(model)
 
 
-def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) -> None:
+def test_towers_converted_one_by_one_are_reverted_together(mlp_plan):
     towers = nn.ModuleDict({"a": loka.convert(odd_mlp(), mlp_plan), "b": loka.convert(odd_mlp(), mlp_plan)})
     loka.revert(towers)
     assert not site_forwards(towers)
@@ -225,9 +219,7 @@ def test_towers_converted_one_by_one_are_reverted_together(mlp_plan: loka.Plan) 
     ("recipe", "regions", "joins"),
     [("rowwise_e4m3_pow2", True, True), ("rowwise_e4m3_pow2", False, False), ("rowwise_e4m3", True, False)],
 )
-def test_the_compiler_learns_of_regions_once_one_gemm_can_be_in_one(
-    recipe: str, regions: bool, joins: bool
-) -> None:
+def test_the_compiler_learns_of_regions_once_one_gemm_can_be_in_one(recipe, regions, joins):
     from torch._inductor import config
 
     model = nn.Sequential(nn.Linear(16, 16))

@@ -1,12 +1,9 @@
 """NE against time over budgets, on reports whose answers are known."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
 import math
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,7 +20,7 @@ from loka.planner.frontier import Frontier, Point, base_time, frontier, saved_ti
 module = importlib.import_module("loka.planner.frontier")
 
 
-def test_every_step_of_the_frontier_is_there() -> None:
+def test_every_step_of_the_frontier_is_there():
     """cheap saves 40 of 300 us for 1e-5, slow 10 for 1e-5, dear 50 for 1.5e-4."""
     found = frontier(outputs(**THREE))
     assert [(round(p.spent, 9), pytest.approx(p.time)) for p in found.points] == [
@@ -37,7 +34,7 @@ def test_every_step_of_the_frontier_is_there() -> None:
     assert all(p.spent <= p.budget * (1 + 1e-9) for p in found.points)
 
 
-def test_the_knee_is_where_ne_stops_buying_more_than_its_share() -> None:
+def test_the_knee_is_where_ne_stops_buying_more_than_its_share():
     """On average 100 us for 1.7e-4, 5.9 us per 1e-5: slow's 10 us are above that, dear's 3.3 are not."""
     found = frontier(outputs(**THREE))
     assert found.knee.spent == pytest.approx(2e-5)
@@ -46,7 +43,7 @@ def test_the_knee_is_where_ne_stops_buying_more_than_its_share() -> None:
     assert "hp takes 300 us" in lines[-1]
 
 
-def test_times_agree_with_the_summary() -> None:
+def test_times_agree_with_the_summary():
     report = outputs(**THREE)
     made = loka.plan(report, loka.Budget(ne=1.0))
     assert (
@@ -54,13 +51,13 @@ def test_times_agree_with_the_summary() -> None:
     )
 
 
-def test_own_limits_and_the_rest_of_the_budget() -> None:
+def test_own_limits_and_the_rest_of_the_budget():
     found = frontier(outputs(**THREE), loka.Budget(keep=("cheap",)), limits=[1e-3, 0.0, 1e-5])
     assert [p.budget for p in found.points] == [0.0, 1e-5, 1e-3]
     assert not any("cheap/output" in p.fp8 for p in found.points)
 
 
-def test_without_times_it_claims_none() -> None:
+def test_without_times_it_claims_none():
     layers = {p: {Gemm.OUTPUT: {ROW: costing(None, effect(e))}} for p, e in (("a", 1e-5), ("b", 2e-5))}
     found = frontier(model_report(layers, timed=False))
     assert found.unit == "multiplications"
@@ -68,13 +65,13 @@ def test_without_times_it_claims_none() -> None:
     assert "no speed is claimed" in str(found)
 
 
-def test_without_estimates_it_says_how_to_get_them() -> None:
+def test_without_estimates_it_says_how_to_get_them():
     with pytest.raises(LokaError, match="estimate of its KL/H") as caught:
         frontier(outputs(a={ROW: measured(28, 50)}))
     assert "docs/ne.md" in str(caught.value)
 
 
-def test_saved_as_json(tmp_path: Path) -> None:
+def test_saved_as_json(tmp_path):
     found = frontier(outputs(**THREE))
     found.save(tmp_path / "frontier.json")
     record = json.loads((tmp_path / "frontier.json").read_text())
@@ -98,9 +95,7 @@ STEPS = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 100)), min_size=
 
 
 @given(STEPS, st.integers(0, 5000))
-def test_the_knee_lies_farthest_below_the_line_between_the_ends(
-    steps: list[tuple[int, int]], start: int
-) -> None:
+def test_the_knee_lies_farthest_below_the_line_between_the_ends(steps, start):
     """Wherever the frontier starts: limits of one's own need not begin at 0."""
     spent = [start, *itertools.accumulate((ne for ne, _ in steps), initial=start)][1:]
     times = list(itertools.accumulate((-saved for _, saved in steps), initial=1000))
@@ -111,7 +106,7 @@ def test_the_knee_lies_farthest_below_the_line_between_the_ends(
     assert below[place] == pytest.approx(max(below), abs=1e-6 * (s1 - s0) * (t0 - t1))
 
 
-def test_the_table_says_what_each_step_buys() -> None:
+def test_the_table_says_what_each_step_buys():
     """cheap and slow save 40 and 10 of 300 us for 1e-5 each: 1.33 and 0.333 % for each 1e-6."""
     lines = [line.split() for line in str(frontier(outputs(**THREE))).splitlines()]
     told = [(line[3], *line[-3:]) for line in lines if line and line[0][0].isdigit()]
@@ -123,7 +118,7 @@ def test_the_table_says_what_each_step_buys() -> None:
     ]
 
 
-def test_limits_are_in_even_ratios_from_the_cheapest_site_to_all() -> None:
+def test_limits_are_in_even_ratios_from_the_cheapest_site_to_all():
     """Layers that cost 1, 2, 4, ...: a limit of those that double admits one more, or the next does."""
     count = 12
     cost = [1e-6 * 2**n for n in range(count)]
@@ -139,7 +134,7 @@ def test_limits_are_in_even_ratios_from_the_cheapest_site_to_all() -> None:
     assert len(steps) >= count  # nearly every limit buys something
 
 
-def test_limits_cover_four_decades_at_most() -> None:
+def test_limits_cover_four_decades_at_most():
     report = outputs(a={ROW: costing(50, effect(1e-12))}, b={ROW: costing(50, effect(1e-3))})
     found = frontier(report)
     assert [len(point.fp8) for point in found.points] == [0, 1, 2]

@@ -4,8 +4,6 @@
 that is meant to plan otherwise writes it anew and says so: `python tests/planner/test_golden_plans.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -75,7 +73,7 @@ def golden(case: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_report_gives_the_same_plan(case: str, tmp_path: Path) -> None:
+def test_the_same_report_gives_the_same_plan(case, tmp_path):
     assert golden(case, tmp_path) == json.loads(GOLDEN.read_text())[case]
 
 

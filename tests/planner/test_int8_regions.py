@@ -1,7 +1,5 @@
 """`output` in INT8 as a part of a region: chosen by time, by a tie, and by what it costs of KL/H."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ne_reports import costing, effect
@@ -28,7 +26,7 @@ def with_int8(report: Report, region_us: float, *, kl: tuple[float, float] = (0.
     )
 
 
-def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost() -> None:
+def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost():
     made = layer(cell(165.0))
     faster, tied, slower = (with_int8(made, us) for us in (160.0, 165.2, 175.0))
     assert names(loka.plan(faster)) == names(loka.plan(tied)) == {**BY_GEMM, OUT: INT8}
@@ -39,14 +37,14 @@ def test_integers_in_a_region_win_by_time_by_a_tie_and_by_what_they_cost() -> No
     assert loka.plan(faster).decisions["fc/output"].sqnr_db.value == 38.0
 
 
-def test_a_budget_of_kl_takes_integers_where_fp8_costs_too_much() -> None:
+def test_a_budget_of_kl_takes_integers_where_fp8_costs_too_much():
     slower = with_int8(layer(cell(165.0)), 175.0, kl=(1e-4, 1e-5))
     assert names(loka.plan(slower, loka.Budget(ne=2e-4))) == BY_GEMM
     assert names(loka.plan(slower, loka.Budget(ne=5e-5))) == {**BY_GEMM, OUT: INT8}
     assert names(loka.plan(slower, loka.Budget(ne=5e-6)))[OUT] == HP
 
 
-def test_why_integers_cannot_is_told() -> None:
+def test_why_integers_cannot_is_told():
     made = layer(cell(165.0))
     times = {**made.region_times["fc"], REGION_INT8: Measurement(unsupported="is built for sm_90")}
     plan = loka.plan(dataclasses.replace(made, region_times={"fc": times}))

@@ -1,7 +1,5 @@
 """The knapsack against brute force, and by hand."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -42,9 +40,7 @@ def total(taken: dict[str, Way]) -> tuple[float, float]:
 
 
 @given(instances())
-def test_within_the_limit_and_within_one_step_of_the_optimum(
-    instance: tuple[dict[str, list[Way]], float],
-) -> None:
+def test_within_the_limit_and_within_one_step_of_the_optimum(instance):
     """The relaxed optimum lies below brute force's, and the walk stops less than one step above it."""
     items, limit = instance
     time, effect = total(spend(items, limit))
@@ -60,7 +56,7 @@ def test_within_the_limit_and_within_one_step_of_the_optimum(
 
 
 @given(instances())
-def test_exact_for_what_the_walk_itself_spends(instance: tuple[dict[str, list[Way]], float]) -> None:
+def test_exact_for_what_the_walk_itself_spends(instance):
     """At the effect of any vertex of the walk, no other choice is faster: the Lagrangian's promise."""
     items, _ = instance
     fronts = {name: pareto(ways) for name, ways in items.items()}
@@ -73,16 +69,14 @@ def test_exact_for_what_the_walk_itself_spends(instance: tuple[dict[str, list[Wa
 
 
 @given(instances())
-def test_a_larger_budget_is_never_refused_and_zero_buys_nothing(
-    instance: tuple[dict[str, list[Way]], float],
-) -> None:
+def test_a_larger_budget_is_never_refused_and_zero_buys_nothing(instance):
     items, _ = instance
     assert {w.name for w in spend(items, 0.0).values()} == {"hp"}
     fastest = {name: min(w.time for w in ways) for name, ways in items.items()}
     assert {name: w.time for name, w in spend(items, 1.0).items()} == fastest
 
 
-def test_the_repair_uses_what_is_left() -> None:
+def test_the_repair_uses_what_is_left():
     """b saves most per effect and is taken; a does not fit beside it, but c does, although it is worst."""
     items = {
         "a": [way("a", "hp", 100, 0), way("a", "x", 48, 8e-5)],
@@ -93,7 +87,7 @@ def test_the_repair_uses_what_is_left() -> None:
     assert {name: w.name for name, w in taken.items()} == {"a": "hp", "b": "x", "c": "x"}
 
 
-def test_the_repair_counts_what_an_upgrade_gives_back() -> None:
+def test_the_repair_counts_what_an_upgrade_gives_back():
     """x spends 6e-5 already, so that going on to y, at 8e-5, takes 2e-5 of the 4e-5 that are left, not 8e-5.
     y lies above the convex hull, from x to z, which is too dear: only the repair comes to it."""
     times = {"hp": (100, 0.0), "x": (40, 6e-5), "y": (39, 8e-5), "z": (20, 1.2e-4)}
@@ -101,7 +95,7 @@ def test_the_repair_counts_what_an_upgrade_gives_back() -> None:
     assert spend(items, 1e-4)["a"].name == "y"
 
 
-def test_a_large_step_takes_the_place_of_small_ones() -> None:
+def test_a_large_step_takes_the_place_of_small_ones():
     """b saves 10 us for 1e-6, a 60 for 1e-5: the first by price, the second by what is saved."""
     items = {
         "a": [way("a", "hp", 100, 0), way("a", "x", 40, 1e-5)],
@@ -111,7 +105,7 @@ def test_a_large_step_takes_the_place_of_small_ones() -> None:
     assert {name: w.name for name, w in spend(items, 1.1e-5).items()} == {"a": "x", "b": "x"}
 
 
-def test_equal_ways_go_by_name_whatever_their_order() -> None:
+def test_equal_ways_go_by_name_whatever_their_order():
     ways = [way("a", "hp", 100, 0), way("a", "y", 50, 1e-5), way("a", "x", 50, 1e-5)]
     for order in itertools.permutations(ways):
         assert spend({"a": order}, 1e-4)["a"].name == "x"
@@ -119,7 +113,7 @@ def test_equal_ways_go_by_name_whatever_their_order() -> None:
     assert {name: w.name for name, w in spend(twins, 1e-5).items()} == {"a": "x", "b": "hp"}
 
 
-def test_an_unknown_effect_is_never_bought_and_a_forced_one_never_refused() -> None:
+def test_an_unknown_effect_is_never_bought_and_a_forced_one_never_refused():
     ways = [way("a", "hp", 100, 0), way("a", "x", 1, math.inf), way("a", "y", 1, math.nan)]
     assert spend({"a": ways}, 1.0)["a"].name == "hp"
     assert spend({"a": [way("a", "forced", 10, 1e-3)]}, 1e-5)["a"].name == "forced"

@@ -1,7 +1,5 @@
 """Several limits: always within them, near the best, and the bound that says how near holds."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -36,7 +34,7 @@ def best(items: dict[str, list[Choice]], limits: list[float]) -> float:
     return min(math.fsum(way.time for way in ways) for ways in every)
 
 
-def test_against_every_choice_there_is() -> None:
+def test_against_every_choice_there_is():
     lost = []
     for seed in range(120):
         items, limits = instance(seed)
@@ -50,7 +48,7 @@ def test_against_every_choice_there_is() -> None:
     assert statistics.mean(lost) < 0.02
 
 
-def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit() -> None:
+def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_another_limit():
     items = {
         "forced": [Choice(name="int8", time=1.0, effects=(5.0, 0.0))],
         "free": [
@@ -70,18 +68,18 @@ def test_a_limit_that_one_item_breaks_by_itself_does_not_bind_the_others_of_anot
     }
 
 
-def test_a_limit_of_nothing_is_kept() -> None:
+def test_a_limit_of_nothing_is_kept():
     items, limits = instance(3)
     found = spend_several(items, [0.0, *limits[1:]])
     assert math.fsum(way.effects[0] for way in found.taken.values()) == 0.0
 
 
-def test_an_item_without_ways_is_named() -> None:
+def test_an_item_without_ways_is_named():
     with pytest.raises(ValueError, match="no way to run b"):
         spend_several({"a": [Choice(name="hp", time=1.0, effects=(0.0,))], "b": []}, [1.0])
 
 
-def test_names_and_order_of_items_do_not_matter() -> None:
+def test_names_and_order_of_items_do_not_matter():
     items, limits = instance(11)
     turned = dict(reversed(items.items()))
     assert spend_several(items, limits).taken == spend_several(turned, limits).taken

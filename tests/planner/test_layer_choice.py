@@ -1,7 +1,5 @@
 """The GEMMs of a layer chosen together; every expected time is worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -25,12 +23,9 @@ def exactly(value: float) -> Estimate:
     return Estimate(value, value, value)
 
 
-def test_a_loser_by_itself_wins_beside_its_neighbours() -> None:
+def test_a_loser_by_itself_wins_beside_its_neighbours():
     """grad_weight takes 104 us of its own, and 22 less where grad_output is read once: 82, 1.22x."""
-    sites = {
-        GIN: {ROW: measured(28, 70, noise=0.001)},
-        GWT: {ROW: measured(28, 104, noise=0.001)},
-    }
+    sites = {GIN: {ROW: measured(28, 70, noise=0.001)}, GWT: {ROW: measured(28, 104, noise=0.001)}}
     alone = loka.plan(layer_report(sites))
     assert alone.decisions["fc/grad_weight"].candidate == "hp"
     assert "speed-up" in alone.decisions["fc/grad_weight"].reason
@@ -44,7 +39,7 @@ def test_a_loser_by_itself_wins_beside_its_neighbours() -> None:
     assert "200 us in hp, 152 us by plan (1.32x)" in together.summary()
 
 
-def test_what_is_shared_decides_between_candidates() -> None:
+def test_what_is_shared_decides_between_candidates():
     """Rows win each GEMM by 2 us; one tensor scale for both copies of grad_output saves 10."""
     site = {ROW: measured(28, 70, noise=0.001), TENSOR: measured(28, 72, noise=0.001)}
     savings = {"grad_output": {SHARED_ROW: exactly(1.0), "e4m3_tensor+e4m3_tensor": exactly(10.0)}}
@@ -53,7 +48,7 @@ def test_what_is_shared_decides_between_candidates() -> None:
     assert plan.decisions["fc/grad_input"].rejected[ROW].startswith("slower")
 
 
-def test_a_gemm_that_does_not_earn_its_place_is_left_in_hp() -> None:
+def test_a_gemm_that_does_not_earn_its_place_is_left_in_hp():
     """With grad_input at 70, grad_weight at 98 gains 2 %: less than the 5 % asked."""
     sites = {GIN: {ROW: measured(28, 70)}, GWT: {ROW: measured(28, 98, noise=0.001)}}
     plan = loka.plan(layer_report(sites))
@@ -61,7 +56,7 @@ def test_a_gemm_that_does_not_earn_its_place_is_left_in_hp() -> None:
     assert plan.decisions["fc/grad_weight"].candidate == "hp"
 
 
-def test_forced_neighbours_count() -> None:
+def test_forced_neighbours_count():
     """grad_input forced to FP8 although slow: grad_weight still profits from its pass."""
     sites = {GIN: {ROW: measured(28, 130)}, GWT: {ROW: measured(28, 104, noise=0.001)}}
     report = layer_report(sites, savings={"grad_output": {SHARED_ROW: exactly(30.0)}})
@@ -70,7 +65,7 @@ def test_forced_neighbours_count() -> None:
     assert loka.plan(report, force={"fc/grad_input": "hp"}).decisions["fc/grad_weight"].candidate == "hp"
 
 
-def test_a_site_without_times_in_a_timed_report_stays_in_hp() -> None:
+def test_a_site_without_times_in_a_timed_report_stays_in_hp():
     report = layer_report({OUT: {ROW: measured(28, 70)}, GIN: {ROW: measured(28)}}, notes=("time was up",))
     plan = loka.plan(report)
     assert plan.decisions["fc/output"].candidate == ROW
@@ -79,7 +74,7 @@ def test_a_site_without_times_in_a_timed_report_stays_in_hp() -> None:
     assert "note: time was up" in str(plan)
 
 
-def test_a_long_neighbour_makes_no_ties() -> None:
+def test_a_long_neighbour_makes_no_ties():
     """1.4 % at a GEMM of 70 us is a difference, however long the layer's other GEMMs take."""
     sites = {
         GIN: {
@@ -91,7 +86,7 @@ def test_a_long_neighbour_makes_no_ties() -> None:
     assert loka.plan(layer_report(sites)).decisions["fc/grad_input"].candidate == "fbgemm:rowwise_e4m3"
 
 
-def test_a_tie_with_an_unsure_candidate_loses_nothing() -> None:
+def test_a_tie_with_an_unsure_candidate_loses_nothing():
     """fbgemm comes first by name and is within 1 %, but its interval reaches below the limit."""
     unsure = dataclasses.replace(measured(28, 90.5), speedup=Estimate(100 / 90.5, 0.98, 1.2))
     sure = dataclasses.replace(measured(28, 90.0), speedup=Estimate(100 / 90, 1.105, 1.115))
@@ -101,7 +96,7 @@ def test_a_tie_with_an_unsure_candidate_loses_nothing() -> None:
     assert "below 1.05" in decision.rejected["fbgemm:rowwise_e4m3"]
 
 
-def test_a_forced_name_means_the_algorithm_that_was_measured() -> None:
+def test_a_forced_name_means_the_algorithm_that_was_measured():
     report = layer_report({OUT: {"cublaslt:rowwise_e4m3@3": measured(28, 50)}, GIN: {ROW: measured(28, 50)}})
     plan = loka.plan(report, force={"fc/output": "cublaslt:rowwise_e4m3"})
     assert plan.decisions["fc/output"].candidate == "cublaslt:rowwise_e4m3@3"
@@ -110,7 +105,7 @@ def test_a_forced_name_means_the_algorithm_that_was_measured() -> None:
     assert "100 us in hp, 50 us by plan (2.00x). 1 sites were not timed." in unmeasured.summary()
 
 
-def test_patterns_may_name_any_site_of_the_model() -> None:
+def test_patterns_may_name_any_site_of_the_model():
     report = layer_report({OUT: {ROW: measured(28, 50)}})
     plan = loka.plan(report, loka.Budget(keep=("fc/grad_weight",)), force={"fc/grad_input": "hp"})
     assert plan.decisions["fc/output"].candidate == ROW
@@ -139,9 +134,7 @@ def layers(draw: st.DrawFn) -> tuple[dict[Gemm, dict[str, Option]], dict[str, di
 
 
 @given(layers(), st.sampled_from([0.0, 1.0, 1.05]))
-def test_no_allowed_choice_is_faster(
-    layer: tuple[dict[Gemm, dict[str, Option]], dict[str, dict[str, Estimate]]], min_speedup: float
-) -> None:
+def test_no_allowed_choice_is_faster(layer, min_speedup):
     """Against brute force over all options: within the tie band twice (casts first, then choices)."""
     options, savings = layer
     found = choose(options, savings, min_speedup=min_speedup)
@@ -160,7 +153,7 @@ def test_no_allowed_choice_is_faster(
     assert found == choose(options, savings, min_speedup=min_speedup)
 
 
-def test_never_slower_than_hp() -> None:
+def test_never_slower_than_hp():
     options = {OUT: {"hp": Option(name="hp", time=exactly(100), casts=None)}}
     assert choose(options, {}, min_speedup=1.05).options[OUT].name == "hp"
     slow = Option(name="k", time=exactly(100.1), casts=("e4m3_row", "e4m3_row"))
@@ -169,7 +162,7 @@ def test_never_slower_than_hp() -> None:
     assert pytest.approx(100.1) == choose({OUT: {"k": slow}}, {}, min_speedup=1.0, fixed={OUT}).microseconds
 
 
-def test_a_region_is_a_choice_only_where_it_and_hp_were_timed() -> None:
+def test_a_region_is_a_choice_only_where_it_and_hp_were_timed():
     hp = {gemm: Option(name=HP, time=exactly(100.0), casts=None) for gemm in Gemm}
     timed, untimed = measured(28, 60.0), measured(28)
     made = region_choice(hp, {REGION: timed, HP: measured(55, 100.0)})

@@ -4,8 +4,6 @@ FALQON (arXiv 2510.24061) says so of FP8 LoRA: quantizing outweighs what small G
 that LoKA has of an H200, quantizing included (docs/scale.md), of a LoRA-wrapped layer of 4096 features.
 """
 
-from __future__ import annotations
-
 import torch
 from foreign.lora import LoRALinear
 from reports import H200, measured
@@ -28,7 +26,7 @@ def layers_of(rank: int) -> tuple[LayerTimes, ...]:
     return loka.scale(tower, batch, gpu="h200", batch_size=ROWS).layers
 
 
-def test_a_plan_leaves_adapters_in_hp_and_says_by_how_much_they_would_lose() -> None:
+def test_a_plan_leaves_adapters_in_hp_and_says_by_how_much_they_would_lose():
     """The middle of each interval as the time of a race; errors as those of e4m3 with row scales."""
     sites, shapes, gains = {}, {}, {True: 0.0, False: 0.0}
     for layer in layers_of(256):
@@ -53,7 +51,7 @@ def test_a_plan_leaves_adapters_in_hp_and_says_by_how_much_they_would_lose() -> 
         assert ("lora" in site) == decision.rejected.get(FP8, "").startswith("speed-up 0.")
 
 
-def test_of_smaller_ranks_nothing_is_promised() -> None:
+def test_of_smaller_ranks_nothing_is_promised():
     """No such shape was measured: a number for it would be a guess."""
     for layer in layers_of(16):
         expected = "unknown" if "lora" in layer.path else "yes"

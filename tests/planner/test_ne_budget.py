@@ -1,11 +1,8 @@
 """One budget of KL/H for the model: who gets it, what the plan says of it, and what it leaves alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 from ne_reports import ROW, TENSOR, THREE, chosen, costing, effect, model_report, outputs
@@ -17,7 +14,7 @@ from loka.core.error import Estimate
 from loka.core.recipe import Gemm
 
 
-def test_the_budget_goes_where_it_saves_most() -> None:
+def test_the_budget_goes_where_it_saves_most():
     """cheap saves 40 us for 1e-5, slow 10 for 1e-5, dear 50 for 1.5e-4: the last where there is room."""
     report = outputs(**THREE)
     assert chosen(loka.plan(report, Budget(ne=1e-5))) == {"cheap": ROW, "dear": "hp", "slow": "hp"}
@@ -31,7 +28,7 @@ def test_the_budget_goes_where_it_saves_most() -> None:
     assert "above the whole budget" in loka.plan(report, Budget(ne=1e-4)).decisions["dear/output"].reason
 
 
-def test_a_doubtful_effect_costs_its_upper_end() -> None:
+def test_a_doubtful_effect_costs_its_upper_end():
     """1.96 standard errors are half of the interval; 1.64 are charged: 1e-5 + 0.839 * 1e-5."""
     assert upper_bound(effect(1e-5, 1e-5)) == pytest.approx(1.839e-5, rel=1e-3)
     assert upper_bound(Estimate(1e-5, -math.inf, math.inf)) == math.inf
@@ -40,7 +37,7 @@ def test_a_doubtful_effect_costs_its_upper_end() -> None:
     assert chosen(loka.plan(report, Budget(ne=1.5e-5))) == {"sure": ROW, "unsure": "hp"}
 
 
-def test_the_plan_carries_what_it_costs(tmp_path: Path) -> None:
+def test_the_plan_carries_what_it_costs(tmp_path):
     report = outputs(a={ROW: costing(60, effect(1e-5, 4e-6))}, b={ROW: costing(60, effect(2e-5, 1e-6))})
     plan = loka.plan(report, Budget(ne=1e-4))
     assert plan.decisions["a/output"].kl == effect(1e-5, 4e-6)
@@ -56,7 +53,7 @@ def test_the_plan_carries_what_it_costs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rate", "told"), [(0.0, "0 of the peak, so by that it is"), (0.7, "NO: its"), (None, "Not known")]
 )
-def test_a_plan_says_whether_the_model_was_annealed(rate: float | None, told: str, tmp_path: Path) -> None:
+def test_a_plan_says_whether_the_model_was_annealed(rate, told, tmp_path):
     """KL/H tells the change of NE by the labels only of a model whose rate has decayed."""
     report = dataclasses.replace(outputs(a={ROW: costing(60, effect(1e-5))}), final_rate=rate)
     report.save(tmp_path / "report.json")
@@ -67,7 +64,7 @@ def test_a_plan_says_whether_the_model_was_annealed(rate: float | None, told: st
     assert not any("annealed" in note for note in loka.plan(report).notes), "without KL/H it is not asked"
 
 
-def test_without_a_budget_plans_are_what_they_were(tmp_path: Path) -> None:
+def test_without_a_budget_plans_are_what_they_were(tmp_path):
     report = outputs(a={ROW: measured(28, 60)})
     content = loka.plan(report).to_json()
     assert "ne" not in content["budget"]
@@ -79,7 +76,7 @@ def test_without_a_budget_plans_are_what_they_were(tmp_path: Path) -> None:
     json.dumps(content, allow_nan=False)
 
 
-def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one() -> None:
+def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one():
     report = outputs(known={ROW: costing(60, effect(1e-6))}, unknown={ROW: costing(50, None)})
     plan = loka.plan(report, Budget(ne=1e-4))
     assert chosen(plan) == {"known": ROW, "unknown": "hp"}
@@ -91,7 +88,7 @@ def test_a_site_without_an_estimate_stays_in_hp_and_says_how_to_get_one() -> Non
     assert "and 1 without an estimate" in forced.summary()
 
 
-def test_floors_hold_beside_the_budget() -> None:
+def test_floors_hold_beside_the_budget():
     free = effect(1e-9)
     report = outputs(
         exact={ROW: costing(60, free)}, rough={ROW: costing(60, free, sqnr=20)}, slow={ROW: costing(98, free)}
@@ -102,7 +99,7 @@ def test_floors_hold_beside_the_budget() -> None:
     assert chosen(kept) == {"exact": "hp", "rough": ROW, "slow": "hp"}
 
 
-def test_gradients_spend_nothing_and_keep_their_rules() -> None:
+def test_gradients_spend_nothing_and_keep_their_rules():
     gemms = {gemm: {ROW: costing(60, None)} for gemm in (Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT)}
     report = model_report({"a": {Gemm.OUTPUT: {ROW: costing(60, effect(1e-3))}, **gemms}})
     plan = loka.plan(report, Budget(ne=1e-4))
@@ -114,7 +111,7 @@ def test_gradients_spend_nothing_and_keep_their_rules() -> None:
     assert plan.kl is None
 
 
-def test_a_layer_can_be_bought_at_two_prices() -> None:
+def test_a_layer_can_be_bought_at_two_prices():
     """Tensor scales are 10 us faster and three times as dear; rows where the budget is short."""
     both = {ROW: costing(60, effect(1e-5)), TENSOR: costing(50, effect(3e-5))}
     report = outputs(a=both, b=both)
@@ -123,13 +120,13 @@ def test_a_layer_can_be_bought_at_two_prices() -> None:
     assert set(chosen(loka.plan(report, Budget(ne=6e-5))).values()) == {TENSOR}
 
 
-def test_of_what_is_tied_in_time_the_cheaper_is_taken() -> None:
+def test_of_what_is_tied_in_time_the_cheaper_is_taken():
     """0.5 us of 60 is noise: no NE is spent on it, however much is left."""
     both = {ROW: costing(60, effect(1e-5)), TENSOR: costing(59.5, effect(3e-5))}
     assert chosen(loka.plan(outputs(a=both), Budget(ne=1.0))) == {"a": ROW}
 
 
-def test_quantizing_once_is_part_of_what_a_layer_saves() -> None:
+def test_quantizing_once_is_part_of_what_a_layer_saves():
     """a: grad_weight loses alone (104 us) and wins 30 us of shared input beside an FP8 output."""
     gwt = {Gemm.GRAD_WEIGHT: {ROW: costing(104, None)}}
     layers = {
@@ -145,7 +142,7 @@ def test_quantizing_once_is_part_of_what_a_layer_saves() -> None:
     }
 
 
-def test_what_is_forced_spends_first() -> None:
+def test_what_is_forced_spends_first():
     report = outputs(**THREE)
     plan = loka.plan(report, Budget(ne=1.6e-4), force={"dear": ROW})
     assert chosen(plan) == {"cheap": ROW, "dear": ROW, "slow": "hp"}
@@ -157,7 +154,7 @@ def test_what_is_forced_spends_first() -> None:
     assert not any("above the budget" in note for note in just.notes)
 
 
-def test_without_times_multiplications_are_saved() -> None:
+def test_without_times_multiplications_are_saved():
     small = dataclasses.replace
     report = model_report(
         {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
@@ -174,7 +171,7 @@ def test_without_times_multiplications_are_saved() -> None:
 
 
 @pytest.mark.parametrize("side", ["m", "n", "k"])
-def test_without_times_each_side_of_a_gemm_is_work(side: str) -> None:
+def test_without_times_each_side_of_a_gemm_is_work(side):
     report = model_report(
         {path: {Gemm.OUTPUT: {ROW: costing(None, effect(1e-5))}} for path in ("a", "b")}, timed=False
     )
@@ -187,14 +184,14 @@ def test_without_times_each_side_of_a_gemm_is_work(side: str) -> None:
     }
 
 
-def test_the_papers_rule_has_a_name() -> None:
+def test_the_papers_rule_has_a_name():
     paper = Budget.paper()
     assert (paper.max_mere, paper.min_speedup, paper.min_sqnr_db, paper.ne) == (0.2, 1.05, None, None)
     assert Budget.paper(keep=("a",)).keep == ("a",)
 
 
 @pytest.mark.parametrize("wrong", [-1e-9, math.inf, math.nan])
-def test_impossible_budgets_are_refused(wrong: float) -> None:
+def test_impossible_budgets_are_refused(wrong):
     with pytest.raises(ValueError, match="ne is"):
         Budget(ne=wrong)
 
@@ -208,7 +205,7 @@ NOT_KNOWN = [
 
 @pytest.mark.parametrize("timed", [True, False])
 @pytest.mark.parametrize("wild", NOT_KNOWN)
-def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estimate, timed: bool) -> None:
+def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild, timed):
     us = 60 if timed else None
     layers = {
         "wild": {Gemm.OUTPUT: {ROW: costing(us, wild)}},
@@ -223,7 +220,7 @@ def test_a_forced_effect_that_is_not_finite_is_one_that_is_not_known(wild: Estim
     assert "and 1 without an estimate" in plan.summary()
 
 
-def test_a_sum_of_which_nothing_is_known_is_not_passed_over() -> None:
+def test_a_sum_of_which_nothing_is_known_is_not_passed_over():
     report = outputs(a={ROW: costing(60, None)}, b={ROW: costing(60, None)})
     forced = loka.plan(report, Budget(ne=1e-4), force={"*": ROW})
     assert forced.kl is None

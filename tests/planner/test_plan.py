@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 from reports import H200, layer_report, measured, report
@@ -22,7 +19,7 @@ def decide(candidates: dict[str, Measurement], budget: loka.Budget | None = None
     return loka.plan(report(candidates, **options), budget).decisions["fc/output"]
 
 
-def test_the_fastest_within_the_budget_wins_and_the_rest_say_why() -> None:
+def test_the_fastest_within_the_budget_wins_and_the_rest_say_why():
     decision = decide(
         {
             FAST: measured(28, 70),
@@ -41,14 +38,14 @@ def test_the_fastest_within_the_budget_wins_and_the_rest_say_why() -> None:
     assert decision.rejected["emulated:rowwise_e4m3"] == "no such thing"
 
 
-def test_differences_within_the_noise_go_by_name() -> None:
+def test_differences_within_the_noise_go_by_name():
     for first, second in ((70.0, 70.5), (70.5, 70.0)):
         decision = decide({FAST: measured(28, first), EXACT: measured(28, second)})
         assert decision.candidate == EXACT, "'torch:' comes before 'torch_fast:'"
         assert "tied" in decision.reason
 
 
-def test_bf16_stays_when_nothing_is_worth_having() -> None:
+def test_bf16_stays_when_nothing_is_worth_having():
     decision = decide({FAST: measured(28, 96)})
     assert decision.candidate == "hp"
     assert "speed-up" in decision.reason
@@ -56,7 +53,7 @@ def test_bf16_stays_when_nothing_is_worth_having() -> None:
     assert decide({FAST: measured(28, 95, noise=0.2)}).candidate == "hp", "a doubt stays in bf16"
 
 
-def test_a_speedup_that_is_just_what_was_asked_is_enough() -> None:
+def test_a_speedup_that_is_just_what_was_asked_is_enough():
     """On the lower end of its interval, here 1.25 without rounding."""
     exact = dataclasses.replace(measured(28, 64), speedup=Estimate(1.5, 1.25, 1.75))
     for asked, chosen in ((1.25, FAST), (math.nextafter(1.25, 2), "hp")):
@@ -68,14 +65,14 @@ def test_a_speedup_that_is_just_what_was_asked_is_enough() -> None:
 
 
 @pytest.mark.parametrize(("high", "chosen"), [(0.2, FAST), (0.2001, "hp")])
-def test_the_limit_on_mere_binds_the_upper_end(high: float, chosen: str) -> None:
+def test_the_limit_on_mere_binds_the_upper_end(high, chosen):
     errors = {**measured(28, 50).errors, "mere": Estimate(0.15, 0.1, high)}
     decision = decide({FAST: dataclasses.replace(measured(28, 50), errors=errors)}, loka.Budget(max_mere=0.2))
     assert decision.candidate == chosen
     assert (chosen == FAST) or "is above 0.2" in decision.rejected[FAST]
 
 
-def test_nan_errors_are_never_admitted() -> None:
+def test_nan_errors_are_never_admitted():
     bad = Measurement(
         errors={
             "sqnr_db": Estimate(math.nan, math.nan, math.nan),
@@ -88,7 +85,7 @@ def test_nan_errors_are_never_admitted() -> None:
     assert decide({FAST: bad}, loka.Budget(min_sqnr_db=None)).candidate == "hp"
 
 
-def test_prediction_layers_and_kept_patterns_stay_in_hp() -> None:
+def test_prediction_layers_and_kept_patterns_stay_in_hp():
     assert decide({FAST: measured(28, 50)}, out_features=1).candidate == "hp"
     free = loka.Budget(keep_prediction=False)
     assert decide({FAST: measured(28, 50)}, free, out_features=1).candidate == FAST
@@ -98,7 +95,7 @@ def test_prediction_layers_and_kept_patterns_stay_in_hp() -> None:
         decide({FAST: measured(28, 50)}, loka.Budget(keep=("nothing",)))
 
 
-def test_the_papers_mode() -> None:
+def test_the_papers_mode():
     budget = loka.Budget(min_sqnr_db=None, max_mere=0.2)
     worse = dataclasses.replace(
         measured(28, 50), errors={"sqnr_db": Estimate(28, 28, 28), "mere": Estimate(0.3, 0.3, 0.3)}
@@ -108,14 +105,14 @@ def test_the_papers_mode() -> None:
     assert "above 0.2" in decision.rejected[FAST]
 
 
-def test_without_times_the_smallest_error_wins_and_the_plan_says_so() -> None:
+def test_without_times_the_smallest_error_wins_and_the_plan_says_so():
     made = loka.plan(report({FAST: measured(26), EXACT: measured(30)}, timed=False))
     assert made.decisions["fc/output"].candidate == EXACT
     assert "not timed" in made.decisions["fc/output"].reason
     assert "no speed is claimed" in str(made)
 
 
-def test_force_bypasses_the_budget_but_not_legality() -> None:
+def test_force_bypasses_the_budget_but_not_legality():
     slow = report({FAST: measured(10, 500)})
     forced = loka.plan(slow, force={"fc/*": FAST})
     assert forced.decisions["fc/output"].candidate == FAST
@@ -131,7 +128,7 @@ def test_force_bypasses_the_budget_but_not_legality() -> None:
         loka.plan(slow, force={"other": "hp"})
 
 
-def test_on_miss_can_raise_with_every_candidate() -> None:
+def test_on_miss_can_raise_with_every_candidate():
     with pytest.raises(NoKernelFits) as caught:
         decide({FAST: measured(20, 50), EXACT: measured(28, 99)}, loka.Budget(on_miss="raise"))
     message = str(caught.value)
@@ -141,7 +138,7 @@ def test_on_miss_can_raise_with_every_candidate() -> None:
     assert "lower min_sqnr_db" in message
 
 
-def test_budgets_refuse_nonsense() -> None:
+def test_budgets_refuse_nonsense():
     with pytest.raises(ValueError, match="on_miss"):
         loka.Budget(on_miss="ignore")
     with pytest.raises(ValueError, match="tuple"):
@@ -150,7 +147,7 @@ def test_budgets_refuse_nonsense() -> None:
         loka.Budget(min_speedup=-1)
 
 
-def test_round_trip_and_table(tmp_path: Path) -> None:
+def test_round_trip_and_table(tmp_path):
     made = loka.plan(
         report({FAST: measured(28, 70), EXACT: measured(28, 80)}), loka.Budget(keep_prediction=False)
     )
@@ -169,7 +166,7 @@ def test_round_trip_and_table(tmp_path: Path) -> None:
         loka.Plan.load(path)
 
 
-def test_diff_names_what_changed() -> None:
+def test_diff_names_what_changed():
     first = loka.plan(report({FAST: measured(28, 70), EXACT: measured(28, 80)}))
     second = loka.plan(report({EXACT: measured(28, 80)}), loka.Budget(min_speedup=1.1))
     difference = loka.diff(first, second)
@@ -187,7 +184,7 @@ def test_diff_names_what_changed() -> None:
     assert any("torch: 2.12.0 here, 2.11.0 there" in line for line in loka.diff(first, moved).context)
 
 
-def test_planning_for_a_package() -> None:
+def test_planning_for_a_package():
     """A plan for a package keeps to what runs without loka, and says what that costs."""
     assert candidate_named("torch:blockwise_e4m3").unpackaged
     assert candidate_named("torch_fast:rowwise_e4m3").unpackaged is None
@@ -213,7 +210,7 @@ def test_planning_for_a_package() -> None:
     assert "package take" not in "\n".join(loka.plan(untimed, target="package").notes)
 
 
-def test_without_times_the_runner_up_is_the_next_in_exactness() -> None:
+def test_without_times_the_runner_up_is_the_next_in_exactness():
     names = ("torch:rowwise_e4m3", "torch:rowwise_e4m3_pow2", "torch:tensorwise_e4m3")
     for errors in itertools.permutations((34.0, 31.0, 28.0)):
         found = {name: measured(error) for name, error in zip(names, errors, strict=True)}

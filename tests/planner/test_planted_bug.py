@@ -3,8 +3,6 @@
 The experiment is examples/planted_bug.py, whose table stands in docs/self_check.md.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
@@ -45,17 +43,17 @@ def example() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def stats(example: ModuleType) -> loka.Stats:
+def stats(example) -> loka.Stats:
     return example.probed()
 
 
 @pytest.fixture(scope="module")
-def result(example: ModuleType, stats: loka.Stats):
+def result(example, stats):
     return example.measured(stats)
 
 
 @pytest.mark.slow
-def test_the_page_shows_the_table_that_the_example_prints(example: ModuleType, result) -> None:
+def test_the_page_shows_the_table_that_the_example_prints(example, result):
     """Row by row; last digits may differ from processor to processor."""
     page = (ROOT / "docs" / "self_check.md").read_text()
     shown = re.findall(r"^\| ((?:standard normal|learnt) \| .*?) \| [-\d]", page, flags=re.M)
@@ -65,7 +63,7 @@ def test_the_page_shows_the_table_that_the_example_prints(example: ModuleType, r
 
 
 @pytest.mark.slow
-def test_standard_normal_inputs_miss_it(result) -> None:
+def test_standard_normal_inputs_miss_it(result):
     found, same = result
     for bug in BUGS:
         # Blocks of 16384 standard normals have maxima of 3.5 to 7, but once in 2000: one power of two
@@ -86,7 +84,7 @@ def test_standard_normal_inputs_miss_it(result) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", list(RECIPE_OF))
 @pytest.mark.parametrize("bug", ["neighbour", "order"])
-def test_learnt_inputs_show_it(result, scales: str, bug: str) -> None:
+def test_learnt_inputs_show_it(result, scales, bug):
     """Blocks an octave apart and more: a scale wrong by 2 is an error as large as the block's share.
 
     10 dB is an error 10 times as large in energy, where the draws scatter by tenths of a dB.
@@ -103,7 +101,7 @@ def test_learnt_inputs_show_it(result, scales: str, bug: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_bug_in_alike_weights_escapes_learnt_inputs_too(result) -> None:
+def test_a_bug_in_alike_weights_escapes_learnt_inputs_too(result):
     """Blocks of barely trained weights are alike; with powers of two a wrong one has no effect there."""
     _, same = result
     assert same["learnt", "power of two", "weight"]
@@ -120,7 +118,7 @@ def test_the_self_check_convicts_all_of_them(
     scales: str,
     gemm: Gemm,
     plant: Plant,  # noqa: F811
-) -> None:
+):
     name = f"planted:{RECIPE_OF[scales]}"
     for bug in BUGS:
         plant(kernel(example, bug), POW2)
@@ -133,7 +131,7 @@ def test_the_self_check_convicts_all_of_them(
 
 
 @pytest.fixture
-def report(example: ModuleType, plant: Plant) -> loka.Report:  # noqa: F811
+def report(example, plant) -> loka.Report:  # noqa: F811
     stats = example.probed(steps=10, batch=128)
     plant(kernel(example, "weight"), POW2)
     one_layer = replace(stats, layers={example.LAYER: stats.layers[example.LAYER]})
@@ -141,7 +139,7 @@ def report(example: ModuleType, plant: Plant) -> loka.Report:  # noqa: F811
     return loka.measure(one_layer, device="cpu", candidates=names, settings=Settings(max_draws=4))
 
 
-def test_measure_reports_the_evidence_and_plan_never_chooses_it(report: loka.Report) -> None:
+def test_measure_reports_the_evidence_and_plan_never_chooses_it(report):
     assert len(report.sites) == 3
     for site in report.sites.values():
         measured = site.measurements[f"planted:{POW2.name}"]
@@ -154,7 +152,7 @@ def test_measure_reports_the_evidence_and_plan_never_chooses_it(report: loka.Rep
             assert "outside the bound" in decision.rejected[f"planted:{POW2.name}"]
 
 
-def test_convert_refuses_a_wrong_kernel_and_changes_nothing(plant: Plant) -> None:  # noqa: F811
+def test_convert_refuses_a_wrong_kernel_and_changes_nothing(plant):  # noqa: F811
     torch.manual_seed(0)
     model = odd_mlp()
     with loka.Probe(model, every=1) as probe:

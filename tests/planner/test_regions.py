@@ -3,12 +3,9 @@
 hp takes 100 us at each GEMM, 300 us a layer. A cell, the layer and the code around it, takes 330 us in hp.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +60,7 @@ def names(plan: loka.Plan) -> dict[Gemm, str]:
     return {d.problem.gemm: d.candidate for d in plan.decisions.values()}
 
 
-def test_a_region_that_is_fastest_is_planned_with_its_times() -> None:
+def test_a_region_that_is_fastest_is_planned_with_its_times():
     """The cell saves 165 of 330 us, so the GEMMs are left with 135 of 300: 45 each, of 100."""
     plan = loka.plan(layer(cell(165.0)))
     assert names(plan) == BY_GEMM
@@ -83,20 +80,20 @@ def test_a_region_that_is_fastest_is_planned_with_its_times() -> None:
         assert decision.rejected == {FAST: "slower than in a region", SLOW: "slower than in a region"}
 
 
-def test_sites_by_themselves_are_kept_where_they_are_faster() -> None:
+def test_sites_by_themselves_are_kept_where_they_are_faster():
     """The cell saves 30 us, the sites 150."""
     plan = loka.plan(layer(cell(300.0), us=50.0))
     assert set(names(plan).values()) == {FAST}
     assert all(d.reason.startswith("fastest") for d in plan.decisions.values())
 
 
-def test_a_region_that_takes_longer_than_hp_is_not_planned() -> None:
+def test_a_region_that_takes_longer_than_hp_is_not_planned():
     plan = loka.plan(layer(cell(340.0), us=110.0))
     assert set(names(plan).values()) == {HP}
     assert plan.decisions["fc/output"].rejected["region"].startswith("speed-up in a region 0.97")
 
 
-def test_a_region_needs_the_least_speedup_at_the_safe_end() -> None:
+def test_a_region_needs_the_least_speedup_at_the_safe_end():
     """1.06x with 2 % of noise may be 1.04x."""
     unsure, sure = cell(330 / 1.06, noise=0.02), cell(330 / 1.06, noise=0.001)
     assert set(names(loka.plan(layer(unsure, us=110.0))).values()) == {HP}
@@ -105,14 +102,14 @@ def test_a_region_needs_the_least_speedup_at_the_safe_end() -> None:
     assert set(names(loka.plan(layer(sure, us=110.0), strict)).values()) == {HP}
 
 
-def test_a_region_wins_where_no_gemm_wins_by_itself() -> None:
+def test_a_region_wins_where_no_gemm_wins_by_itself():
     """Which is what regions are for: narrow layers, whose casts by themselves eat what FP8 gains."""
     plan = loka.plan(layer(cell(220.0), us=130.0))
     assert names(plan) == BY_GEMM
     assert "300 us in hp, 190 us by plan (1.58x)" in plan.summary()
 
 
-def test_one_gemm_beyond_the_error_limits_refuses_the_region() -> None:
+def test_one_gemm_beyond_the_error_limits_refuses_the_region():
     sites = {gemm: candidates() for gemm in Gemm}
     sites[GWT] = {FAST: measured(28.5, 90.0), SLOW: measured(24.0, 95.0)}  # SLOW is what regions run there
     report = dataclasses.replace(layer_report(sites), region_times={"fc": cell(165.0)})
@@ -122,7 +119,7 @@ def test_one_gemm_beyond_the_error_limits_refuses_the_region() -> None:
 
 
 @pytest.mark.parametrize("gemm", list(Gemm))
-def test_a_region_whose_errors_are_not_known_or_that_cannot_run_is_not_planned(gemm: Gemm) -> None:
+def test_a_region_whose_errors_are_not_known_or_that_cannot_run_is_not_planned(gemm):
     other = {"fbgemm:rowwise_e4m3": measured(28.5, 110.0)}
     lost = {name: Measurement(unsupported="no kernel") for name in (FAST, SLOW)}
     for found, why in (
@@ -135,7 +132,7 @@ def test_a_region_whose_errors_are_not_known_or_that_cannot_run_is_not_planned(g
         assert {d.rejected["region"] for d in plan.decisions.values()} == {why}
 
 
-def test_errors_with_fast_accumulation_stand_for_exact_sums() -> None:
+def test_errors_with_fast_accumulation_stand_for_exact_sums():
     sites = {gemm: candidates(110.0) for gemm in Gemm}
     del sites[GWT][SLOW]
     report = dataclasses.replace(layer_report(sites), region_times={"fc": cell(165.0)})
@@ -151,14 +148,14 @@ def test_errors_with_fast_accumulation_stand_for_exact_sums() -> None:
         {HP: cell(165.0)[HP], REGION: Measurement(unsupported="cannot be timed: it raised")},
     ],
 )
-def test_a_region_that_was_not_timed_is_not_planned(times: Mapping[str, Measurement]) -> None:
+def test_a_region_that_was_not_timed_is_not_planned(times):
     plan = loka.plan(layer(times, us=110.0))
     assert set(names(plan).values()) == {HP}
     assert all(d.rejected["region"] for d in plan.decisions.values())
     assert "in a compiled region" not in str(layer(times))
 
 
-def test_measured_under_its_own_name_it_does_not_reject_itself() -> None:
+def test_measured_under_its_own_name_it_does_not_reject_itself():
     """A report of a GPU holds the power-of-two recipes too."""
     sites = {gemm: {**candidates(), BY_GEMM[gemm]: measured(27.0, 92.0)} for gemm in Gemm}
     report = dataclasses.replace(layer_report(sites), region_times={"fc": cell(165.0)})
@@ -172,7 +169,7 @@ def test_measured_under_its_own_name_it_does_not_reject_itself() -> None:
     assert all(set(d.rejected) == {FAST, SLOW} for d in loka.plan(report).decisions.values())
 
 
-def test_kept_and_forced_gemms_leave_no_region() -> None:
+def test_kept_and_forced_gemms_leave_no_region():
     """The layer is in a region as a whole, or not at all."""
     report = layer(cell(165.0))
     for keep in ("fc", "fc/grad_weight"):
@@ -184,7 +181,7 @@ def test_kept_and_forced_gemms_leave_no_region() -> None:
     assert set(names(one).values()) == {FAST}
 
 
-def test_a_prediction_layer_is_in_no_region() -> None:
+def test_a_prediction_layer_is_in_no_region():
     report = layer(cell(165.0))
     shape = dataclasses.replace(report.model.layers["fc"], out_features=8)
     narrow = dataclasses.replace(report, model=dataclasses.replace(report.model, layers={"fc": shape}))
@@ -192,7 +189,7 @@ def test_a_prediction_layer_is_in_no_region() -> None:
     assert names(loka.plan(narrow, loka.Budget(keep_prediction=False))) == BY_GEMM
 
 
-def test_a_region_by_force_is_told_with_the_errors_of_its_recipe() -> None:
+def test_a_region_by_force_is_told_with_the_errors_of_its_recipe():
     """Where nothing could be timed in regions, such as on a CPU."""
     plan = loka.plan(layer({}), force={f"fc/{gemm}": name for gemm, name in BY_GEMM.items()})
     assert names(plan) == BY_GEMM
@@ -203,7 +200,7 @@ def test_a_region_by_force_is_told_with_the_errors_of_its_recipe() -> None:
         assert decision.speedup is None
 
 
-def test_a_layer_without_grad_input() -> None:
+def test_a_layer_without_grad_input():
     """The first layer of a model: 55 of 110 us are saved in the cell, of 200 us of its GEMMs."""
     plan = loka.plan(layer(cell(165.0, 220.0), gemms=(OUT, GWT)))
     assert names(plan) == {OUT: IN_REGIONS[0], GWT: IN_REGIONS[2]}
@@ -211,7 +208,7 @@ def test_a_layer_without_grad_input() -> None:
     assert plan.candidates("fc") == {"output": IN_REGIONS[0], "grad_input": HP, "grad_weight": IN_REGIONS[2]}
 
 
-def test_a_tie_goes_to_fewer_gemms_in_fp8() -> None:
+def test_a_tie_goes_to_fewer_gemms_in_fp8():
     """One GEMM in FP8 saves 40 us, the region 40.5: within 1 % of what differs."""
     sites = {gemm: candidates(110.0) for gemm in Gemm} | {OUT: candidates(60.0)}
     report = dataclasses.replace(layer_report(sites), region_times={"fc": cell(330 - 40.5)})
@@ -230,7 +227,7 @@ def with_ne(cost: Estimate, **others: Measurement) -> Report:
     return model_report({"a": gemms, "b": gemms}, region_times={"a": cell(165.0), "b": cell(220.0)})
 
 
-def test_a_region_costs_what_its_recipe_does_at_output() -> None:
+def test_a_region_costs_what_its_recipe_does_at_output():
     report = with_ne(effect(1e-4, 1e-5))
     site = report.sites["a/output"]
     everything = {"": 1.0}
@@ -242,7 +239,7 @@ def test_a_region_costs_what_its_recipe_does_at_output() -> None:
     assert "Predicted KL/H" in plan.summary()
 
 
-def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other() -> None:
+def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other():
     report = with_ne(effect(1e-4))
     one = loka.plan(report, loka.Budget(ne=1.5e-4))
     assert one.candidates("a") == dict(zip(map(str, Gemm), IN_REGIONS, strict=True))
@@ -254,7 +251,7 @@ def test_a_tight_budget_takes_the_region_that_saves_most_and_refuses_the_other()
     assert none.kl is None
 
 
-def test_a_region_without_an_estimate_is_not_admitted_to_a_budget() -> None:
+def test_a_region_without_an_estimate_is_not_admitted_to_a_budget():
     report = with_ne(effect(1e-4))
     sites = {**report.sites}
     lost = dataclasses.replace(
@@ -266,12 +263,12 @@ def test_a_region_without_an_estimate_is_not_admitted_to_a_budget() -> None:
     assert plan.decisions["b/output"].candidate == IN_REGIONS[0]
 
 
-def test_later_effects_change_what_a_region_costs() -> None:
+def test_later_effects_change_what_a_region_costs():
     report = with_effects(with_ne(effect(1e-4)), {"a": {"rowwise_e4m3": effect(3e-4)}})
     assert cost_of(report.sites["a/output"], IN_REGIONS[0], {"": 1.0}) == pytest.approx((3e-4,))
 
 
-def test_the_frontier_of_ne_counts_what_regions_save() -> None:
+def test_the_frontier_of_ne_counts_what_regions_save():
     report = with_ne(effect(1e-4))
     found = frontier(report, limits=(0.0, 1.5e-4, 3e-4))
     assert [len(point.fp8) for point in found.points] == [0, 3, 6]
@@ -281,7 +278,7 @@ def test_the_frontier_of_ne_counts_what_regions_save() -> None:
     assert saved_time(loka.plan(report, loka.Budget(ne=3e-4))) == pytest.approx(275.0)
 
 
-def test_single_libraries_have_no_regions() -> None:
+def test_single_libraries_have_no_regions():
     """They are what a user without LoKA would run."""
     for gemms in (tuple(Gemm), (OUT, GIN)):
         report = layer(cell(165.0), gemms=gemms)
@@ -294,7 +291,7 @@ def test_single_libraries_have_no_regions() -> None:
             )
 
 
-def test_a_report_keeps_region_times_and_tells_them(tmp_path: Path) -> None:
+def test_a_report_keeps_region_times_and_tells_them(tmp_path):
     report = layer(cell(165.0))
     report.save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json") == report
@@ -303,7 +300,7 @@ def test_a_report_keeps_region_times_and_tells_them(tmp_path: Path) -> None:
     )
 
 
-def test_a_report_of_before_has_none(tmp_path: Path) -> None:
+def test_a_report_of_before_has_none(tmp_path):
     path = tmp_path / "report.json"
     layer_report({OUT: candidates()}).save(path)
     content = read_record(path, kind="loka-report", version=2, way_out="", parse=dict)
@@ -315,7 +312,7 @@ def test_a_report_of_before_has_none(tmp_path: Path) -> None:
     assert loka.plan(report).decisions["fc/output"].candidate == FAST
 
 
-def test_a_plan_of_regions_is_written_and_told(tmp_path: Path) -> None:
+def test_a_plan_of_regions_is_written_and_told(tmp_path):
     flops = {str(gemm): 1e9 for gemm in Gemm}
     report = dataclasses.replace(layer(cell(165.0)), coverage=Coverage(sites={"fc": flops}))
     plan = loka.plan(report)
@@ -330,14 +327,14 @@ def test_a_plan_of_regions_is_written_and_told(tmp_path: Path) -> None:
     assert "in a compiled region" in told
 
 
-def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch):
     """Memory is used again: after revert and convert new counters may lie where the old ones were."""
 
     class Everywhere(dict[int, str]):
-        def get(self, address: int, default: str | None = None) -> str | None:
+        def get(self, address, default=None):
             return super().get(address, record_text([["0"]], {}))
 
-        def pop(self, address: int, default: str | None = None) -> str | None:
+        def pop(self, address, default=None):
             self[address] = None
             return default
 
@@ -357,7 +354,7 @@ def test_counters_that_lie_where_others_lay_know_nothing(monkeypatch: pytest.Mon
     assert listed.apart == {"0": "it has not run yet: call the compiled model"}
 
 
-def test_a_budget_without_regions_plans_by_what_sites_take_alone() -> None:
+def test_a_budget_without_regions_plans_by_what_sites_take_alone():
     report = layer(cell(165.0))
     assert names(loka.plan(report)) == BY_GEMM
     plan = loka.plan(report, loka.Budget(regions=False))

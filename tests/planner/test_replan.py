@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -11,7 +9,7 @@ from loka.core.exceptions import PlanMismatch
 from loka.planner.replan import replan, with_effects
 
 
-def test_decisions_follow_the_effects() -> None:
+def test_decisions_follow_the_effects():
     """cheap becomes five times as dear: the budget goes to slow alone."""
     report = outputs(**THREE)
     made = loka.plan(report, loka.Budget(ne=2e-5))
@@ -22,7 +20,7 @@ def test_decisions_follow_the_effects() -> None:
     assert not replan(made, report, {"cheap": {"tensorwise_e4m3": effect(5e-5)}})
 
 
-def test_times_and_other_errors_stay() -> None:
+def test_times_and_other_errors_stay():
     report = outputs(**THREE)
     new = with_effects(report, {"cheap": {"rowwise_e4m3": effect(5e-5)}})
     before, after = (r.sites["cheap/output"].measurements[ROW] for r in (report, new))
@@ -31,7 +29,7 @@ def test_times_and_other_errors_stay() -> None:
     assert "ne" not in new.sites["cheap/output"].measurements["hp"].errors
 
 
-def test_the_report_must_be_the_plans() -> None:
+def test_the_report_must_be_the_plans():
     report = outputs(**THREE)
     made = loka.plan(report)
     elsewhere = dataclasses.replace(report, machine=dataclasses.replace(H200, torch="2.12.0"))

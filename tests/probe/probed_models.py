@@ -1,7 +1,5 @@
 """A model that was trained under a probe."""
 
-from __future__ import annotations
-
 from models import train_steps
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Saves that do not hold up training, and what a killed process leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -35,7 +33,7 @@ def stats() -> Stats:
 
 
 @pytest.fixture
-def saver(tmp_path: Path) -> Iterator[Saver]:
+def saver(tmp_path) -> Iterator[Saver]:
     saver = Saver(tmp_path / "stats")
     yield saver
     saver.close()
@@ -47,20 +45,20 @@ class Event:
     passed = False
     waited = False
 
-    def query(self) -> bool:
+    def query(self):
         return self.passed
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.waited = self.passed = True
 
 
 class Slow:
     """Makes a record when it is let go."""
 
-    def __init__(self, stats: Stats) -> None:
+    def __init__(self, stats):
         self.stats, self.begun, self.go = stats, threading.Event(), threading.Event()
 
-    def __call__(self) -> Stats:
+    def __call__(self):
         self.begun.set()
         assert self.go.wait(30)
         return self.stats
@@ -70,19 +68,19 @@ def at(stats: Stats, steps: int) -> Stats:
     return replace(stats, steps=steps)
 
 
-def test_a_save_is_on_the_disk_after_a_flush(saver: Saver, stats: Stats) -> None:
+def test_a_save_is_on_the_disk_after_a_flush(saver, stats):
     saver.offer(lambda: stats, Copied())
     saver.flush()
     assert Stats.load(saver.folder).digest() == stats.digest()
 
 
-def test_training_does_not_wait_and_the_newest_wins(saver: Saver, stats: Stats) -> None:
+def test_training_does_not_wait_and_the_newest_wins(saver, stats):
     slow, made = Slow(at(stats, 1)), []
     saver.offer(slow, Copied())
     assert slow.begun.wait(30)
     for steps in (2, 3, 4):  # none of them waits for the first
 
-        def make(steps: int = steps) -> Stats:
+        def make(steps=steps):
             made.append(steps)
             return at(stats, steps)
 
@@ -94,7 +92,7 @@ def test_training_does_not_wait_and_the_newest_wins(saver: Saver, stats: Stats) 
     assert Stats.load(saver.folder).steps == 4
 
 
-def test_a_copy_is_written_when_a_later_step_finds_it_there(saver: Saver, stats: Stats) -> None:
+def test_a_copy_is_written_when_a_later_step_finds_it_there(saver, stats):
     event = Event()
     saver.offer(lambda: stats, Copied((event,)))
     saver.poll()
@@ -106,7 +104,7 @@ def test_a_copy_is_written_when_a_later_step_finds_it_there(saver: Saver, stats:
     assert Stats.load(saver.folder).digest() == stats.digest()
 
 
-def test_the_end_waits_for_the_copy(saver: Saver, stats: Stats) -> None:
+def test_the_end_waits_for_the_copy(saver, stats):
     event = Event()
     saver.offer(lambda: stats, Copied((event,)))
     saver.flush()
@@ -114,14 +112,12 @@ def test_the_end_waits_for_the_copy(saver: Saver, stats: Stats) -> None:
     assert Stats.load(saver.folder).steps == stats.steps
 
 
-def test_a_full_disk_is_told_at_the_next_step_and_once(
-    saver: Saver, stats: Stats, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_at_the_next_step_and_once(saver, stats, monkeypatch):
     saver.offer(lambda: stats, Copied())
     saver.flush()
     with monkeypatch.context() as patched:
 
-        def full(handle: int) -> None:
+        def full(handle):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patched.setattr("loka.core.storage.files.os.fsync", full)
@@ -142,7 +138,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_once(
     assert len(list(saver.folder.iterdir())) == 2
 
 
-def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path: Path, stats: Stats) -> None:
+def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path, stats):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     saver = Saver(blocked)
@@ -153,7 +149,7 @@ def test_the_end_tells_of_a_failure_and_ends_the_thread(tmp_path: Path, stats: S
     assert not saver._thread.is_alive()
 
 
-def test_what_a_killed_process_left_is_removed(saver: Saver, stats: Stats) -> None:
+def test_what_a_killed_process_left_is_removed(saver, stats):
     saver.folder.mkdir()
     for name in (
         ".stats.json.a1b2.unfinished",
@@ -170,7 +166,7 @@ def test_what_a_killed_process_left_is_removed(saver: Saver, stats: Stats) -> No
     assert len(left) == 3
 
 
-def test_copies_are_copies() -> None:
+def test_copies_are_copies():
     @dataclass
     class Box:
         inside: dict[str, Any]
@@ -189,7 +185,7 @@ def test_copies_are_copies() -> None:
 
 
 @pytest.mark.gpu
-def test_copies_from_a_gpu_wait_for_nothing() -> None:
+def test_copies_from_a_gpu_wait_for_nothing():
     held = torch.ones(1 << 20, device="cuda")
     torch.cuda._sleep(200_000_000)  # about 0.1 s
     held.add_(1)
@@ -201,7 +197,7 @@ def test_copies_from_a_gpu_wait_for_nothing() -> None:
     assert (copy["held"] == 2).all()
 
 
-def test_ranks_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_folders_of_their_own(tmp_path, monkeypatch):
     assert own_folder(tmp_path) == tmp_path
     monkeypatch.setattr(saving, "ranks_of", lambda: 4)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
@@ -239,7 +235,7 @@ def learn(folder: Path, *, until: int, resume: bool, reached: Any = None) -> Sta
     return probe.stats()
 
 
-def _let_it_write(folder: Path, step: int) -> None:
+def _let_it_write(folder: Path, step: int):
     """Steps here take less than a save, so that on a busy machine the record would fall behind by any number
     of them. As steps of a real model, they wait: one that is never written ends in the parent's patience."""
     while step >= 2 * SAVE_EVERY:
@@ -250,7 +246,7 @@ def _let_it_write(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
+def test_killed_at_any_moment(tmp_path, kills):
     """Each kill is some steps and a part of a step or of a save after the start. Every time the
     folder holds a whole record, at most an interval old, or two where a save was under way; the last
     process ends with the bits of a run that nobody touched."""

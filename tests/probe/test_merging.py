@@ -1,7 +1,5 @@
 """Four ranks that saw a quarter each, merged, know what one process that saw all of it knows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,10 +39,7 @@ def quarters(step: int) -> list[torch.Tensor]:
 
 
 def train(
-    probed: nn.Module,
-    net: nn.Module,
-    parts: Callable[[int], list[torch.Tensor]],
-    save_to: Path | None = None,
+    probed: nn.Module, net: nn.Module, parts: Callable[[int], list[torch.Tensor]], save_to: Path | None = None
 ) -> Stats:
     """A few steps of SGD on the mean over the parts; each part is a call. DDP averages by itself."""
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
@@ -101,12 +96,12 @@ def learnt(seed: int, **options: Any) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, folder)
 
 
@@ -117,11 +112,11 @@ def alone() -> Stats:
 
 
 @pytest.fixture(scope="module")
-def merged(ranks: list[dict[str, Any]]) -> Stats:
+def merged(ranks) -> Stats:
     return from_bytes(ranks[0]["merged"])
 
 
-def test_every_rank_gets_the_same_bytes(ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_gets_the_same_bytes(ranks):
     assert len({rank["merged"] for rank in ranks}) == 1
     assert len({rank["own"] for rank in ranks}) == WORLD
     by_hand = merge_stats([from_bytes(rank["own"]) for rank in ranks])
@@ -129,7 +124,7 @@ def test_every_rank_gets_the_same_bytes(ranks: list[dict[str, Any]]) -> None:
     assert list(by_hand.layers) == list(merged.layers) == ["0", "2", "4"]
 
 
-def test_every_rank_saves_to_a_folder_of_its_own(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_every_rank_saves_to_a_folder_of_its_own(ranks, folder):
     """All were told the same one."""
     saved = sorted((folder / "stats").iterdir())
     assert [path.name for path in saved] == ["rank-0", "rank-1", "rank-2", "rank-3"]
@@ -137,7 +132,7 @@ def test_every_rank_saves_to_a_folder_of_its_own(ranks: list[dict[str, Any]], fo
         assert Stats.load(path).digest() == from_bytes(rank["own"]).digest()
 
 
-def test_counts(merged: Stats, alone: Stats) -> None:
+def test_counts(merged, alone):
     assert (merged.steps, merged.sampled_steps) == (alone.steps, alone.sampled_steps) == (24, 24)
     for path, layer in alone.layers.items():
         found = merged.layers[path]
@@ -170,9 +165,7 @@ def scaled(distribution: Distribution, operand: str, path: str) -> Distribution:
 @pytest.mark.parametrize(
     ("path", "operand"), [("0", "input"), ("4", "input"), ("2", "grad_output"), ("4", "grad_output")]
 )
-def test_whole_covariances_are_those_of_one_process(
-    merged: Stats, alone: Stats, path: str, operand: str
-) -> None:
+def test_whole_covariances_are_those_of_one_process(merged, alone, path, operand):
     one = scaled(alone.layers[path].operands[operand], operand, path).tensors
     both = merged.layers[path].operands[operand].tensors
     spread = one["square"].sqrt()
@@ -184,9 +177,7 @@ def test_whole_covariances_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(("path", "operand"), [("2", "input"), ("0", "grad_output")])
-def test_low_rank_covariances_lose_no_more_than_was_dropped(
-    merged: Stats, alone: Stats, path: str, operand: str
-) -> None:
+def test_low_rank_covariances_lose_no_more_than_was_dropped(merged, alone, path, operand):
     """0 <= scatter - F^T F, so two of them differ by at most the larger dropped trace, in any direction."""
     one = scaled(alone.layers[path].operands[operand], operand, path).tensors
     both = merged.layers[path].operands[operand].tensors
@@ -201,14 +192,14 @@ def test_low_rank_covariances_lose_no_more_than_was_dropped(
     assert dropped < 0.3 * whole  # or the comparison would say nothing
 
 
-def test_amax_is_that_of_the_parts(merged: Stats, ranks: list[dict[str, Any]]) -> None:
+def test_amax_is_that_of_the_parts(merged, ranks):
     own = [from_bytes(rank["own"]).layers["0"].operands["input"].tensors["amax"] for rank in ranks]
     whole = torch.stack([torch.cat(quarters(step)).abs().max() for step in range(STEPS)])
     assert torch.equal(merged.layers["0"].operands["input"].tensors["amax"], whole)
     assert any(not torch.equal(part, whole) for part in own)
 
 
-def test_depth_histograms_add_up(merged: Stats, alone: Stats) -> None:
+def test_depth_histograms_add_up(merged, alone):
     """Of the data, bit for bit: counts, and float64 sums of squares that differ in their order only. Each
     rank scales by its own amax, and so does each call of the one process."""
     one, both = (stats.layers["0"].operands["input"].tensors for stats in (alone, merged))
@@ -226,7 +217,7 @@ def test_depth_histograms_add_up(merged: Stats, alone: Stats) -> None:
                 assert moved < 1e-3
 
 
-def test_weights_are_those_that_every_rank_holds(merged: Stats, ranks: list[dict[str, Any]]) -> None:
+def test_weights_are_those_that_every_rank_holds(merged, ranks):
     """One matrix normal: data-parallel ranks saw the same snapshots, and merging keeps them, bit for bit."""
     for rank in ranks:
         for path, layer in from_bytes(rank["own"]).layers.items():
@@ -236,7 +227,7 @@ def test_weights_are_those_that_every_rank_holds(merged: Stats, ranks: list[dict
                 assert torch.equal(kept.tensors[name], own.tensors[name])
 
 
-def test_one_process_with_whole_batches_learns_the_same_weights(merged: Stats) -> None:
+def test_one_process_with_whole_batches_learns_the_same_weights(merged):
     """Its weights took the same steps but for rounding: `mean` is off by a few eps of the weights."""
     net = model()
     whole = train(net, net, lambda step: [torch.cat(quarters(step))])
@@ -246,7 +237,7 @@ def test_one_process_with_whole_batches_learns_the_same_weights(merged: Stats) -
         assert merged.layers[path].operands["weight"].numbers == layer.operands["weight"].numbers
 
 
-def test_effects_add_up(merged: Stats, alone: Stats, ranks: list[dict[str, Any]]) -> None:
+def test_effects_add_up(merged, alone, ranks):
     """Sums over the ranks' samples; the one process picked other rows of the same data."""
     own = [from_bytes(rank["own"]) for rank in ranks]
     for path, layer in merged.layers.items():
@@ -267,7 +258,7 @@ def test_effects_add_up(merged: Stats, alone: Stats, ranks: list[dict[str, Any]]
             torch.testing.assert_close(layer.operands["input"].tensors[name], total, rtol=1e-12, atol=0)
 
 
-def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path):
     found = on_ranks(misfit, WORLD, tmp_path)
     told = found[0]["told"]
     assert all(rank["told"] == told for rank in found), "every rank sees the whole list"
@@ -277,19 +268,19 @@ def test_a_rank_that_does_not_fit_stops_all_of_them(tmp_path: Path) -> None:
     assert "Way out" in told
 
 
-def test_groups_of_an_odd_number(tmp_path: Path) -> None:
+def test_groups_of_an_odd_number(tmp_path):
     found = on_ranks(in_a_group_of_three, WORLD, tmp_path)
     assert found[1]["merged"] == found[2]["merged"] == found[3]["merged"]
     stats = from_bytes(found[1]["merged"])
     assert stats.layers["0"].operands["input"].numbers["count"] == 3 * 2 * 20
 
 
-def test_alone_nothing_is_gathered() -> None:
+def test_alone_nothing_is_gathered():
     stats = learnt(0)
     assert gather_stats(stats) is stats
 
 
-def test_statistics_of_other_models_are_refused() -> None:
+def test_statistics_of_other_models_are_refused():
     net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
     with loka.Probe(net, every=1) as probe:
         net(torch.randn(4, 5)).sum().backward()
@@ -301,7 +292,7 @@ def test_statistics_of_other_models_are_refused() -> None:
     assert "statistics 3: 0 keeps the covariance of input as low rank, in full in statistics 1" in told
 
 
-def test_what_this_version_does_not_know_is_refused() -> None:
+def test_what_this_version_does_not_know_is_refused():
     """Leaving it out in silence would make statistics of a part."""
     stats = learnt(0)
     layer = stats.layers["0"]
@@ -312,14 +303,14 @@ def test_what_this_version_does_not_know_is_refused() -> None:
         merge_stats([stats, replace(stats, layers=layers)])
 
 
-def test_nothing_and_one() -> None:
+def test_nothing_and_one():
     with pytest.raises(ValueError, match="no statistics"):
         merge_stats([])
     stats = learnt(0)
     assert merge_stats([stats]) is stats
 
 
-def test_the_same_record_twice_is_refused() -> None:
+def test_the_same_record_twice_is_refused():
     """Its samples would count twice, and intervals shrink by sqrt 2 for nothing."""
     one, other = learnt(0), learnt(1)
     with pytest.raises(PlanMismatch, match="statistics 3 are statistics 1 once more"):
@@ -328,7 +319,7 @@ def test_the_same_record_twice_is_refused() -> None:
     assert merge_stats([empty, replace(empty)]).steps == 2 * one.steps
 
 
-def test_the_order_does_not_matter() -> None:
+def test_the_order_does_not_matter():
     """Up to the last rounding; but for the weight, of which one is kept."""
     several = [learnt(seed) for seed in range(3)]
     one, other = merge_stats(several), merge_stats([several[at] for at in (2, 0, 1)])
@@ -338,11 +329,11 @@ def test_the_order_does_not_matter() -> None:
                 torch.testing.assert_close(other.layers[path].operands[operand].tensors[name], tensor)
 
 
-def test_sketches_of_tails_add_up() -> None:
+def test_sketches_of_tails_add_up():
     """A record that has them beside the Gaussian (statistics/tails.py) keeps them: they are sums."""
     x = torch.randn(60, 5).exp()
 
-    def with_sketches(rows: torch.Tensor) -> Stats:
+    def with_sketches(rows):
         stats = learnt(0)
         layer = stats.layers["0"]
         sketch, cross = tails.tails_of(rows), tails.cross_of(rows, rows[:, :3])
@@ -361,7 +352,7 @@ def test_sketches_of_tails_add_up() -> None:
     torch.testing.assert_close(cross.sum, x[:, :3].t() @ x)
 
 
-def test_layers_that_only_some_saw() -> None:
+def test_layers_that_only_some_saw():
     one, other = learnt(0), learnt(1)
     lacking = replace(one, layers={"0": one.layers["0"]}, skipped={"1": "never called"})
     both = merge_stats([lacking, other])
@@ -370,7 +361,7 @@ def test_layers_that_only_some_saw() -> None:
     assert both.layers["1"].calls == other.layers["1"].calls
 
 
-def test_an_effect_that_one_of_them_lacks() -> None:
+def test_an_effect_that_one_of_them_lacks():
     one, other = learnt(0), learnt(1)
     layer = one.layers["1"]
     assert layer.effects
@@ -388,7 +379,7 @@ def test_an_effect_that_one_of_them_lacks() -> None:
         merge_stats([one, odd])
 
 
-def test_layers_keep_the_earliest_place_that_a_rank_saw() -> None:
+def test_layers_keep_the_earliest_place_that_a_rank_saw():
     """A rank on which a layer ran first, before others, says where it stands."""
     first = learnt(0)
     layers = {path: replace(layer, order=layer.order + 5) for path, layer in first.layers.items()}

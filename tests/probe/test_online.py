@@ -1,12 +1,9 @@
 """"""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from loka.probe.merging import merge_stats
 from loka.statistics.depths import operand_errors
 
 
-def test_training_with_a_probe_gives_the_same_bits() -> None:
+def test_training_with_a_probe_gives_the_same_bits():
     torch.manual_seed(0)
     plain = odd_mlp()
     watched = copy.deepcopy(plain)
@@ -36,7 +33,7 @@ def test_training_with_a_probe_gives_the_same_bits() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in watched.modules())
 
 
-def test_what_is_learnt() -> None:
+def test_what_is_learnt():
     stats = probed(odd_mlp())
     assert (stats.steps, stats.sampled_steps) == (8, 4)
     first, last = stats.layers["0"], stats.layers["5"]
@@ -51,7 +48,7 @@ def test_what_is_learnt() -> None:
     assert stats.layers["5"].operands["input"].tensors["factor"].shape == (64, 1000)
 
 
-def test_depth_histograms_are_kept(tmp_path: Path) -> None:
+def test_depth_histograms_are_kept(tmp_path):
     """Their error of an operand is that of quantizing it, here of one batch, taken whole."""
     torch.manual_seed(0)
     model, x = odd_mlp(), torch.randn(40, 13).exp()
@@ -70,7 +67,7 @@ def test_depth_histograms_are_kept(tmp_path: Path) -> None:
             assert found[operand].sqnr_db == pytest.approx(sqnr_db(low, tensor.detach()), abs=0.01)
 
 
-def test_layers_that_are_not_called_say_so() -> None:
+def test_layers_that_are_not_called_say_so():
     stats = probed(Encoder(), 2)
     assert "encoder.layers.0.linear1" in stats.layers
     attention = "encoder.layers.0.self_attn"
@@ -78,24 +75,24 @@ def test_layers_that_are_not_called_say_so() -> None:
     assert not stats.skipped
 
     class Spare(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.spare = nn.Linear(13, 1), nn.Linear(3, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.used(x)
 
     assert "never called" in probed(Spare(), 2).skipped["spare"]
 
 
-def test_keyword_inputs_and_frozen_weights() -> None:
+def test_keyword_inputs_and_frozen_weights():
     class Keyword(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.fc = nn.Linear(13, 1)
             self.fc.weight.requires_grad_(False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.fc(input=x)
 
     stats = probed(Keyword(), 2)
@@ -105,14 +102,14 @@ def test_keyword_inputs_and_frozen_weights() -> None:
     assert "frozen" in report.skipped["fc/grad_weight"]
 
 
-def test_nothing_sampled_is_nothing_to_measure() -> None:
+def test_nothing_sampled_is_nothing_to_measure():
     with loka.Probe(odd_mlp()) as probe:
         pass
     with pytest.raises(LokaError, match="gradients enabled"):
         loka.measure(probe.stats(), device="cpu")
 
 
-def test_evaluation_and_unsampled_steps_are_not_counted() -> None:
+def test_evaluation_and_unsampled_steps_are_not_counted():
     model = odd_mlp()
     with loka.Probe(model, every=3) as probe:
         train_steps(model, 2)
@@ -121,7 +118,7 @@ def test_evaluation_and_unsampled_steps_are_not_counted() -> None:
     assert (probe.stats().steps, probe.stats().sampled_steps) == (2, 1)
 
 
-def test_compiled_models_are_probed_and_stay_compiled() -> None:
+def test_compiled_models_are_probed_and_stay_compiled():
     torch._dynamo.reset()
     model = odd_mlp()
     compiled = torch.compile(model, backend="eager")
@@ -132,7 +129,7 @@ def test_compiled_models_are_probed_and_stay_compiled() -> None:
     assert list(probe.stats().model.layers) == ["0", "3", "5"]
 
 
-def test_a_failing_step_leaves_no_hooks() -> None:
+def test_a_failing_step_leaves_no_hooks():
     model = odd_mlp()
     with pytest.raises(RuntimeError), loka.Probe(model, every=1):
         model(torch.randn(4, 12))
@@ -141,12 +138,12 @@ def test_a_failing_step_leaves_no_hooks() -> None:
 
 
 class Failing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.fails = nn.Linear(8, 16), nn.Linear(16, 1), True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.first(x)
         if self.fails:
             raise torch.OutOfMemoryError("of the program's own")
@@ -154,7 +151,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_what_a_sampled_step_raises_comes_through(wrap: bool) -> None:
+def test_what_a_sampled_step_raises_comes_through(wrap):
     """And its activations are let go of, hooks too, and the next sampled step is whole."""
     model = Failing()
     called = torch.compile(model, backend="eager") if wrap else model
@@ -175,7 +172,7 @@ def test_what_a_sampled_step_raises_comes_through(wrap: bool) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in (called, *model.modules()))
 
 
-def test_a_linear_as_the_root_may_fail() -> None:
+def test_a_linear_as_the_root_may_fail():
     model = nn.Linear(8, 1)
     with loka.Probe(model, every=1) as probe:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -185,7 +182,7 @@ def test_a_linear_as_the_root_may_fail() -> None:
     assert not model._forward_hooks
 
 
-def test_leaving_lets_go_of_a_step_that_never_ended() -> None:
+def test_leaving_lets_go_of_a_step_that_never_ended():
     """What is no Exception, Ctrl-C say, runs no hook at the end of a forward."""
     model = Failing()
     model.first.register_forward_hook(lambda module, args, output: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -199,12 +196,12 @@ def test_leaving_lets_go_of_a_step_that_never_ended() -> None:
     assert probe.stats().sampled_steps == 1
 
 
-def test_a_model_without_parameters_to_multiply_by_is_refused() -> None:
+def test_a_model_without_parameters_to_multiply_by_is_refused():
     with pytest.raises(LokaError, match="no GEMM with a parameter"):
         loka.Probe(nn.Sequential(nn.BatchNorm1d(3)))
 
 
-def test_nested_probes_leave_the_compiler_on() -> None:
+def test_nested_probes_leave_the_compiler_on():
     torch._dynamo.reset()
     model = odd_mlp()
     with loka.Probe(model, every=1), loka.Probe(model, every=1):
@@ -218,7 +215,7 @@ def test_nested_probes_leave_the_compiler_on() -> None:
         pass
 
 
-def test_a_root_that_is_a_linear_and_hooks_of_the_user() -> None:
+def test_a_root_that_is_a_linear_and_hooks_of_the_user():
     model = nn.Linear(13, 1)
     model.register_forward_hook(lambda module, args, output: output * 1.0)
     stats = probed(model, 2)
@@ -226,7 +223,7 @@ def test_a_root_that_is_a_linear_and_hooks_of_the_user() -> None:
     assert stats.layers[""].operands["grad_output"].numbers["count"] == 40
 
 
-def test_batches_without_a_finite_row_give_no_sites() -> None:
+def test_batches_without_a_finite_row_give_no_sites():
     model = nn.Sequential(nn.Linear(13, 16), nn.Linear(16, 1))
     with loka.Probe(model, every=1) as probe:
         model(torch.full((4, 13), float("nan"))).sum().backward()
@@ -235,7 +232,7 @@ def test_batches_without_a_finite_row_give_no_sites() -> None:
     assert "no finite row" in report.skipped["0/output"]
 
 
-def test_as_many_steps_as_the_overhead_allows() -> None:
+def test_as_many_steps_as_the_overhead_allows():
     """Here a sampled step costs tens of plain ones: the two on trust, and then none for long."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(13, 37), nn.ReLU(), nn.Linear(37, 1))
@@ -252,7 +249,7 @@ def test_as_many_steps_as_the_overhead_allows() -> None:
         loka.Probe(watched, every="auto", overhead=2)
 
 
-def test_an_evaluation_between_steps_is_not_taken_for_training() -> None:
+def test_an_evaluation_between_steps_is_not_taken_for_training():
     model = nn.Sequential(nn.Linear(13, 16), nn.Linear(16, 1))
     with loka.Probe(model, every=10) as probe:
         for step in range(30):
@@ -263,7 +260,7 @@ def test_an_evaluation_between_steps_is_not_taken_for_training() -> None:
     assert probe.overhead is None  # no sampled step could be timed
 
 
-def test_steps_that_call_no_model_are_counted_where_they_are_told() -> None:
+def test_steps_that_call_no_model_are_counted_where_they_are_told():
     """As replays of a graph are."""
     model = odd_mlp()
     sampled = []
@@ -278,12 +275,12 @@ def test_steps_that_call_no_model_are_counted_where_they_are_told() -> None:
     assert (stats.steps, stats.sampled_steps, stats.layers["0"].calls) == (10, 3, 3)
 
 
-def test_a_graph_that_is_being_recorded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_being_recorded_is_left_alone(monkeypatch):
     monkeypatch.setattr("loka.probe.online.capturing", lambda: True)
     assert probed(odd_mlp(), 2).steps == 0
 
 
-def test_draws_keep_the_tails_that_a_probe_saw() -> None:
+def test_draws_keep_the_tails_that_a_probe_saw():
     """Half of the inputs are zero and the rest log-normal; gradients go with the inputs they belong to."""
     torch.manual_seed(0)
     model = nn.Linear(24, 8)
@@ -306,16 +303,16 @@ def test_draws_keep_the_tails_that_a_probe_saw() -> None:
     assert draws[False][1] == pytest.approx(apart, rel=0.2)
 
 
-def test_layers_over_tokens_are_told(tmp_path: Path) -> None:
+def test_layers_over_tokens_are_told(tmp_path):
     """X as it lies, taken across, as a weight in front of it; and keys that were copied into rows."""
 
     class Mixed(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows, self.over = nn.Linear(8, 8), nn.Linear(6, 4, bias=False)
             self.front, self.copied = nn.Parameter(torch.randn(4, 6)), nn.Linear(6, 4)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             over = self.over(self.rows(x).transpose(1, 2)).transpose(1, 2)
             copied = self.copied(x.transpose(1, 2).contiguous()).transpose(1, 2)
             return over + torch.matmul(self.front, x) + copied

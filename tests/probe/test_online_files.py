@@ -1,9 +1,6 @@
 """A probe and its files: saved, resumed, damaged, bounded in memory."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ import loka
 from loka.core.exceptions import FileRefused, LokaError, PlanMismatch
 
 
-def test_saved_loaded_and_resumed(tmp_path: Path) -> None:
+def test_saved_loaded_and_resumed(tmp_path):
     torch.manual_seed(0)
     model = odd_mlp()
     twin = copy.deepcopy(model)
@@ -33,13 +30,13 @@ def test_saved_loaded_and_resumed(tmp_path: Path) -> None:
     assert whole.layers["0"].operands["input"].numbers["count"] == 160
 
 
-def test_resuming_equals_one_run() -> None:
+def test_resuming_equals_one_run():
     """The same eight steps, watched in one go or in two."""
     torch.manual_seed(0)
     x = [torch.randn(30, 13) for _ in range(8)]
     model = odd_mlp()
 
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+    def run(probe, part):
         with probe:
             for rows in part:
                 model.zero_grad()
@@ -56,14 +53,14 @@ def test_resuming_equals_one_run() -> None:
                     torch.testing.assert_close(both.layers[path].operands[operand].tensors[name], tensor)
 
 
-def test_statistics_of_another_model_are_refused() -> None:
+def test_statistics_of_another_model_are_refused():
     stats = probed(odd_mlp(), 2)
     with pytest.raises(PlanMismatch, match="0 is 13 -> 8"):
         loka.Probe(nn.Sequential(nn.Linear(13, 8)), resume=stats)
 
 
 @pytest.mark.parametrize("damage", ["truncate tensors", "truncate json", "delete tensors", "edit json"])
-def test_damaged_statistics_are_refused(tmp_path: Path, damage: str) -> None:
+def test_damaged_statistics_are_refused(tmp_path, damage):
     probed(odd_mlp(), 2).save(tmp_path)
     record = tmp_path / "stats.json"
     tensors = next(tmp_path.glob("tensors-*"))
@@ -79,7 +76,7 @@ def test_damaged_statistics_are_refused(tmp_path: Path, damage: str) -> None:
         loka.Stats.load(tmp_path)
 
 
-def test_resuming_with_another_full_covariance_is_refused() -> None:
+def test_resuming_with_another_full_covariance_is_refused():
     stats = probed(odd_mlp(), 2)
     with pytest.raises(LokaError, match="full_covariance"):
         loka.Probe(odd_mlp(), full_covariance=64, resume=stats)
@@ -94,7 +91,7 @@ def kept(stats: loka.Stats) -> int:
     )
 
 
-def test_memory_is_bounded_and_told() -> None:
+def test_memory_is_bounded_and_told():
     """What is told is what the record holds, and two float64 numbers for each Gaussian; it stays."""
     model = nn.Sequential(nn.Linear(13, 30), nn.ReLU(), nn.Linear(30, 1))
     seen = []
@@ -116,8 +113,8 @@ def all_tensors(stats: loka.Stats, operand: str) -> list[tuple[str, torch.Tensor
     return [item for layer in stats.layers.values() for item in layer.operands[operand].tensors.items()]
 
 
-def test_a_full_disk_is_told_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
+def test_a_full_disk_is_told_while_training(tmp_path, monkeypatch):
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     model = odd_mlp()
@@ -130,13 +127,11 @@ def test_a_full_disk_is_told_while_training(tmp_path: Path, monkeypatch: pytest.
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_what_ends_training_is_raised_and_a_failed_save_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(handle: int) -> None:
+def test_what_ends_training_is_raised_and_a_failed_save_noted(tmp_path, monkeypatch):
+    def full(handle):
         raise OSError(28, "No space left on device")
 
-    def fail() -> None:
+    def fail():
         with loka.Probe(model, every=1, save_to=tmp_path):
             train_steps(model, 1)
             raise KeyError("the user's own")
@@ -148,12 +143,12 @@ def test_what_ends_training_is_raised_and_a_failed_save_noted(
     assert "No space left on device" in ended.value.__notes__[0]
 
 
-def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path: Path) -> None:
+def test_an_interrupted_run_and_its_rest_learn_the_same_bits(tmp_path):
     """The randomness of a sampled step is a function of the seed and its number."""
     x = [torch.randn(60, 13) for _ in range(8)]
     model = odd_mlp()
 
-    def run(probe: loka.Probe, part: list[torch.Tensor]) -> loka.Stats:
+    def run(probe, part):
         with probe:
             for rows in part:
                 model.zero_grad()

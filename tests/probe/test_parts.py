@@ -1,7 +1,5 @@
 """Effects by task and by segment: those of a model asked by itself, with enough rows or a word why not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -24,12 +22,12 @@ ROWS = {"tasks": TASKS, "segments": THIRD, "forward": lambda model, batch: model
 class Two(nn.Module):
     """The second logit reads what the first does not: its own tower."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shared, self.tower = nn.Linear(24, 32), nn.Linear(32, 16)
         self.click, self.buy = nn.Linear(32, 1), nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = torch.relu(self.shared(x))
         return torch.cat([self.click(h), self.buy(torch.relu(self.tower(h)))], dim=1)
 
@@ -65,16 +63,16 @@ def model() -> Two:
 
 
 @pytest.fixture(scope="module")
-def renewed(model: Two) -> Stats:
+def renewed(model) -> Stats:
     return renew_effects(model, probed(model), batches(24_000), labels=labels_of, segment_rows=256, **ROWS)
 
 
 @pytest.fixture(scope="module")
-def report(renewed: Stats) -> Report:
+def report(renewed) -> Report:
     return loka.measure(renewed, device="cpu", candidates=("emulated:rowwise_e4m3",))
 
 
-def test_all_parts_are_known_and_each_segment_has_its_rows(renewed: Stats) -> None:
+def test_all_parts_are_known_and_each_segment_has_its_rows(renewed):
     assert list(renewed.parts) == ["click", "click, high", "buy", "buy, high"]
     assert not [part.unsupported for part in renewed.parts.values() if part.unsupported]
     assert {part.rows for part in renewed.parts.values()} == {1536, 256}
@@ -82,7 +80,7 @@ def test_all_parts_are_known_and_each_segment_has_its_rows(renewed: Stats) -> No
     assert 256 <= high.read < 24_000 * 0.04, "it stops where it has enough, and knows how many went by"
 
 
-def test_a_task_reads_as_a_model_that_has_it_alone(model: Two, renewed: Stats) -> None:
+def test_a_task_reads_as_a_model_that_has_it_alone(model, renewed):
     """Its own logit alone, on the same rows: the same numbers, not a share of the sum."""
     for at, task in enumerate(TASKS):
         alone = renew_effects(
@@ -100,13 +98,13 @@ def test_a_task_reads_as_a_model_that_has_it_alone(model: Two, renewed: Stats) -
     assert renewed.layers["tower"].effects_by_part["click"]["rowwise_e4m3"].total == 0
 
 
-def test_what_all_tasks_lose_is_what_each_does(renewed: Stats) -> None:
+def test_what_all_tasks_lose_is_what_each_does(renewed):
     """Losses add up; the sum of the passes by task is free of the signs that one pass for all has."""
     both = [renewed.layers["shared"].effects_by_part[task]["rowwise_e4m3"].loss().value for task in TASKS]
     assert sum(both) == pytest.approx(renewed.layers["shared"].effects["rowwise_e4m3"].loss().value, rel=0.15)
 
 
-def test_segments_leave_the_effects_of_all_rows_as_they_are(model: Two, renewed: Stats) -> None:
+def test_segments_leave_the_effects_of_all_rows_as_they_are(model, renewed):
     plain = renew_effects(model, probed(model), batches(24_000), forward=ROWS["forward"], logits=lambda z: z)
     for path, layer in plain.layers.items():
         assert layer.effects == renewed.layers[path].effects
@@ -115,7 +113,7 @@ def test_segments_leave_the_effects_of_all_rows_as_they_are(model: Two, renewed:
                 assert torch.equal(tensor, renewed.layers[path].operands[name].tensors[table]), (path, table)
 
 
-def test_a_segment_is_what_joint_effects_of_its_rows_say(model: Two, report: Report) -> None:
+def test_a_segment_is_what_joint_effects_of_its_rows_say(model, report):
     plan = loka.plan(report, Budget(ne={"click": 1.0, "buy": 1.0}, segments={"high": 1.0}, min_sqnr_db=None))
     x = torch.cat([x[x[:, 0] > 2.0] for x, _ in batches(100_000, seed=9)])
     for at, task in enumerate(TASKS):
@@ -133,7 +131,7 @@ def test_a_segment_is_what_joint_effects_of_its_rows_say(model: Two, report: Rep
         assert 0.7 < found.ratio < 1.4
 
 
-def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model: Two) -> None:
+def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model):
     few = renew_effects(model, probed(model), batches(1500), labels=labels_of, **ROWS)
     part = few.parts["click, high"]
     assert part.rows == part.read < LEAST_ROWS
@@ -146,7 +144,7 @@ def test_too_few_rows_say_how_many_are_missing_and_plans_refuse_a_limit(model: T
     loka.plan(report, Budget(ne=1e-4))  # without the limit nobody needs to know
 
 
-def test_labels_that_are_alike_in_a_segment_promise_nothing(model: Two) -> None:
+def test_labels_that_are_alike_in_a_segment_promise_nothing(model):
     rows = [(x, torch.where((x[:, :1] > 2.0), 0.0, y)) for x, y in batches(24_000)]
     found = renew_effects(model, probed(model), rows, labels=labels_of, segment_rows=200, **ROWS)
     assert "labels are negative" in found.parts["click, high"].unsupported
@@ -154,7 +152,7 @@ def test_labels_that_are_alike_in_a_segment_promise_nothing(model: Two) -> None:
     assert "click, high" not in found.layers["shared"].effects_by_part
 
 
-def test_ranks_that_each_have_too_few_have_enough_together(model: Two) -> None:
+def test_ranks_that_each_have_too_few_have_enough_together(model):
     halves = [
         renew_effects(model, probed(model), batches(6000, seed=seed), labels=labels_of, **ROWS)
         for seed in (3, 4)
@@ -165,7 +163,7 @@ def test_ranks_that_each_have_too_few_have_enough_together(model: Two) -> None:
     assert both.parts[name].width < max(half.parts[name].width for half in halves)
 
 
-def test_a_budget_by_task_binds_where_it_is_tight(report: Report) -> None:
+def test_a_budget_by_task_binds_where_it_is_tight(report):
     """The tower costs `buy` alone: what `click` may spend does not matter to it."""
     loose = loka.plan(report, Budget(ne={"click": 1.0, "buy": 1.0}, min_sqnr_db=None))
     assert loose.decisions["tower/output"].candidate != "hp"
@@ -181,14 +179,14 @@ def test_a_budget_by_task_binds_where_it_is_tight(report: Report) -> None:
     assert click.decisions["tower/output"].candidate != "hp"
 
 
-def test_one_number_is_a_limit_for_each_task(report: Report) -> None:
+def test_one_number_is_a_limit_for_each_task(report):
     plan = loka.plan(report, Budget(ne=3e-4))
     assert plan.limits == {"click": 3e-4, "buy": 3e-4}
     assert plan.kl_limit is None
     assert "click" in plan.summary()
 
 
-def test_tasks_that_nobody_named_are_said_to_be_together(model: Two, report: Report) -> None:
+def test_tasks_that_nobody_named_are_said_to_be_together(model, report):
     plain = renew_effects(model, probed(model), batches(2000), forward=ROWS["forward"], logits=lambda z: z)
     summed = loka.measure(plain, device="cpu", candidates=("emulated:rowwise_e4m3",))
     together = "KL/H is that of 2 tasks together"
@@ -196,7 +194,7 @@ def test_tasks_that_nobody_named_are_said_to_be_together(model: Two, report: Rep
     assert not any(note.startswith(together) for note in report.notes)
 
 
-def test_records_keep_it_all(report: Report, renewed: Stats, tmp_path) -> None:
+def test_records_keep_it_all(report, renewed, tmp_path):
     budget = Budget(ne={"click": 1e-3, "buy": 2e-3}, segments={"high": 5e-3})
     plan = loka.plan(report, budget)
     plan.save(tmp_path / "plan.json")
@@ -215,13 +213,13 @@ def test_records_keep_it_all(report: Report, renewed: Stats, tmp_path) -> None:
         (Budget(segments={"domain = 8": 1e-4}), "it knows that of 'high'"),
     ],
 )
-def test_names_that_nobody_probed_are_refused(report: Report, budget: Budget, said: str) -> None:
+def test_names_that_nobody_probed_are_refused(report, budget, said):
     with pytest.raises(UnknownName) as refused:
         loka.plan(report, budget)
     assert said in str(refused.value)
 
 
-def test_settings_that_cannot_be_are_refused(model: Two) -> None:
+def test_settings_that_cannot_be_are_refused(model):
     with pytest.raises(ValueError, match="an increase allowed is 0 or more"):
         Budget(segments={"a": -1.0})
     with pytest.raises(ValueError, match="names no task"):
@@ -230,16 +228,11 @@ def test_settings_that_cannot_be_are_refused(model: Two) -> None:
         renew_effects(model, probed(model), batches(256), tasks=("a", "b", "c"), forward=ROWS["forward"])
     with pytest.raises(ValueError, match="pass tasks="):
         renew_effects(
-            model,
-            probed(model),
-            batches(256),
-            segments=THIRD,
-            forward=ROWS["forward"],
-            logits=lambda z: z,
+            model, probed(model), batches(256), segments=THIRD, forward=ROWS["forward"], logits=lambda z: z
         )
 
 
-def test_missing_rows_follow_from_the_width() -> None:
+def test_missing_rows_follow_from_the_width():
     assert Part(rows=200, width=1.9).missing == 0
     assert Part(rows=200, width=4.0).missing == 600  # twice the logarithm: four times the rows
     assert Part(rows=20, width=1.1).missing == LEAST_ROWS - 20

@@ -1,11 +1,8 @@
 """How often steps are sampled, with clocks that tests move."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -49,13 +46,13 @@ def run(
     return taken, extra / total
 
 
-def test_every() -> None:
+def test_every():
     taken, _ = run(Every(100), 301, sampled=lambda step: 1.0)
     assert taken == [0, 100, 200, 300]
 
 
 @pytest.mark.parametrize(("every", "known"), [(10, True), (2, False), (1, False)])
-def test_a_fixed_cadence_knows_its_share(every: int, known: bool) -> None:
+def test_a_fixed_cadence_knows_its_share(every, known):
     """A sample costs 4 plain steps here. With too few plain steps in between nothing is known."""
     cadence = Every(every)
     run(cadence, 1000, sampled=lambda step: 5 * PLAIN)
@@ -63,7 +60,7 @@ def test_a_fixed_cadence_knows_its_share(every: int, known: bool) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_cheap_samples_come_at_the_geometric_gaps(late: int) -> None:
+def test_cheap_samples_come_at_the_geometric_gaps(late):
     """One that costs 2 % of a step is never held back."""
     taken, share = run(Auto(overhead=0.01), 20_000, sampled=lambda step: PLAIN * 1.02, late=late)
     assert taken[:8] == [0, 50, 100, 150, 200, 250, 312, 390]
@@ -73,7 +70,7 @@ def test_cheap_samples_come_at_the_geometric_gaps(late: int) -> None:
 
 @pytest.mark.parametrize("times", [5, 30, 150])
 @pytest.mark.parametrize("overhead", [0.01, 0.03])
-def test_the_share_stays_under_the_overhead(times: int, overhead: float) -> None:
+def test_the_share_stays_under_the_overhead(times, overhead):
     """Costs and steps vary by a fifth; what is left is one sample of 1.2 * `times` steps, and the two
     on trust before anything was earned, over the whole run."""
     noise = random.Random(times)
@@ -89,14 +86,14 @@ def test_the_share_stays_under_the_overhead(times: int, overhead: float) -> None
     assert len(taken) >= min(0.8 * overhead * steps / times, geometric)  # and what may be spent, is
 
 
-def test_a_sample_is_never_further_than_the_longest_gap() -> None:
+def test_a_sample_is_never_further_than_the_longest_gap():
     """One that costs 10,000 steps would have to wait a million."""
     taken, _ = run(Auto(overhead=0.01), 100_000, sampled=lambda step: PLAIN * 10_000)
     assert max(b - a for a, b in pairwise(taken)) == LONGEST
     assert len(taken) == 2 + (100_000 - 50 - 1) // LONGEST
 
 
-def test_work_done_once_is_not_charged() -> None:
+def test_work_done_once_is_not_charged():
     """The first sample traces the model, and the step after it compiles: neither is a sample's cost."""
     plain = lambda step: 60.0 if step == 1 else PLAIN  # noqa: E731
     once = Auto(overhead=0.01)
@@ -108,7 +105,7 @@ def test_work_done_once_is_not_charged() -> None:
     assert once.overhead == pytest.approx(2 * len(first) / 5000, rel=0.01)
 
 
-def test_a_sample_that_turns_out_dear_is_paid_back() -> None:
+def test_a_sample_that_turns_out_dear_is_paid_back():
     """From step 10,000 on samples cost 50 steps instead of 1: the share of all that follows holds."""
     taken, share = run(
         Auto(overhead=0.01), 200_000, sampled=lambda step: PLAIN * (2 if step < 10_000 else 51)
@@ -118,7 +115,7 @@ def test_a_sample_that_turns_out_dear_is_paid_back() -> None:
     assert min(b - a for a, b in pairwise(late)) >= 2000
 
 
-def test_what_a_sample_leaves_to_the_next_step_is_its_cost() -> None:
+def test_what_a_sample_leaves_to_the_next_step_is_its_cost():
     cadence, taken = Auto(overhead=0.01), []
     for step in range(30_000):
         due = cadence.due(step)
@@ -127,7 +124,7 @@ def test_what_a_sample_leaves_to_the_next_step_is_its_cost() -> None:
     assert len(taken) - 2 <= 30_000 * 0.01 / 20
 
 
-def test_an_evaluation_in_a_sampled_step_is_not_its_cost() -> None:
+def test_an_evaluation_in_a_sampled_step_is_not_its_cost():
     """A minute in every sampled step but every third: what the others show decides."""
     cadence, taken = Auto(overhead=0.01), []
     for step in range(20_000):
@@ -138,7 +135,7 @@ def test_an_evaluation_in_a_sampled_step_is_not_its_cost() -> None:
     assert taken == undisturbed
 
 
-def test_steps_that_cannot_be_timed() -> None:
+def test_steps_that_cannot_be_timed():
     cadence, taken = Auto(overhead=0.01), []
     for step in range(50_000):
         taken += [step] if cadence.due(step) else []
@@ -147,18 +144,18 @@ def test_steps_that_cannot_be_timed() -> None:
     assert [b - a for a, b in pairwise(taken[7:])] == [LONGEST, LONGEST]
 
 
-def test_a_run_that_goes_on_waits_a_little() -> None:
+def test_a_run_that_goes_on_waits_a_little():
     taken, _ = run(Auto(overhead=0.01, start=8123), 4100, sampled=lambda step: PLAIN, start=8123)
     assert taken == [8173, 10173, 12173]
 
 
 @pytest.mark.parametrize("every", [0, -3, "often", 1.5, True])
-def test_what_cannot_be(every: Any) -> None:
+def test_what_cannot_be(every):
     with pytest.raises(ValueError, match="every is"):
         sampling_of(every, overhead=0.01)
 
 
-def test_an_overhead_that_cannot_be() -> None:
+def test_an_overhead_that_cannot_be():
     for overhead in (0.0, 1.0, -0.1):
         with pytest.raises(ValueError, match="overhead is"):
             sampling_of("auto", overhead=overhead)
@@ -169,22 +166,22 @@ def test_an_overhead_that_cannot_be() -> None:
 class Late(Clock):
     """Marks are numbers; one has passed when the device has got that far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.now = 0.0
         self.device = 0.0
 
-    def _now(self) -> float:
+    def _now(self):
         return self.now
 
-    def _passed(self, mark: float) -> bool:
+    def _passed(self, mark):
         return mark <= self.device
 
-    def _between(self, begin: float, end: float) -> float:
+    def _between(self, begin, end):
         return end - begin
 
 
-def test_clocks_tell_each_step_once_and_when_it_is_over() -> None:
+def test_clocks_tell_each_step_once_and_when_it_is_over():
     clock, told = Late(), []
     for step, now in enumerate((0.0, 1.0, 3.0, 6.0)):
         clock.now = now
@@ -202,7 +199,7 @@ def test_clocks_tell_each_step_once_and_when_it_is_over() -> None:
     assert told == [(0, 1.0), (1, None), (2, 3.0)]
 
 
-def test_the_clock_of_a_device() -> None:
+def test_the_clock_of_a_device():
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, WallClock)
     assert isinstance(clock_of(torch.device("cuda", 0)), CudaClock)
@@ -216,7 +213,7 @@ def test_the_clock_of_a_device() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_timed_without_waiting_for_it() -> None:
+def test_a_gpu_is_timed_without_waiting_for_it():
     """A kernel of about 0.1 s lies between two marks, and the CPU is long past both."""
     clock = clock_of(torch.device("cuda", torch.cuda.current_device()))
     told: list[tuple[int, float | None]] = []

@@ -1,7 +1,5 @@
 """Probe(every="auto") on several ranks: all sample the steps that rank 0 decides. Three gloo processes."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from datetime import timedelta
@@ -74,29 +72,29 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_sample_the_steps_of_rank_0(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_sample_the_steps_of_rank_0(ranks):
     alone = [by_scripted_clock(rank) for rank in range(WORLD)]  # here is no process group
     assert len({tuple(steps) for steps in alone}) == WORLD
     for rank in ranks:
         assert rank["scripted"] == alone[0]
 
 
-def test_steps_are_counted_from_where_a_run_goes_on(ranks: list[dict[str, Any]]) -> None:
+def test_steps_are_counted_from_where_a_run_goes_on(ranks):
     """Rank 0 waits a little, being resumed, and its gaps are a quarter of 750 and more."""
     for rank in ranks:
         assert rank["resumed"] == [50, 237, 471]
 
 
-def test_so_do_real_probes(ranks: list[dict[str, Any]]) -> None:
+def test_so_do_real_probes(ranks):
     assert ranks[0]["probe"] == ranks[1]["probe"] == ranks[2]["probe"]
     assert ranks[0]["probe"][:2] == [0, 50]
 
 
-def test_a_rank_that_is_not_answered_goes_on_alone(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_is_not_answered_goes_on_alone(ranks):
     for rank in (1, 2):
         taken, told = ranks[rank]["alone"]
         assert taken == by_scripted_clock(rank, 5000)

@@ -1,7 +1,5 @@
 """A GEMM benchmark made by hand: two libraries, a shape that two models share, one that failed."""
 
-from __future__ import annotations
-
 from loka.core.device import Fingerprint
 from loka.core.error import Estimate
 from loka.core.records.gemm_bench import Contest, GemmBench, SuiteLayer, Use

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from loka.core.error import Estimate
@@ -11,7 +7,7 @@ from loka.report.frontier_plot import plot_frontier
 
 
 def made() -> Frontier:
-    def point(budget: float, time: float, knee: bool = False) -> Point:
+    def point(budget, time, knee=False):
         effect = Estimate(budget / 2, budget / 4, budget)
         fp8 = {"a/output": "torch:rowwise_e4m3"}
         return Point(budget=budget, kl=effect, spent=budget, time=time, fp8=fp8, knee=knee)
@@ -20,7 +16,7 @@ def made() -> Frontier:
     return Frontier(model="Net", machine="NVIDIA H200", base=100.0, unit="us", points=points)
 
 
-def test_the_knee_is_drawn(tmp_path: Path) -> None:
+def test_the_knee_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     plot_frontier(made(), tmp_path / "new" / "frontier.svg")
     text = (tmp_path / "new" / "frontier.svg").read_text()
@@ -30,6 +26,6 @@ def test_the_knee_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text() == text, "the same results make the same file"
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path):
     with pytest.raises(LokaError, match=r"\.png, \.svg, \.pdf"):
         plot_frontier(made(), tmp_path / "frontier.doc")

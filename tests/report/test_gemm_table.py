@@ -1,16 +1,11 @@
 """Verdicts, means and named exceptions, on numbers that can be worked out by hand."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 from made_bench import FAST, TORCH, around, bench
 
 from loka.core.error import Estimate
-from loka.core.exceptions import FileRefused
-from loka.core.records.gemm_bench import GemmBench, joined, parted
 from loka.report.gemm_summary import (
     LOSS,
     TIE,
@@ -37,11 +32,11 @@ from loka.report.gemm_table import gemm_table
         (Estimate(0.5, -math.inf, math.inf), TIE),
     ],
 )
-def test_a_verdict_needs_its_whole_interval_beyond_the_tie(ratio: Estimate, expected: str) -> None:
+def test_a_verdict_needs_its_whole_interval_beyond_the_tie(ratio, expected):
     assert verdict(ratio, 0.01) == expected
 
 
-def test_geometric_mean_and_its_interval() -> None:
+def test_geometric_mean_and_its_interval():
     mean = geometric_mean([around(2.0, 0.03), around(0.5, 0.04)])
     assert mean.value == pytest.approx(1.0)
     half = math.hypot(math.log(1.03), math.log(1.04)) / 2
@@ -51,7 +46,7 @@ def test_geometric_mean_and_its_interval() -> None:
     assert geometric_mean([Estimate(2.0, 0.0, math.inf)]).high == math.inf
 
 
-def test_standings_count_what_ran_and_who_won() -> None:
+def test_standings_count_what_ran_and_who_won():
     made = bench()
     found = standings(made, made.sites().values())
     assert list(found) == ["hp", "torch", "torch or hp", "choice"]
@@ -65,7 +60,7 @@ def test_standings_count_what_ran_and_who_won() -> None:
     assert worst(made.contests["m/fc/grad_input"], 0.01)[0] == LOSS
 
 
-def test_model_times_count_layers_and_leave_out_what_is_not_whole() -> None:
+def test_model_times_count_layers_and_leave_out_what_is_not_whole():
     """Model m lacks its failed layer, so only n is told: one layer of 300 us, 200 by choice."""
     (n,) = model_times(bench())
     assert (n.model, n.layers) == ("n", 1)
@@ -73,7 +68,7 @@ def test_model_times_count_layers_and_leave_out_what_is_not_whole() -> None:
     assert n.by_arm["choice"] == pytest.approx(200.0)
 
 
-def test_the_page_names_every_exception() -> None:
+def test_the_page_names_every_exception():
     text = gemm_table(bench())
     for part in (
         "GEMM suite on NVIDIA H200, sm_90",
@@ -96,24 +91,8 @@ def test_the_page_names_every_exception() -> None:
     assert "1.280 [1.277, 1.283]" in row
 
 
-def test_ties_that_are_measurably_slower_are_counted() -> None:
+def test_ties_that_are_measurably_slower_are_counted():
     made = bench()
     slower = made.contests["m/fc/output"]
     object.__setattr__(slower, "versus", {**slower.versus, "torch": Estimate(0.995, 0.994, 0.996)})
     assert "the choice is measurably slower in 1, by less than the tie" in gemm_table(made)
-
-
-def test_the_record_comes_back_and_an_edited_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "gemm.json"
-    bench().save(path)
-    assert GemmBench.load(path) == bench()
-    path.write_text(path.read_text().replace("too little memory", "too much memory"))
-    with pytest.raises(FileRefused, match="edited"):
-        GemmBench.load(path)
-
-
-def test_candidates_of_a_layer_in_one_text() -> None:
-    low = {"grad_weight": "hp", "output": "a", "grad_input": "b"}
-    assert joined(low) == "a | b | hp"
-    assert parted(joined(low)) == ("a", "b", "hp")
-    assert joined(dict.fromkeys(low, "hp")) == "hp"

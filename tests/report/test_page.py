@@ -1,7 +1,5 @@
 """The page: whole without a network, safe with any name, the same bytes for the same records."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -46,7 +44,7 @@ class Reader(HTMLParser):
 
     void = frozenset({"meta", "br"})
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.open: list[str] = []
         self.elements: list[tuple[str, dict[str, str | None]]] = []
@@ -100,7 +98,7 @@ def hostile_validation() -> Validation:
 
 
 class Hostile(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.add_module(HOSTILE, nn.Linear(13, 64))
         self.rest = nn.Sequential(nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))

@@ -1,7 +1,5 @@
 """The page in a real browser, where there is one: it fits a phone, and tables sort."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import dataclasses
 import importlib
-from pathlib import Path
 
 import pytest
 from made_bench import bench
@@ -11,7 +8,7 @@ from loka.core.exceptions import LokaError, MissingLibrary
 from loka.report.plot import plot_gemm
 
 
-def test_the_picture_tells_what_was_chosen(tmp_path: Path) -> None:
+def test_the_picture_tells_what_was_chosen(tmp_path):
     pytest.importorskip("matplotlib")
     plot_gemm(bench(), tmp_path / "new" / "gemm.svg")
     text = (tmp_path / "new" / "gemm.svg").read_text()
@@ -30,15 +27,15 @@ def test_the_picture_tells_what_was_chosen(tmp_path: Path) -> None:
     assert (tmp_path / "gemm.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_results_without_times_and_other_files_are_refused(tmp_path: Path) -> None:
+def test_results_without_times_and_other_files_are_refused(tmp_path):
     with pytest.raises(LokaError, match="no times to draw"):
         plot_gemm(dataclasses.replace(bench(), contests={}), tmp_path / "gemm.png")
     with pytest.raises(LokaError, match=r"\.png, \.svg, \.pdf"):
         plot_gemm(bench(), tmp_path / "gemm.doc")
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hidden(name: str) -> None:
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    def hidden(name):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", hidden)

@@ -3,8 +3,6 @@
 Each takes a seeded `random.Random`, so that a case can be made again by its number.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import hashlib
@@ -190,28 +188,28 @@ def with_checksum(record: dict[str, Any], content: Content) -> bytes | None:
         return None
 
 
-def _pipe(path: Path) -> None:
+def _pipe(path: Path):
     os.mkfifo(path)
 
 
-def _device(path: Path) -> None:
+def _device(path: Path):
     path.symlink_to("/dev/zero")
 
 
-def _loop(path: Path) -> None:
+def _loop(path: Path):
     path.symlink_to(path.name)
 
 
-def _folder(path: Path) -> None:
+def _folder(path: Path):
     path.mkdir()
 
 
-def _sparse(path: Path) -> None:
+def _sparse(path: Path):
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
 
-def _socket(path: Path) -> None:
+def _socket(path: Path):
     with socket.socket(socket.AF_UNIX) as one:
         here = Path.cwd()
         os.chdir(path.parent)  # such names are short
@@ -221,20 +219,20 @@ def _socket(path: Path) -> None:
             os.chdir(here)
 
 
-def _nothing(path: Path) -> None:
+def _nothing(path: Path):
     pass
 
 
 PLACES: tuple[Callable[[Path], None], ...] = (_pipe, _device, _loop, _folder, _sparse, _socket, _nothing)
 
 
-def put(path: Path, place: Callable[[Path], None]) -> None:
+def put(path: Path, place: Callable[[Path], None]):
     """Something else than a file in the place of `path`."""
     remove(path)
     place(path)
 
 
-def remove(path: Path) -> None:
+def remove(path: Path):
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

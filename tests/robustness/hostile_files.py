@@ -4,8 +4,6 @@ Each case writes something into an empty folder and says how it is opened. Text 
 has: every one of them has to come back as a row or as a malformed line.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os
@@ -82,7 +80,7 @@ def _text(
     rows: int | None = None,
     **how: Any,
 ) -> Case:
-    def write(path: Path) -> None:
+    def write(path):
         text = ending.join([head, *lines]) if name.endswith("csv") else ending.join(lines)
         path.write_bytes((text + ending).encode(**how))
 
@@ -191,7 +189,7 @@ def _odd_files() -> Iterator[Case]:
     yield Case("absent.csv", lambda path: None)
 
 
-def _sized(path: Path, size: int) -> None:
+def _sized(path: Path, size: int):
     with path.open("wb") as file:
         file.truncate(size)
 
@@ -221,7 +219,7 @@ def _parquet() -> Iterator[Case]:
         "category-time": {"c": pa.array([1] * rows, pa.time64("ns"))},
     }
 
-    def table(name: str) -> pa.Table:
+    def table(name):
         return pa.table({**plain, **changed.get(name, {})})
 
     for name in changed:

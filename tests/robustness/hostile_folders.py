@@ -1,7 +1,5 @@
 """Folders of npy files and of prepared rows that somebody made to be wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -38,16 +36,16 @@ def npy_folders() -> Iterator[Case]:
         "labels": np.arange(8) % 2,
     }
 
-    def lying(header: str, *, version: tuple[int, int] = (1, 0)) -> bytes:
+    def lying(header, *, version=(1, 0)):
         text = header.encode() + b"\n"
         size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
         return b"\x93NUMPY" + bytes(version) + size + text + bytes(96)
 
-    def described(descr: str, shape: str, order: str = "False") -> bytes:
+    def described(descr, shape, order="False"):
         return lying(f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}")
 
-    def changed(**parts: Any) -> Callable[[Path], None]:
-        def write(path: Path) -> None:
+    def changed(**parts):
+        def write(path):
             path.mkdir()
             for name, part in {**whole, **parts}.items():
                 file = path / f"day_0_{name}.npy"
@@ -102,15 +100,15 @@ def npy_folders() -> Iterator[Case]:
 def shard_folders() -> Iterator[Case]:
     """Folders of prepared rows whose manifest fits its checksum, and lies."""
 
-    def made(path: Path) -> dict[str, Any]:
+    def made(path):
         rows = path.parent / "rows.csv"
         rows.write_text("\n".join(["y,d,c", *GOOD]) + "\n")
         convert(rows, path, schema=SCHEMA, vocabulary=hashed_vocabulary(9), workers=1)
         content: dict[str, Any] = json.loads((path / "manifest.json").read_text())["content"]
         return content
 
-    def forged(**fields: Any) -> Callable[[Path], None]:
-        def write(path: Path) -> None:
+    def forged(**fields):
+        def write(path):
             content = made(path)
             shard = {**content["shards"]["0"], **fields.pop("shard", {})}
             content = {**content, "shards": {"0": shard}, **fields}
@@ -120,10 +118,10 @@ def shard_folders() -> Iterator[Case]:
 
         return write
 
-    def replaced(columns: dict[str, Any]) -> Callable[[Path], None]:
+    def replaced(columns):
         """A shard of the size that the manifest says, and of other columns."""
 
-        def write(path: Path) -> None:
+        def write(path):
             content = made(path)
             parquet.write_table(pa.table(columns), path / "shard-00000.parquet")
             size = (path / "shard-00000.parquet").stat().st_size
@@ -134,7 +132,7 @@ def shard_folders() -> Iterator[Case]:
 
         return write
 
-    def vectors(values: Any, width: int, kind: Any) -> Any:
+    def vectors(values, width, kind):
         flat = np.full(40 * width, values, kind)
         return pa.FixedSizeListArray.from_arrays(pa.array(flat), width)
 

@@ -4,8 +4,6 @@
 times: bytes of shards, weights, optimizers, random state, records.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -88,7 +86,7 @@ COMMANDS = {
 }
 
 
-def prepared(folder: Path) -> None:
+def prepared(folder: Path):
     """The inputs, in a folder of their own: rows, statistics, and a plan."""
     from click_files import made_up, write_tsv  # of tests/data
 
@@ -101,7 +99,7 @@ def prepared(folder: Path) -> None:
     loka("plan", "report.json", "--min-sqnr-db", 20, "--min-speedup", 0, cwd=inputs)
 
 
-def work(name: str, folder: Path) -> None:
+def work(name: str, folder: Path):
     """The command in this process, which may be killed at any moment; it says what it does in `printed`."""
     with (folder / "printed").open("w") as file:
         os.dup2(file.fileno(), 1)

@@ -8,8 +8,6 @@ moments of a uniform draw, started again each time, and then let go to its end. 
 with a run that nobody disturbed, value by value (`killed.ends`). A line a story, in a file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -123,7 +121,7 @@ def undisturbed(command: str, folder: Path) -> tuple[dict[str, str], float]:
     return found[1], seconds
 
 
-def run(out: Path, commands: Sequence[str], kills: int) -> None:
+def run(out: Path, commands: Sequence[str], kills: int):
     """Stories until each command was stopped `kills` times, those in `out` included."""
     SERVER.set_forkserver_preload(
         ["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"]
@@ -169,7 +167,7 @@ def score(told: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "kills" / "kills.jsonl")
     parser.add_argument("--kills", type=int, default=KILLS, help="of each command")

@@ -1,7 +1,5 @@
 """A whole record of every kind that LoKA reads, and how each is read and would be written again."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -106,7 +104,7 @@ def _learnt(folder: Path) -> dict[str, Kind]:
     TimesCache(folder / "times").put(KEY, times)
     (times_file,) = (folder / "times").iterdir()
 
-    def cached(path: Path) -> Any:
+    def cached(path):
         cache = TimesCache(path.parent)
         found = cache.get(KEY, Mapping[str, tuple[float, ...]])
         assert (found is None) == bool(cache.notes) or not path.exists()
@@ -158,7 +156,7 @@ def _validated(folder: Path) -> dict[str, Kind]:
     (folder / "arm").mkdir()
     arms._write(folder / "arm", arm)
 
-    def read_arm(path: Path) -> Any:
+    def read_arm(path):
         return arms._read(path.parent) or REFUSED
 
     return {
@@ -173,12 +171,7 @@ def _validated(folder: Path) -> dict[str, Kind]:
             read=lambda path: runs._record(path.parent),
             again=lambda found: _without_derived(encode(found)),
         ),
-        "bank": Kind(
-            file=folder / "bank" / "bank.json",
-            read=pair_bank.Bank.load,
-            again=encode,
-            named=True,
-        ),
+        "bank": Kind(file=folder / "bank" / "bank.json", read=pair_bank.Bank.load, again=encode, named=True),
         "comparison": Kind(
             file=folder / "train" / "train.json",
             read=Comparison.load,
@@ -223,7 +216,7 @@ def _trained(folder: Path) -> dict[str, Kind]:
     )
     server.save(folder / "served")
 
-    def newest(path: Path) -> Any:
+    def newest(path):
         found = load_newest(path.parents[1], identity=IDENTITY)
         assert found is not None
         if found.step == 10:
@@ -259,14 +252,14 @@ def _prepared(folder: Path) -> dict[str, Kind]:
     out = folder / "prepared"
     convert(path, out, vocabulary=Frequency(min_count=1), workers=1)
 
-    def opened(path: Path) -> Any:
+    def opened(path):
         for batch in open_shards(path.parent).batches(32):
             assert len(batch)
         manifest = read_manifest(path.parent)
         assert all(number >= 0 for number in manifest.counts.values()), manifest.counts
         return manifest
 
-    def again(manifest: Any) -> Any:
+    def again(manifest):
         shards = {str(number): asdict(shard) for number, shard in manifest.shards.items()}
         return {**asdict(manifest), "shards": shards}
 

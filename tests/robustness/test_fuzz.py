@@ -1,7 +1,5 @@
 """Some of the damaged records and hostile files of `make fuzz`, and the memory that reading them takes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +16,11 @@ SLOW = {"bomb.csv.gz", "sparse.tsv", "10.csv", "category-large.parquet"}
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
+def kinds(tmp_path_factory) -> dict[str, Kind]:
     return records(tmp_path_factory.mktemp("records"))
 
 
-def test_damaged_records_are_refused_or_mean_what_they_say(kinds: dict[str, Kind]) -> None:
+def test_damaged_records_are_refused_or_mean_what_they_say(kinds):
     before = peak_megabytes()
     outcomes = [damaged_record(number, kinds, used=False) for number in range(150)]
     assert all(outcome.well for outcome in outcomes), score(outcomes)
@@ -30,7 +28,7 @@ def test_damaged_records_are_refused_or_mean_what_they_say(kinds: dict[str, Kind
     assert peak_megabytes() - before < MEGABYTES
 
 
-def test_hostile_files_are_refused_or_counted(tmp_path: Path) -> None:
+def test_hostile_files_are_refused_or_counted(tmp_path):
     """One in eight, and all that have nothing wrong with them."""
     names = [case.name for case in cases()]
     chosen = [n for n, name in enumerate(names) if name not in SLOW and (n % 8 == 1 or "well" in name)]
@@ -40,6 +38,6 @@ def test_hostile_files_are_refused_or_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_thousand_records_and_all_files() -> None:
+def test_two_thousand_records_and_all_files():
     done = subprocess.run([sys.executable, Path(__file__).parent / "fuzz.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,8 +4,6 @@ The texts are those of the source: what is raised, warned, said or shown as help
 is about that one; another one in a file of a command is about the commands of that file.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -35,7 +33,7 @@ class Text:
     line: int
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.file.relative_to(SOURCE)}:{self.line}: {self.text[:150]!r}"
 
 
@@ -58,7 +56,7 @@ def _of(file: Path) -> Iterator[Text]:
 def commands() -> dict[str, Any]:
     """By name, such as "data convert"; groups too."""
 
-    def below(group: Any, before: str) -> Iterator[tuple[str, Any]]:
+    def below(group, before):
         for name, command in getattr(group, "commands", {}).items():
             yield f"{before}{name}", command
             yield from below(command, f"{before}{name} ")
@@ -89,13 +87,13 @@ def named(text: str) -> list[str]:
     return found
 
 
-def test_commands_that_are_named_exist() -> None:
+def test_commands_that_are_named_exist():
     wrong = [f"{text} (loka {name})" for text in texts() for name in named(text.text) if name not in COMMANDS]
     assert not wrong, "\n".join(wrong)
     assert sum(bool(named(text.text)) for text in texts()) > 40, "the texts are not found any more"
 
 
-def test_options_that_are_named_exist() -> None:
+def test_options_that_are_named_exist():
     """On the command that the text names; else on one of the file's commands, or of all where it has none."""
     wrong = []
     for text in texts():
@@ -128,11 +126,11 @@ def _commands_in(file: Path) -> list[Any]:
         ("loka.plan(report) and /x/loka/y", []),
     ],
 )
-def test_what_counts_as_a_command(text: str, expected: list[str]) -> None:
+def test_what_counts_as_a_command(text, expected):
     assert named(text) == expected
 
 
-def test_names_of_python_that_are_advised_exist() -> None:
+def test_names_of_python_that_are_advised_exist():
     """`loka.plan(...)`, `Plan.load`, `Probe(resume=...)` and the like in what is raised."""
     wrong = []
     for text in texts():

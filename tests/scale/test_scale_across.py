@@ -1,7 +1,5 @@
 """Steps on many GPUs: labels, intervals, what is refused, and the command."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time
@@ -15,7 +13,7 @@ import torch
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import exactly, network
+from networks import EXAMPLE, ROWS, across, exactly, network, row, tower
 from torch import nn
 
 import loka
@@ -32,30 +30,8 @@ from loka.scaling.cluster.across import _inputs, _ratio, scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
-from loka.scaling.cluster.schedule import schedule
+from loka.scaling.cluster.schedule import Replicate, schedule
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
-ROWS = 8192
-
-
-def tower(width: int = 2048, depth: int = 3) -> nn.Sequential:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def across(model: nn.Module | None = None, **options: Any) -> Across:
-    given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
-    return scale_across(model or tower(), torch.randn(4, 2048), **given)
-
-
-def row(found: Across, gpus: int, engine: str, gather: str, gradients: str = "bf16") -> Any:
-    (one,) = (
-        row
-        for row in found.rows
-        if (row.gpus, row.engine, row.gather, row.gradients) == (gpus, engine, gather, gradients)
-    )
-    return one
 
 
 def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwise_e4m3_pow2") -> Plan:
@@ -87,7 +63,7 @@ def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwi
     return Plan(model=signature(model), machine=machine, budget=Budget(), timed=True, decisions=decisions)
 
 
-def test_a_step_on_ddp_by_hand() -> None:
+def test_a_step_on_ddp_by_hand():
     """Nothing takes time but GEMMs of 100 and 40 us and two buckets; 12.6 M parameters in three layers.
 
     DDP's first bucket is closed by the first layer that fills 1 MiB, the second by 25 MiB of gradients: one
@@ -120,7 +96,7 @@ def test_a_step_on_ddp_by_hand() -> None:
     assert found.parts.gemms == pytest.approx(8 * 40)
 
 
-def test_ends_are_those_of_all_inputs_at_once() -> None:
+def test_ends_are_those_of_all_inputs_at_once():
     """GEMMs in bf16 110 us at most; by plan 110 / (100 / (55 - 10)) = 49.5."""
     model = tower()
     quiet = replace(
@@ -136,7 +112,7 @@ def test_ends_are_those_of_all_inputs_at_once() -> None:
     assert found.swings[GAINS].high == pytest.approx(100 / 35)
 
 
-def test_every_number_has_its_ends_and_its_label() -> None:
+def test_every_number_has_its_ends_and_its_label():
     found = across(network=Network.load(EXAMPLE))
     text = str(found)
     for one in found.rows:
@@ -151,7 +127,7 @@ def test_every_number_has_its_ends_and_its_label() -> None:
         assert told in text, told
 
 
-def test_where_the_wire_is_all_there_is_eight_bit_gemms_do_not_pay_and_half_the_bytes_do() -> None:
+def test_where_the_wire_is_all_there_is_eight_bit_gemms_do_not_pay_and_half_the_bytes_do():
     slow = network(inside=(1e-6, 0.5), between=(1e-6, 0.05), launch=1e-6, memory=1e6)
     found = across(network=slow)
     plain = row(found, 64, "fsdp2", "bf16")
@@ -171,7 +147,7 @@ def test_where_the_wire_is_all_there_is_eight_bit_gemms_do_not_pay_and_half_the_
         assert sum(told in line for line in paid.answers()) == 2
 
 
-def test_int8_gradients_send_each_byte_by_its_own_card() -> None:
+def test_int8_gradients_send_each_byte_by_its_own_card():
     """Rings add up inside a node first; an all-to-all of half the bytes sends four times as much between."""
     slow = network(inside=(1e-6, 1e6), between=(1e-6, 0.05), launch=1e-6, memory=1e9)
     found = across(network=slow)
@@ -180,7 +156,7 @@ def test_int8_gradients_send_each_byte_by_its_own_card() -> None:
     assert row(across(network=inside, gpus=(8,)), 8, "fsdp2", "bf16", "int8").format_gain.low > 1.1
 
 
-def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp() -> None:
+def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp():
     found = across(gpus=(8,))
     ddp, fsdp2 = row(found, 8, "ddp", "-", "int8").parts, row(found, 8, "fsdp2", "bf16", "int8").parts
     assert ddp.exposed == pytest.approx(ddp.wire)
@@ -189,29 +165,40 @@ def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp() -> None:
 
 @pytest.fixture(scope="module")
 def prepared() -> Any:
-    """A traced step of each engine, with its times."""
+    """A step of each engine on 64 GPUs, with its times; HSDP's in groups of 16."""
     model, mode = tower(), fake_mode()
     found = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS)
     times, steps = forecast_times(found), {}
-    for engine, formats in (("ddp", Formats("-", "bf16")), ("fsdp2", Formats("bf16", "bf16"))):
+    for engine, gather in (("ddp", "-"), ("fsdp2", "bf16"), ("hsdp", "bf16")):
+        formats, group = Formats(gather, "bf16"), 16 if engine == "hsdp" else 0
         batch = fake_batch(torch.randn(4, 2048), mode, rows=ROWS)
-        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)  # type: ignore[arg-type]
-        steps[engine] = step_of(step, placed(step, times), 64, formats=formats, in_fp8=frozenset())
+        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)
+        where = placed(step, times)
+        steps[engine] = step_of(step, where, 64, formats=formats, in_fp8=frozenset(), group=group)
     return steps, mean_rate(times)
+
+
+@pytest.mark.parametrize("per_node", [8, 16, 32])
+def test_replicas_have_cards_of_their_own_where_a_group_is_a_node(prepared, per_node):
+    steps, rate = prepared
+    items = steps["hsdp"].items(network(per_node=per_node), 64, rate=rate, planned=False, ends={})
+    assert {item.apart for item in items if isinstance(item, Replicate)} == {per_node == 16}
 
 
 _factors = st.floats(1, 20)
 
 
 @settings(max_examples=40)
-@given(engine=st.sampled_from(["ddp", "fsdp2"]), planned=st.booleans(), factors=st.tuples(*[_factors] * 6))
-def test_a_slower_network_never_makes_a_step_faster(
-    prepared: Any, engine: str, planned: bool, factors: tuple[float, ...]
-) -> None:
+@given(
+    engine=st.sampled_from(["ddp", "fsdp2", "hsdp"]),
+    planned=st.booleans(),
+    factors=st.tuples(*[_factors] * 6),
+)
+def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, factors):
     steps, rate = prepared
     a, b, c, d, e, f = factors
 
-    def total(net: Network) -> float:
+    def total(net):
         return schedule(steps[engine].items(net, 64, rate=rate, planned=planned, ends={})).total
 
     fast = network(inside=(2, 300), between=(5, 40), launch=8, memory=3000, share=0.05)
@@ -221,17 +208,17 @@ def test_a_slower_network_never_makes_a_step_faster(
     assert total(slow) >= total(fast)
 
 
-def test_the_plan_of_another_model() -> None:
+def test_the_plan_of_another_model():
     with pytest.raises(PlanMismatch, match="of another model"):
         across(tower(depth=2), plan=plan_of(tower()))
 
 
-def test_a_plan_at_other_shapes_is_not_carried_over() -> None:
+def test_a_plan_at_other_shapes_is_not_carried_over():
     with pytest.raises(PlanMismatch, match="measured at 4096x2048x2048, runs at 8192x2048x2048"):
         across(plan=plan_of(tower(), rows=4096))
 
 
-def test_a_plan_without_times() -> None:
+def test_a_plan_without_times():
     with pytest.raises(LokaError, match="not timed"):
         across(plan=replace(plan_of(tower()), timed=False))
     plan = plan_of(tower())
@@ -241,7 +228,7 @@ def test_a_plan_without_times() -> None:
         across(plan=replace(plan, decisions={**plan.decisions, first: untimed}))
 
 
-def test_shapes_that_nobody_measured_near_are_not_guessed() -> None:
+def test_shapes_that_nobody_measured_near_are_not_guessed():
     with pytest.raises(LokaError, match=r"100 % of the sites' FLOPs are at shapes that nobody measured near"):
         across(batch_size=16)
     model = nn.Sequential(
@@ -255,12 +242,12 @@ def test_shapes_that_nobody_measured_near_are_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("gpus", "told"), [((12,), "multiple of 8"), ((1,), "2 to 8"), ((), "no number of GPUs")]
 )
-def test_numbers_of_gpus(gpus: tuple[int, ...], told: str) -> None:
+def test_numbers_of_gpus(gpus, told):
     with pytest.raises(LokaError, match=told):
         across(gpus=gpus)
 
 
-def test_a_table_left_out_takes_no_time() -> None:
+def test_a_table_left_out_takes_no_time():
     with fake_mode():
         models = [nn.Sequential(nn.EmbeddingBag(rows, 2048), tower()) for rows in (10, 10_000_000)]
     ids = torch.zeros(4, 3, dtype=torch.long)
@@ -269,13 +256,13 @@ def test_a_table_left_out_takes_no_time() -> None:
     assert [row.bf16_parts.other for row in few] == [row.bf16_parts.other for row in many]
 
 
-def test_products_that_are_no_site_take_time_too() -> None:
+def test_products_that_are_no_site_take_time_too():
     class Attends(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layer = nn.Linear(2048, 2048)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             y = self.layer(x)
             return y @ (y.transpose(0, 1) @ y)
 
@@ -286,7 +273,7 @@ def test_products_that_are_no_site_take_time_too() -> None:
     assert found.bf16.high > found.bf16.value + 1.9 * found.bf16_parts.other  # up to three times as long
 
 
-def test_memory_by_hand() -> None:
+def test_memory_by_hand():
     """Autograd saves inputs of three layers in bf16, and bf16 weights of two that autocast made."""
     found = across(gpus=(8, 64))
     n, rows = 2048 * 2048, ROWS * 2048
@@ -305,7 +292,7 @@ def test_memory_by_hand() -> None:
     assert "WARNING: too little for 8 ddp, 8 fsdp2, 64 ddp." in str(small)
 
 
-def test_saving_and_loading(tmp_path: Path) -> None:
+def test_saving_and_loading(tmp_path):
     found = across(gpus=(8,))
     found.save(tmp_path / "across.json")
     assert Across.load(tmp_path / "across.json") == found
@@ -325,7 +312,7 @@ def build():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     (tmp_path / "my_many_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path
@@ -333,13 +320,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop("my_many_models", None)
 
 
-def test_the_command(folder: Path) -> None:
+def test_the_command(folder):
     text = run(
         "scale", "my_many_models:build", "--network", EXAMPLE, "--gpus", "8,1024", "--unit", "0",
-        "--out", "across.json", cwd=folder,
+        "--group", "8", "--out", "across.json", cwd=folder,
     )  # fmt: skip
     saved = Across.load(folder / "across.json")
     assert {one.gpus for one in saved.rows} == {8, 1024}
+    assert {one.engine for one in saved.rows} == {"ddp", "fsdp2", "hsdp/8"}
     assert saved.units == ("0",)
     assert saved.batch_size == 8192
     assert all(line in text for line in saved.answers())
@@ -354,9 +342,12 @@ def test_the_command(folder: Path) -> None:
         (("--network", EXAMPLE, "--plan", "none.json"), ("none.json",)),
         (("--network", EXAMPLE, "--unit", "blocks.*"), ("no module", "'blocks.*'")),
         (("--unit", "blocks.*"), ("--network too",)),
+        (("--group", "8"), ("--network too",)),
+        (("--network", EXAMPLE, "--group", "3"), ("nodes of 8", "one of 2, 4, 8, 16")),
+        (("--network", EXAMPLE, "--engine", "zero"), ("engines zero", "ddp, fsdp2, hsdp")),
     ],
 )
-def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: tuple[str, ...]) -> None:
+def test_errors_of_the_command(folder, arguments, told):
     text = run("scale", "my_many_models:build", *arguments, cwd=folder, fails=2)
     assert "Traceback" not in text
     for part in told:
@@ -364,7 +355,7 @@ def test_errors_of_the_command(folder: Path, arguments: tuple[Any, ...], told: t
 
 
 @pytest.mark.slow
-def test_ten_seconds_for_a_hundred_sites() -> None:
+def test_ten_seconds_for_a_hundred_sites():
     """Of processor time, which other work on the machine does not lengthen; four numbers of GPUs."""
     begun = time.process_time()
     found = scale_across(
@@ -378,14 +369,14 @@ def test_ten_seconds_for_a_hundred_sites() -> None:
     assert {one.gpus for one in found.rows} == {8, 64, 256, 1024}
 
 
-def test_no_corner_lies_far_outside_an_interval(prepared: Any) -> None:
+def test_no_corner_lies_far_outside_an_interval(prepared):
     """The search for a ratio's ends, against 400 draws of all inputs' ends at once."""
     net, (steps, rate) = Network.load(EXAMPLE), prepared
     inputs = _inputs(net)
     drawn = random.Random(0)
     for engine, step in steps.items():
 
-        def ratio(ends: Any, step: Any = step) -> float:
+        def ratio(ends, step=step):
             bf16, planned = (
                 schedule(step.items(net, 64, rate=rate, planned=planned, ends=ends)).total
                 for planned in (False, True)

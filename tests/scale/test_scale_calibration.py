@@ -1,7 +1,5 @@
 """Links measured by ranks: numbers that are got back, what is refused, and the file that is read."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +49,7 @@ def fitted(name: str, given_: list[Sample]) -> Network:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_times_of_a_known_network_are_told_again(name: str) -> None:
+def test_times_of_a_known_network_are_told_again(name):
     """At sizes held out; and, where groups tell hops from launches, at other numbers of GPUs."""
     found = fitted(name, samples(name))
     for row in checked(found, samples(name), samples(name, SIZES[1::2])):
@@ -71,7 +69,7 @@ def test_times_of_a_known_network_are_told_again(name: str) -> None:
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 1 << 20), name=st.sampled_from(sorted(GROUPS)))
-def test_every_fitted_time_lies_between_the_ends(seed: int, name: str) -> None:
+def test_every_fitted_time_lies_between_the_ends(seed, name):
     drawn = random.Random(seed)
     given_ = samples(name, noise=lambda: drawn.lognormvariate(0, 0.3))
     found = fitted(name, given_)
@@ -83,7 +81,7 @@ def test_every_fitted_time_lies_between_the_ends(seed: int, name: str) -> None:
         assert most >= one.us.high * (1 - 1e-9)
 
 
-def test_the_line_has_the_least_relative_error() -> None:
+def test_the_line_has_the_least_relative_error():
     pairs = ((1.0, 9.0), (10.0, 20.0), (100.0, 330.0), (1000.0, 1500.0))
     a, b = relative_line(*zip(*pairs, strict=True))
     near = ((1, 1), (1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99))
@@ -95,7 +93,7 @@ def test_the_line_has_the_least_relative_error() -> None:
         fitted("pair", falling)
 
 
-def test_a_late_host_costs_that_timing_on_every_rank() -> None:
+def test_a_late_host_costs_that_timing_on_every_rank():
     nan, points = float("nan"), [("all_reduce", 1 << 20)]
     one, other = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, nan], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1.0]
     found, behind = rounds.over_ranks(points, [[one], [other]])
@@ -149,7 +147,7 @@ REFUSED = {
 }
 
 
-def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path: Path) -> None:
+def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path):
     told = on_ranks(job, 2, tmp_path)
     for name, text in REFUSED.items():
         assert all(text in rank[name] for rank in told), name
@@ -170,7 +168,7 @@ def test_two_ranks_write_what_a_forecast_reads_or_refuse_together(tmp_path: Path
     assert "nothing of links between nodes" in run(*ask, "--gpus", 8, cwd=tmp_path, fails=2)
 
 
-def test_one_rank_is_refused_with_the_command(tmp_path: Path) -> None:
+def test_one_rank_is_refused_with_the_command(tmp_path):
     text = run("scale", "calibrate", "--out", "net.json", "--device", "cpu", cwd=tmp_path, fails=2)
     assert "torchrun --nproc-per-node 2 -m loka scale calibrate" in text
     assert not (tmp_path / "net.json").exists()

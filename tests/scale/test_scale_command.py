@@ -1,7 +1,5 @@
 """`loka.scale` and `loka scale`: one answer, in words, of models of the zoo and of others."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +61,7 @@ def without_sites():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     (tmp_path / "my_scaled_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path
@@ -77,7 +75,7 @@ def tower() -> nn.Module:
     )
 
 
-def test_the_function_answers_in_words() -> None:
+def test_the_function_answers_in_words():
     found = loka.scale(tower(), torch.randn(4, 512), gpu="H200", batch_size=8192)
     counts = found.counts()
     assert sum(counts.values()) == 2 + 3 + 3  # the first layer's input wants no gradient
@@ -102,7 +100,7 @@ def test_the_function_answers_in_words() -> None:
         assert told in text, told
 
 
-def test_total_is_that_of_all_layers_at_once() -> None:
+def test_total_is_that_of_all_layers_at_once():
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     left = sum(layer.bf16.value / layer.speedup.low for layer in found.known if layer.speedup)
     low = found.bf16.value / left
@@ -113,7 +111,7 @@ def test_total_is_that_of_all_layers_at_once() -> None:
     )
 
 
-def test_torch_alone_is_never_taken_for_faster_where_both_were_measured() -> None:
+def test_torch_alone_is_never_taken_for_faster_where_both_were_measured():
     model = nn.Sequential(nn.Linear(2048, 5120), nn.Linear(5120, 2048)).bfloat16()
     x = torch.randn(4, 2048, dtype=torch.bfloat16).requires_grad_()
     every, torchs = (loka.scale(model, x, batch_size=6144, kernels=kernels) for kernels in ("all", "torch"))
@@ -121,7 +119,7 @@ def test_torch_alone_is_never_taken_for_faster_where_both_were_measured() -> Non
     assert torchs.layers[0].speedup.value <= every.layers[0].speedup.value * 1.01
 
 
-def test_a_model_that_nobody_knows_the_shapes_of() -> None:
+def test_a_model_that_nobody_knows_the_shapes_of():
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=16)
     assert found.speedup is None
     assert found.unknown_share == 1
@@ -130,7 +128,7 @@ def test_a_model_that_nobody_knows_the_shapes_of() -> None:
     assert "x [" not in str(found).split("For reference")[0]  # not a single speed-up
 
 
-def test_part_of_the_sites_unknown_is_said() -> None:
+def test_part_of_the_sites_unknown_is_said():
     with fake_mode():
         model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 400_000))
     found = loka.scale(model, torch.randn(4, 2048), batch_size=8192)
@@ -139,7 +137,7 @@ def test_part_of_the_sites_unknown_is_said() -> None:
     assert "2 interpolated, 3 unknown" in found.verdict()
 
 
-def test_saving_and_loading(tmp_path: Path) -> None:
+def test_saving_and_loading(tmp_path):
     found = loka.scale(tower(), torch.randn(4, 512), batch_size=8192)
     found.save(tmp_path / "scale.json")
     assert Scale.load(tmp_path / "scale.json") == found
@@ -149,7 +147,7 @@ def test_saving_and_loading(tmp_path: Path) -> None:
         Scale.load(tmp_path / "scale.json")
 
 
-def test_the_command_on_a_model_of_ones_own(folder: Path) -> None:
+def test_the_command_on_a_model_of_ones_own(folder):
     text = run("scale", "my_scaled_models:build", "--out", "scale.json", cwd=folder)
     saved = Scale.load(folder / "scale.json")
     assert saved.batch_size == 8192
@@ -164,7 +162,7 @@ def test_the_command_on_a_model_of_ones_own(folder: Path) -> None:
         assert (other.layers, other.batch_size) == (saved.layers, 8192), arguments
 
 
-def test_the_command_on_factories_and_the_zoo(folder: Path) -> None:
+def test_the_command_on_factories_and_the_zoo(folder):
     assert "8192x64x13" in run("scale", "my_scaled_models:clicks", cwd=folder)
     text = run("scale", "dcnv2:mlperf", "--batch-size", 2048, "--out", "zoo.json", cwd=folder)
     saved = Scale.load(folder / "zoo.json")
@@ -189,7 +187,7 @@ def test_the_command_on_factories_and_the_zoo(folder: Path) -> None:
         (("my_scaled_models:without_sites",), ("has no sites", "nn.Linear")),
     ],
 )
-def test_errors_name_the_way_out(folder: Path, arguments: tuple[str, ...], told: tuple[str, ...]) -> None:
+def test_errors_name_the_way_out(folder, arguments, told):
     text = run("scale", *arguments, cwd=folder, fails=2)
     assert "Traceback" not in text
     assert "Way out" in text
@@ -197,7 +195,7 @@ def test_errors_name_the_way_out(folder: Path, arguments: tuple[str, ...], told:
         assert part in text, text
 
 
-def test_errors_of_the_function() -> None:
+def test_errors_of_the_function():
     x = torch.randn(4, 512)
     with pytest.raises(UnknownName, match="one of h200"):
         loka.scale(tower(), x, gpu="mi300")

@@ -1,7 +1,5 @@
 """Network files: what is read, and what is refused by the name of its field."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from loka.core.records.network import Network
 EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
 
 
-def test_the_example_network_labels_every_number() -> None:
+def test_the_example_network_labels_every_number():
     found = Network.load(EXAMPLE)
     for name, quantity in found.quantities.items():
         assert quantity.origin == "assumed", name
@@ -40,7 +38,7 @@ _BROKEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("told", _BROKEN)
-def test_broken_networks(told: str, tmp_path: Path) -> None:
+def test_broken_networks(told, tmp_path):
     content = json.loads(EXAMPLE.read_text())
     _BROKEN[told](content)
     (tmp_path / "net.json").write_text(json.dumps(content))
@@ -50,7 +48,7 @@ def test_broken_networks(told: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"name": 1e999}'])
-def test_files_that_are_no_networks(text: str, tmp_path: Path) -> None:
+def test_files_that_are_no_networks(text, tmp_path):
     (tmp_path / "net.json").write_text(text)
     with pytest.raises(FileRefused, match="as a network"):
         Network.load(tmp_path / "net.json")

@@ -1,7 +1,5 @@
 """What is stored of the H200, and how far predictions from it can be trusted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +42,7 @@ def layer(
     )
 
 
-def test_the_file_is_small_and_says_where_it_is_from(stored: StoredTimes) -> None:
+def test_the_file_is_small_and_says_where_it_is_from(stored):
     assert gpus() == ("h200",)
     assert (FOLDER / "h200.json.gz").stat().st_size < 150_000
     assert stored.machine.device == "NVIDIA H200"
@@ -60,7 +58,7 @@ def test_the_file_is_small_and_says_where_it_is_from(stored: StoredTimes) -> Non
 
 @pytest.mark.parametrize("name", ["bf16", "all", "torch"])
 @pytest.mark.parametrize("out", ["layer", "rows"])
-def test_intervals_hold_where_shapes_are_left_out(stored: StoredTimes, name: str, out: str) -> None:
+def test_intervals_hold_where_shapes_are_left_out(stored, name, out):
     """Of 95 % intervals: each layer by all others, in both dtypes of its weights; then all layers of one
     number of rows, which is all of most models, by those of others. Errors are logs of factors."""
     points, surface = quantities(stored)[name]
@@ -74,7 +72,7 @@ def test_intervals_hold_where_shapes_are_left_out(stored: StoredTimes, name: str
     assert sorted(errors)[len(errors) // 2] < (0.05 if out == "layer" else 0.07)
 
 
-def test_leaving_out_is_what_a_file_without_the_layer_would_say(stored: StoredTimes) -> None:
+def test_leaving_out_is_what_a_file_without_the_layer_would_say(stored):
     """The formula of `left_out` against predictions that never saw the layer."""
     points = stored.bf16_points()
     shapes = list(points)
@@ -86,7 +84,7 @@ def test_leaving_out_is_what_a_file_without_the_layer_would_say(stored: StoredTi
             assert short[shapes.index(shape)] == pytest.approx(long, rel=1e-6)
 
 
-def test_layers_by_sites_lie_in_their_intervals(stored: StoredTimes) -> None:
+def test_layers_by_sites_lie_in_their_intervals(stored):
     """What the rule says of a layer from others, against what the layer took as a whole when it was raced."""
     groups = [shape.layer for shape in stored.gain_points("all")]
     found = dict(
@@ -113,7 +111,7 @@ def test_layers_by_sites_lie_in_their_intervals(stored: StoredTimes) -> None:
     assert sum(held) / len(held) >= 0.9
 
 
-def test_measured_shapes_are_as_measured(stored: StoredTimes) -> None:
+def test_measured_shapes_are_as_measured(stored):
     """Every stored layer comes back to the digit, with the time that it took as a whole."""
     calls = [
         layer(s.rows, s.in_features, s.out_features, s.weight_dtype)
@@ -136,7 +134,7 @@ def test_measured_shapes_are_as_measured(stored: StoredTimes) -> None:
             assert found.speedup == one.by_sites["all"]
 
 
-def test_far_shapes_are_not_guessed(stored: StoredTimes) -> None:
+def test_far_shapes_are_not_guessed(stored):
     (far,) = layer_times([layer(64, 1024, 1024)], stored, kernels="all")
     assert far.speedup is None
     assert far.origin == "unknown"
@@ -155,7 +153,7 @@ def test_far_shapes_are_not_guessed(stored: StoredTimes) -> None:
     assert not within_reach(past, lone)
 
 
-def test_far_is_wide_and_near_is_narrow(stored: StoredTimes) -> None:
+def test_far_is_wide_and_near_is_narrow(stored):
     points, surface = quantities(stored)["all"]
     shapes = [
         Shape(kind="output", rows=rows, in_features=2048, out_features=2048, weight_dtype="bfloat16")
@@ -165,7 +163,7 @@ def test_far_is_wide_and_near_is_narrow(stored: StoredTimes) -> None:
     assert halves == sorted(halves)
 
 
-def test_float32_weights_gain_less(stored: StoredTimes) -> None:
+def test_float32_weights_gain_less(stored):
     """Of a GEMM by itself: they are quantized from twice the bytes. So it was measured, and so it is told of
     a shape that was not."""
     for rows, origin in ((6144, "measured"), (8192, "interpolated")):
@@ -177,7 +175,7 @@ def test_float32_weights_gain_less(stored: StoredTimes) -> None:
         assert low.speedup.value < high.speedup.value
 
 
-def test_bf16_stays_where_eight_bits_lose(stored: StoredTimes) -> None:
+def test_bf16_stays_where_eight_bits_lose(stored):
     small, logit = layer_times([layer(8192, 512, 256), layer(8192, 512, 1)], stored, kernels="all")
     assert small.speedup == Estimate(1.0, 1.0, 1.0)
     assert {site.helps for site in (*small.gemms.values(), *logit.gemms.values())} == {"no"}
@@ -188,7 +186,7 @@ def test_bf16_stays_where_eight_bits_lose(stored: StoredTimes) -> None:
     )
 
 
-def test_by_sites_is_never_below_one_and_takes_the_better_way() -> None:
+def test_by_sites_is_never_below_one_and_takes_the_better_way():
     ten = Estimate(10.0, 9.0, 11.0)
     times = dict.fromkeys(Gemm, ten)
     slow, fast = Estimate(0.5, 0.4, 0.6), Estimate(2.0, 1.6, 2.5)
@@ -198,7 +196,7 @@ def test_by_sites_is_never_below_one_and_takes_the_better_way() -> None:
     assert by_sites(times, mixed, Estimate(1.5, 1.1, 1.9)) == Estimate(1.5, pytest.approx(30 / 26.25), 1.9)
 
 
-def test_wukong_as_a_plan_has_it(stored: StoredTimes) -> None:
+def test_wukong_as_a_plan_has_it(stored):
     """All layers of Wukong 2 GF at the measured size, with float32 weights: the planner's total from the same
     measurements, within 1 %."""
     report = Report.load(ROOT / "benchmarks" / "wukong_step" / "report.json.xz")

@@ -1,7 +1,5 @@
 """Sites and FLOPs told before training are those that Probe finds in training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from foreign.registry import FOREIGN
@@ -31,7 +29,7 @@ def probed(name: str) -> Coverage:
     "name",
     ["relu_tower", "experts_einsum", "lstm_tower", "lora_merged", "checkpoint_modules", "shared_attention"],
 )
-def test_sites_and_flops_are_those_of_probe(name: str) -> None:
+def test_sites_and_flops_are_those_of_probe(name):
     """Tokens, stacked experts, what is no site and why, tied calls; no numbers were needed."""
     foreign, expected = FOREIGN[name], probed(name)
     found = trace(foreign.build(), foreign.inputs(ROWS), batch_size=None)
@@ -41,7 +39,7 @@ def test_sites_and_flops_are_those_of_probe(name: str) -> None:
     assert not found.notes
 
 
-def test_a_batch_of_few_rows_stands_for_a_large_one() -> None:
+def test_a_batch_of_few_rows_stands_for_a_large_one():
     foreign = FOREIGN["encoder_batch_first"]
     few = trace(foreign.build(), foreign.inputs(4), batch_size=ROWS)
     whole = trace(foreign.build(), foreign.inputs(ROWS), batch_size=None)
@@ -52,17 +50,17 @@ def test_a_batch_of_few_rows_stands_for_a_large_one() -> None:
 class LooksAtValues(nn.Module):
     """Its forward asks for a number, which fake tensors have not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(16)
         self.layer = nn.Linear(16, 32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         scale = 2.0 if x.max().item() > 0 else 1.0
         return self.layer(self.norm(x) * scale)
 
 
-def test_code_that_looks_at_values_runs_on_few_rows_and_is_carried_on() -> None:
+def test_code_that_looks_at_values_runs_on_few_rows_and_is_carried_on():
     model = LooksAtValues()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -77,7 +75,7 @@ def test_code_that_looks_at_values_runs_on_few_rows_and_is_carried_on() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_model_is_left_as_it_is() -> None:
+def test_the_model_is_left_as_it_is():
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trace(model, torch.randn(4, 8), batch_size=512)
@@ -87,7 +85,7 @@ def test_the_model_is_left_as_it_is() -> None:
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_model_larger_than_memory() -> None:
+def test_a_model_larger_than_memory():
     """A trillion parameters: built and traced in no memory."""
     with fake_mode():
         model = nn.Sequential(*(nn.Linear(1 << 18, 1 << 18, bias=False) for _ in range(16)))
@@ -97,7 +95,7 @@ def test_a_model_larger_than_memory() -> None:
     assert len(found.calls) == 16
 
 
-def test_which_gemms_run() -> None:
+def test_which_gemms_run():
     """The first layer's input wants no gradient, a frozen weight none of its own."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 16))
     model[1].weight.requires_grad_(False)
@@ -109,14 +107,14 @@ def test_which_gemms_run() -> None:
     ]
 
 
-def test_what_does_not_run_is_told() -> None:
+def test_what_does_not_run_is_told():
     with pytest.raises(LokaError, match=r"Sequential does not run.*mat1 and mat2|a tuple of arguments"):
         trace(nn.Sequential(nn.Linear(16, 32)), torch.randn(4, 17), batch_size=None)
     with pytest.raises(LokaError, match="no tensor with rows"):
         trace(nn.Linear(16, 32), (3, "text"), batch_size=None)
 
 
-def test_a_converted_model_is_refused() -> None:
+def test_a_converted_model_is_refused():
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(64, 16)).sum().backward()

@@ -1,7 +1,5 @@
 """Small models with plans by hand, their rows, and what they convert to."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 
@@ -24,7 +22,7 @@ TENSOR, BLOCK, TORCH = "emulated:tensorwise_e4m3", "emulated:block128_e4m3", "to
 class Tower(nn.Module):
     """dense [B, 13], ids [B] -> logits [B]; odd sides, an embedding, a norm and a logit layer in bf16."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(50, 11)
         self.first = nn.Linear(24, 37)
@@ -32,7 +30,7 @@ class Tower(nn.Module):
         self.second = nn.Linear(37, 30, bias=False)
         self.logit = nn.Linear(30, 1)
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         x = torch.cat([dense, self.table(ids).to(dense.dtype)], dim=1)
         x = torch.relu(self.norm(self.first(x)))
         return self.logit(torch.relu(self.second(x))).squeeze(1).float()
@@ -41,13 +39,13 @@ class Tower(nn.Module):
 class Cross(nn.Module):
     """Raw parameters: x0 * (x V W) + x, and stacked experts; x [B, 24] -> [B, 4, 16] and [B]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.v = nn.Parameter(torch.randn(24, 8) * 0.2)
         self.w = nn.Parameter(torch.randn(8, 24) * 0.2)
         self.experts = nn.Parameter(torch.randn(4, 24, 16) * 0.2)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         y = x * (x @ self.v @ self.w) + x
         each = torch.einsum("bi,eio->beo", y, self.experts)
         return {"each": each, "sum": each.sum(dim=(1, 2))}

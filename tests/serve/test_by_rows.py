@@ -1,9 +1,5 @@
 """Plans by number of rows: each bucket answers by its own, and a weight is kept once in FP8."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from served import POW2, ROW, calibration, converted, plan_for, rows, tower
@@ -30,14 +26,14 @@ def by_plan(candidates: dict[str, str], count: int, seed: int = 0) -> torch.Tens
 
 
 @pytest.mark.parametrize(("count", "candidates"), [(8, FEW), (16, FEW), (64, MANY)])
-def test_each_bucket_answers_by_its_plan(count: int, candidates: dict[str, str]) -> None:
+def test_each_bucket_answers_by_its_plan(count, candidates):
     server = frozen()
     assert torch.equal(server(rows(count)).output, by_plan(candidates, count))
     other = MANY if candidates is FEW else FEW
     assert not torch.equal(server(rows(count)).output, by_plan(other, count))
 
 
-def test_parts_of_a_long_request_go_by_their_buckets() -> None:
+def test_parts_of_a_long_request_go_by_their_buckets():
     server = frozen()
     answer = server(rows(72))
     assert answer.buckets == (64, 8)
@@ -45,7 +41,7 @@ def test_parts_of_a_long_request_go_by_their_buckets() -> None:
     assert torch.equal(answer.output[64:], server(tuple(last)).output)
 
 
-def test_it_says_what_runs_where_and_keeps_the_weight_for_it() -> None:
+def test_it_says_what_runs_where_and_keeps_the_weight_for_it():
     card = frozen().card
     assert card.in_hp == (("second",), ("second",), ())
     assert card.dropped == ("first.weight",)
@@ -53,7 +49,7 @@ def test_it_says_what_runs_where_and_keeps_the_weight_for_it() -> None:
     assert "second (in high precision for some numbers of rows)" in str(card)
 
 
-def test_it_is_saved_loaded_and_refreshed(tmp_path: Path) -> None:
+def test_it_is_saved_loaded_and_refreshed(tmp_path):
     server = frozen()
     server.save(tmp_path)
     loaded = load(tmp_path, tower(seed=5))
@@ -68,7 +64,7 @@ def test_it_is_saved_loaded_and_refreshed(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     model = tower()
     few, many = plan_for(model, FEW), plan_for(model, MANY)
     given = {"calibration": calibration(), "buckets": BUCKETS}

@@ -1,7 +1,5 @@
 """A saved server answers in a fresh process as it did, and what is no such folder is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from forked import run_script
 from served import GROUP, ROW, TENSOR, Tower, calibration, plan_for, rows, tower
 from torch import nn
 
-from loka.core.exceptions import FileRefused, LokaError, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
+from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.storage.files import sha256_of_file
 from loka.serve import Server, freeze, load
 from loka.serve.card import Folder
@@ -41,7 +39,7 @@ torch.save([server(rows(50, seed=seed)).output for seed in range(3)], "answers.p
 
 
 @pytest.mark.parametrize("candidate", [TENSOR])
-def test_a_fresh_process_answers_bit_for_bit(candidate: str, tmp_path: Path) -> None:
+def test_a_fresh_process_answers_bit_for_bit(candidate, tmp_path):
     server = saved(tmp_path / "ranker", candidate, autocast=torch.bfloat16, name="clicks")
     run_script(FRESH, name="fresh", cwd=tmp_path, output=tmp_path / "printed")
     for seed, answer in enumerate(torch.load(tmp_path / "answers.pt")):
@@ -49,7 +47,7 @@ def test_a_fresh_process_answers_bit_for_bit(candidate: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("candidate", [ROW, GROUP, TENSOR])
-def test_loaded_equals_saved_and_can_be_refreshed(candidate: str, tmp_path: Path) -> None:
+def test_loaded_equals_saved_and_can_be_refreshed(candidate, tmp_path):
     server = saved(tmp_path, candidate, name="clicks")
     model = tower(3)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -65,7 +63,7 @@ def test_loaded_equals_saved_and_can_be_refreshed(candidate: str, tmp_path: Path
     assert torch.equal(load(tmp_path / "again", model)(rows(50)).output, server(rows(50)).output)
 
 
-def test_weights_lie_in_eight_bits(tmp_path: Path) -> None:
+def test_weights_lie_in_eight_bits(tmp_path):
     class Wide(nn.Sequential):
         pass
 
@@ -76,7 +74,7 @@ def test_weights_lie_in_eight_bits(tmp_path: Path) -> None:
     assert not (tmp_path / "precise.safetensors").exists()
 
 
-def test_the_shadow_needs_the_weights_in_high_precision(tmp_path: Path) -> None:
+def test_the_shadow_needs_the_weights_in_high_precision(tmp_path):
     saved(tmp_path / "without")
     with pytest.raises(ServeRefused, match="no weights in high precision"):
         load(tmp_path / "without", tower(), shadow=0.5)
@@ -88,7 +86,7 @@ def test_the_shadow_needs_the_weights_in_high_precision(tmp_path: Path) -> None:
 
 
 def _cut(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+    def change(folder):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) // 2])
 
@@ -99,23 +97,23 @@ def _gone(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def _flip(folder: Path) -> None:
+def _flip(folder: Path):
     data = bytearray((folder / "weights.safetensors").read_bytes())
     data[-7] ^= 1
     (folder / "weights.safetensors").write_bytes(data)
 
 
-def _edited(folder: Path) -> None:
+def _edited(folder: Path):
     card = folder / "card.json"
     card.write_text(card.read_text().replace("160", "161"))
 
 
-def _of_another(folder: Path) -> None:
+def _of_another(folder: Path):
     """A plan of another folder, sound by itself."""
     plan_for(tower(), {"first": ROW}).save(folder / "plan.json")
 
 
-def _points_out(folder: Path) -> None:
+def _points_out(folder: Path):
     """A card that names a file beyond the folder."""
     shutil.copy(folder / "plan.json", folder.parent / "outside.json")
     record = Folder.load(folder / "card.json")
@@ -140,7 +138,7 @@ def _points_out(folder: Path) -> None:
         (lambda folder: plan_for(tower(), BOTH).save(folder / "card.json"), "it is a loka-plan"),
     ],
 )
-def test_damaged_and_foreign_folders(damage: Callable[[Path], None], told: str, tmp_path: Path) -> None:
+def test_damaged_and_foreign_folders(damage, told, tmp_path):
     saved(tmp_path / "ranker")
     damage(tmp_path / "ranker")
     with pytest.raises(FileRefused, match=told) as refused:
@@ -151,14 +149,14 @@ def test_damaged_and_foreign_folders(damage: Callable[[Path], None], told: str, 
 class Silu(Tower):
     """The same layers, and another function between them."""
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         x = torch.cat([dense, self.table(ids)], dim=1)
         x = torch.tanh(self.norm(self.first(x)))
         return self.logit(torch.tanh(self.second(x))).squeeze(1)
 
 
 class WithoutNorm(Tower):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.Identity()
 
@@ -171,16 +169,14 @@ class WithoutNorm(Tower):
         (Silu, ServeRefused, "computes something else"),
     ],
 )
-def test_other_models_are_refused(
-    build: Callable[[], nn.Module], error: type[LokaError], told: str, tmp_path: Path
-) -> None:
+def test_other_models_are_refused(build, error, told, tmp_path):
     saved(tmp_path)
     with pytest.raises(error, match=told) as refused:
         load(tmp_path, build())
     assert refused.value.way_out
 
 
-def test_another_machine_is_refused(tmp_path: Path) -> None:
+def test_another_machine_is_refused(tmp_path):
     saved(tmp_path)
     record = Folder.load(tmp_path / "card.json")
     machine = replace(record.card.machine, device="NVIDIA H200", target="sm_90", driver="580")
@@ -189,7 +185,7 @@ def test_another_machine_is_refused(tmp_path: Path) -> None:
         load(tmp_path, tower())
 
 
-def test_a_missing_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_is_refused(tmp_path, monkeypatch):
     saved(tmp_path)
     from loka.kernels.gemm import registry
 
@@ -203,7 +199,7 @@ def test_a_missing_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     registry.require_supported.cache_clear()
 
 
-def test_an_unfinished_save_leaves_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_save_leaves_no_card(tmp_path, monkeypatch):
     server = saved(tmp_path)
     monkeypatch.setattr(
         "loka.serve.saving.write_tensors", lambda *_: (_ for _ in ()).throw(NotWritten("full"))
@@ -214,7 +210,7 @@ def test_an_unfinished_save_leaves_no_card(tmp_path: Path, monkeypatch: pytest.M
         load(tmp_path, tower())
 
 
-def test_the_card_holds_what_it_says(tmp_path: Path) -> None:
+def test_the_card_holds_what_it_says(tmp_path):
     saved(tmp_path, name="clicks of Monday")
     content = json.loads((tmp_path / "card.json").read_text())["content"]["card"]
     assert content["calibration"]["name"] == "clicks of Monday"

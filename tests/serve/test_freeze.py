@@ -1,7 +1,5 @@
 """A frozen model answers as the converted one does, and the model it was made of stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -47,9 +45,7 @@ def answered(model: nn.Module, inputs: list[torch.Tensor], autocast: torch.dtype
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TORCH, ("hp", ROW, ROW), (ROW, ROW, ROW)])
-def test_frozen_equals_converted_bit_for_bit(
-    candidate: str | tuple[str, str, str], autocast: torch.dtype | None
-) -> None:
+def test_frozen_equals_converted_bit_for_bit(candidate, autocast):
     model = tower()
     plan = plan_for(model, {"first": candidate, "second": ROW})
     server = freeze(model, plan, calibration=calibration(), autocast=autocast, buckets=(64,))
@@ -60,7 +56,7 @@ def test_frozen_equals_converted_bit_for_bit(
     assert torch.equal(server(tuple(padded)).output, expected)  # and those of the rows of padding
 
 
-def test_raw_parameters_and_stacked_experts() -> None:
+def test_raw_parameters_and_stacked_experts():
     torch.manual_seed(0)
     model = Cross().eval()
     plan = cross_plan(model, ROW)
@@ -76,7 +72,7 @@ def test_raw_parameters_and_stacked_experts() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_the_model_stays_as_it_was(before: bool) -> None:
+def test_the_model_stays_as_it_was(before):
     model = tower().train()
     plan = plan_for(model, BOTH)
     if before:
@@ -98,7 +94,7 @@ def test_the_model_stays_as_it_was(before: bool) -> None:
     assert torch.equal(server(request).output, answer)
 
 
-def test_weights_are_kept_once_and_in_eight_bits() -> None:
+def test_weights_are_kept_once_and_in_eight_bits():
     model = tower()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     assert server.card.dropped == ("first.weight", "second.weight")
@@ -109,12 +105,12 @@ def test_weights_are_kept_once_and_in_eight_bits() -> None:
 
 
 class ReadsWeights(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         penalty = self.first.weight.square().mean()
         return super().forward(dense.to(self.second.weight.dtype), ids) + penalty
 
 
-def test_a_weight_with_another_reader_is_kept() -> None:
+def test_a_weight_with_another_reader_is_kept():
     torch.manual_seed(0)
     model = ReadsWeights().eval()
     plan = plan_for(model, BOTH)
@@ -125,7 +121,7 @@ def test_a_weight_with_another_reader_is_kept() -> None:
     assert torch.equal(server(request).output, expected)
 
 
-def test_tensor_scales_are_static_and_from_the_calibration_rows() -> None:
+def test_tensor_scales_are_static_and_from_the_calibration_rows():
     model = tower()
     server = freeze(model, plan_for(model, {"first": TENSOR}), calibration=calibration(), buckets=(8, 64))
     with torch.no_grad():
@@ -149,7 +145,7 @@ def test_tensor_scales_are_static_and_from_the_calibration_rows() -> None:
     assert "static" in str(server.card)
 
 
-def test_buckets_pad_split_and_slice_exactly() -> None:
+def test_buckets_pad_split_and_slice_exactly():
     model = tower()
     plan = plan_for(model, BOTH)
     server = freeze(model, plan, calibration=calibration(), buckets=(4, 16))
@@ -176,7 +172,7 @@ def test_buckets_pad_split_and_slice_exactly() -> None:
 
 
 @pytest.mark.parametrize("candidate", [ROW, GROUP, TENSOR])
-def test_nan_stays_in_its_row(candidate: str) -> None:
+def test_nan_stays_in_its_row(candidate):
     model = tower()
     server = freeze(model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration())
     dense, ids = rows(20)
@@ -192,17 +188,17 @@ def test_nan_stays_in_its_row(candidate: str) -> None:
 
 
 class MixesRows(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         return super().forward(dense - dense.mean(dim=0), ids)
 
 
 class Reduces(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         return super().forward(dense, ids).mean()
 
 
 @pytest.mark.parametrize(("build", "told"), [(MixesRows, "mixes rows"), (Reduces, "an output .. for")])
-def test_models_whose_rows_are_not_answered_by_themselves(build: type[Tower], told: str) -> None:
+def test_models_whose_rows_are_not_answered_by_themselves(build, told):
     torch.manual_seed(0)
     model = build().eval()
     with pytest.raises(ServeRefused, match=told):
@@ -228,14 +224,14 @@ def _with(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         ([(rows(64)[0], rows(63)[1])], "unequal numbers of rows"),
     ],
 )
-def test_calibration_rows_that_say_nothing(given: list[tuple[torch.Tensor, torch.Tensor]], told: str) -> None:
+def test_calibration_rows_that_say_nothing(given, told):
     model = tower()
     with pytest.raises(ServeRefused, match=told) as refused:
         freeze(model, plan_for(model, BOTH), calibration=given)
     assert refused.value.way_out
 
 
-def test_a_site_that_sees_zeros_only() -> None:
+def test_a_site_that_sees_zeros_only():
     model = tower()
     with torch.no_grad():
         model.norm.weight.zero_()
@@ -244,7 +240,7 @@ def test_a_site_that_sees_zeros_only() -> None:
         freeze(model, plan_for(model, BOTH), calibration=calibration())
 
 
-def test_plans_that_do_not_fit() -> None:
+def test_plans_that_do_not_fit():
     model, other = tower(), tower()
     other.second = nn.Linear(37, 31, bias=False)
     with pytest.raises(PlanMismatch, match="second"):
@@ -265,7 +261,7 @@ def test_plans_that_do_not_fit() -> None:
 class TwoPaths(Tower):
     """A tower that rows of large values take."""
 
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         if float(dense.abs().max()) > 50:
             return self.logit(self.second(self.first(torch.cat([dense, self.table(ids)], dim=1)))).squeeze(1)
         return self.logit(
@@ -273,7 +269,7 @@ class TwoPaths(Tower):
         )[:, 0]
 
 
-def test_a_site_that_no_row_reached_raises_when_one_does() -> None:
+def test_a_site_that_no_row_reached_raises_when_one_does():
     torch.manual_seed(0)
     model = TwoPaths().eval()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
@@ -285,12 +281,12 @@ def test_a_site_that_no_row_reached_raises_when_one_does() -> None:
 
 
 class KeepsInput(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         self.seen = dense
         return super().forward(self.seen, ids)
 
 
-def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time() -> None:
+def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time():
     torch.manual_seed(0)
     model = KeepsInput().eval()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
@@ -304,7 +300,7 @@ def test_a_forward_that_writes_to_the_model_answers_one_request_at_a_time() -> N
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_eight_threads_get_the_answers_of_one(count: int) -> None:
+def test_eight_threads_get_the_answers_of_one(count):
     model = tower()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration(), buckets=(4, 8))
     requests = [rows(1 + seed % 8, seed=seed) for seed in range(20)]
@@ -315,10 +311,10 @@ def test_eight_threads_get_the_answers_of_one(count: int) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_requests_of_another_form_are_refused(named: bool) -> None:
+def test_requests_of_another_form_are_refused(named):
     model = tower()
 
-    def form(dense: torch.Tensor, ids: torch.Tensor) -> object:
+    def form(dense, ids):
         return {"ids": ids, "dense": dense} if named else (dense, ids)
 
     plan = plan_for(model, BOTH)
@@ -336,6 +332,6 @@ def test_requests_of_another_form_are_refused(named: bool) -> None:
     ("mean_abs", "expected"),
     [(0.0, 20.0), (1e-3, 20.0), (0.1, 20 * math.log10(1 / (0.2 * math.sqrt(math.pi / 2)))), (0.6, 6.0)],
 )
-def test_two_computations_may_be_apart_by_what_eight_bits_cost(mean_abs: float, expected: float) -> None:
+def test_two_computations_may_be_apart_by_what_eight_bits_cost(mean_abs, expected):
     """An untrained Wukong agreed to 19.1 dB, eager and compiled, where FP8 itself cost as much."""
     assert AnswerError(max_abs=1.0, mean_abs=mean_abs, rms=1.0).least_db == pytest.approx(expected)

@@ -1,7 +1,5 @@
 """Servers by CUDA graphs on a GPU; test_serve_graphs has a CPU's, with stand-ins."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +14,7 @@ from loka.core.error import sqnr_db
 from loka.serve import Server, freeze, graphs
 from loka.serve.rows import LEAST_DB
 from loka.serve.sites import answering
+from loka.serve.watch.monitor import EVERY
 
 pytestmark = pytest.mark.gpu
 DEVICE, POW2, ROW = "cuda", "torch_fast:rowwise_e4m3_pow2", "torch:rowwise_e4m3"
@@ -40,7 +39,7 @@ def frozen(model: Wide, plan: Any, **options: Any) -> Server:
     return freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=BUCKETS, **options)
 
 
-def test_every_bucket_answers_as_its_program() -> None:
+def test_every_bucket_answers_as_its_program():
     """Bit for bit, padded rows included, and near to the model run eagerly."""
     model = model_of(0)
     server = frozen(model, plans(model))
@@ -61,7 +60,7 @@ def test_every_bucket_answers_as_its_program() -> None:
     assert server.card.in_hp == (("first", "second"), ())
 
 
-def test_without_graphs_it_answers_as_the_converted_model() -> None:
+def test_without_graphs_it_answers_as_the_converted_model():
     model = model_of(0)
     plan = plans(model)[16]
     server, eager = frozen(model, plan, graphs=False), converted(model, plan)
@@ -70,7 +69,7 @@ def test_without_graphs_it_answers_as_the_converted_model() -> None:
             assert torch.equal(server(rows(count)).output, eager(rows(count)))
 
 
-def test_new_weights_while_requests_go_on() -> None:
+def test_new_weights_while_requests_go_on():
     """No request is lost, and each is answered by the weights of its version."""
     models = [model_of(seed) for seed in range(2)]
     server = frozen(models[0], plans(models[0]))
@@ -80,7 +79,7 @@ def test_new_weights_while_requests_go_on() -> None:
         answers.append([server(x).output.clone() for x in requests])
     assert not torch.equal(answers[0][2], answers[1][2])
 
-    def ask() -> set[int]:
+    def ask():
         seen = set()
         while not done.is_set():
             for x, each in zip(requests, zip(*answers, strict=True), strict=True):
@@ -97,7 +96,7 @@ def test_new_weights_while_requests_go_on() -> None:
     assert len(set.union(*(each.result() for each in asking))) > 1
 
 
-def test_the_alarm_names_a_shift() -> None:
+def test_the_alarm_names_a_shift():
     model = model_of(0)
     server = frozen(model, plans(model)[16])
     for turn in range(2000):
@@ -108,3 +107,17 @@ def test_the_alarm_names_a_shift() -> None:
         if server.alarms():
             break
     assert {(alarm.site, alarm.kind) for alarm in server.alarms()} == {("first", "shift")}
+
+
+def test_a_shift_is_named_within_a_hundred_requests():
+    """By the graphs that show scales: nothing waits for them, so a look is read a request later or more."""
+    model = model_of(0)
+    server = frozen(model, plans(model)[16])
+    for turn in range(40 * EVERY):
+        server(rows(3, seed=turn))
+    torch.cuda.synchronize()
+    assert server.alarms() == ()
+    for turn in range(100):
+        server(rows(3, seed=turn) * 20)
+        torch.cuda.synchronize()
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "shift")]

@@ -1,9 +1,5 @@
 """Latents ahead of time: one byte a value within e4m3's bound, of one teacher, with ages that are true."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -24,7 +20,7 @@ def latents(ids: list[int], teacher: str = "T", version: int = 1, written: int =
     return Latents.of(*made, teacher=teacher, version=version, written=written)
 
 
-def test_a_latent_comes_back_within_half_a_step_of_e4m3() -> None:
+def test_a_latent_comes_back_within_half_a_step_of_e4m3():
     """Half a step is 2^-4 of the value, or 2^-10 of the scale, of 3 mantissa bits; 1e-6 is float32's."""
     told = values(40)
     told[20] = 0
@@ -37,7 +33,7 @@ def test_a_latent_comes_back_within_half_a_step_of_e4m3() -> None:
     assert not torch.equal(found, told)
 
 
-def test_a_look_up_counts_hits_ages_and_versions(tmp_path: Path) -> None:
+def test_a_look_up_counts_hits_ages_and_versions(tmp_path):
     store = latents([7, 3, 9]).merged(latents([3, 5], version=2, written=25))
     store.save(tmp_path)
     for one in (store, Latents.load(tmp_path, teacher="T")):
@@ -56,7 +52,7 @@ def test_a_look_up_counts_hits_ages_and_versions(tmp_path: Path) -> None:
         assert one.look_up(torch.tensor([9]), now=30, max_age=20).hit.all()
 
 
-def test_what_is_written_later_stands_whatever_the_order_of_merging() -> None:
+def test_what_is_written_later_stands_whatever_the_order_of_merging():
     old, new = latents([1, 2]), latents([2, 3], version=2, written=11)
     for store in (old.merged(new), new.merged(old)):
         assert store.version.tolist() == [1, 2, 2]
@@ -66,14 +62,14 @@ def test_what_is_written_later_stands_whatever_the_order_of_merging() -> None:
     assert last.look_up(torch.tensor([4]), now=0).values.tolist() == [[1.0]]
 
 
-def test_an_empty_store_knows_nothing() -> None:
+def test_an_empty_store_knows_nothing():
     empty = latents([])
     found = empty.look_up(torch.tensor([3, 4]), now=0)
     assert (found.hit_rate, found.values.shape, found.age.tolist()) == (0.0, (2, WIDTH), [-1, -1])
     assert torch.equal(empty.merged(latents([3, 4])).scale, latents([3, 4]).scale)
 
 
-def test_what_cannot_be_stored_or_read_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_stored_or_read_is_refused(tmp_path):
     with pytest.raises(ServeRefused, match="1 of 2 latents hold NaN"):
         Latents.of(torch.arange(2), torch.tensor([[1.0], [torch.nan]]), teacher="T", version=1, written=0)
     with pytest.raises(ServeRefused, match="do not belong together"):

@@ -1,7 +1,5 @@
 """The load test is open-loop: a server that stalls is asked on, and the wait counts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -13,7 +11,7 @@ from loka.core.exceptions import ServeRefused
 from loka.serve.load_test import arrivals, load_test, percentile
 
 
-def test_arrivals_are_poisson() -> None:
+def test_arrivals_are_poisson():
     times = arrivals(1000.0, 20.0, seed=1)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert len(times) == pytest.approx(20_000, abs=5 * math.sqrt(20_000))
@@ -24,14 +22,14 @@ def test_arrivals_are_poisson() -> None:
     assert arrivals(1000.0, 20.0, seed=1) == times != arrivals(1000.0, 20.0, seed=2)
 
 
-def test_percentiles() -> None:
+def test_percentiles():
     values = [float(value) for value in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0, 50, 99, 99.9, 100)] == [1, 50, 99, 100, 100]
     assert percentile([7.0], 50) == 7.0
     assert math.isnan(percentile([], 50))
 
 
-def test_waiting_behind_a_stall_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_behind_a_stall_counts(monkeypatch):
     """One answer takes 0.3 s. A closed loop would see one slow request; here all that arrive then wait."""
     monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
     found = load_test(lambda turn: time.sleep(0.3 if turn == 20 else 0.0005), rate=200.0, seconds=0.6)
@@ -40,7 +38,7 @@ def test_waiting_behind_a_stall_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.milliseconds[90.0] > 100  # 60 arrive while it stalls, half of all
 
 
-def test_an_overloaded_server_is_not_waited_for() -> None:
+def test_an_overloaded_server_is_not_waited_for():
     began = time.perf_counter()
     found = load_test(lambda turn: time.sleep(0.05), rate=200.0, seconds=0.4, grace=0.2)
     assert time.perf_counter() - began < 3
@@ -49,10 +47,10 @@ def test_an_overloaded_server_is_not_waited_for() -> None:
     assert "unanswered" in str(found)
 
 
-def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_counted(monkeypatch):
     monkeypatch.setattr("loka.serve.load_test.measure_capacity", lambda *_, **__: 1000.0)
 
-    def answer(turn: int) -> None:
+    def answer(turn):
         if turn % 2:
             raise ValueError("no such row")
 
@@ -62,7 +60,7 @@ def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ValueError: no such row" in str(found)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_settings_that_cannot_be():
     for options in ({"rate": 0.0}, {"rate": math.inf}, {"threads": 0}, {"load": -1.0}, {"grace": -1.0}):
         with pytest.raises(ServeRefused, match="no load test has"):
             load_test(lambda turn: None, seconds=0.05, **options)

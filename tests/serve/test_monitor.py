@@ -1,17 +1,29 @@
 """The alarm names the site that moved, soon, and keeps quiet on healthy traffic."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from served import ROW, TENSOR, calibration, plan_for, rows, tower
 from torch import nn
 
+from loka.kernels.edge.twin import row_scale
 from loka.serve import freeze
-from loka.serve.watch.monitor import EVERY, WINDOW, Alarm, Look, Monitor, Range, look, range_of
+from loka.serve.watch.monitor import (
+    EVERY,
+    WINDOW,
+    Alarm,
+    Look,
+    Monitor,
+    Range,
+    look,
+    look_of_scales,
+    octaves_of,
+    range_of,
+)
 
 BOTH = {"first": ROW, "second": ROW}
 
@@ -36,58 +48,77 @@ def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Al
 
 @pytest.mark.parametrize("count", [1, 33])
 @pytest.mark.parametrize("scale", [20.0, 1 / 20])
-def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale: float, count: int) -> None:
+def test_a_shift_of_twenty_times_is_named_within_a_hundred_batches(scale, count):
     batch, (alarm,) = first_alarm(ROW, scale, count)
     assert batch <= EVERY * (WINDOW // 2 + 1)
     assert (alarm.site, alarm.kind) == ("0", "shift")  # behind the norm nothing has moved
     assert scale / 2 < float(alarm.text.split()[2]) < scale * 2
 
 
-def test_saturation_of_a_static_scale_is_named() -> None:
+def test_saturation_of_a_static_scale_is_named():
     batch, (alarm,) = first_alarm(TENSOR, 20.0, 16)
     assert batch <= EVERY
     assert (alarm.site, alarm.kind) == ("0", "saturation")
 
 
+def looked(octaves: np.ndarray) -> list[float]:
+    """Of rows whose largest magnitude has these octaves."""
+    return octaves_of(torch.exp2(torch.from_numpy(octaves))).tolist()
+
+
 @pytest.mark.parametrize("spread", [pytest.param(0.1, marks=pytest.mark.slow), 1.0, 2.0])
-def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread: float) -> None:
+def test_no_alarm_in_a_million_healthy_batches_and_one_on_a_shift(spread):
     """Batches of one row, the hardest: log-normal maxima whose deviation is up to 2 octaves."""
     generator = np.random.default_rng(0)
     known = range_of(torch.exp2(torch.from_numpy(generator.normal(3.0, spread, 4096))), ceiling=None)
     monitor = Monitor({"site": known})
-    octaves = generator.normal(3.0, spread, 1_000_000 // EVERY)
-    for median in octaves.tolist():
+    for median in looked(generator.normal(3.0, spread, 1_000_000 // EVERY)):
         monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
     assert monitor.alarms() == ()
-    shifted = generator.normal(3.0 + math.log2(20), spread, 100 // EVERY)
-    for median in shifted.tolist():
+    for median in looked(generator.normal(3.0 + math.log2(20), spread, 100 // EVERY)):
         monitor.note("site", Look(octaves=median, rows=1, saturated=0, nonfinite=0))
     assert known.blind == (not monitor.alarms())
-    assert known.blind == (spread == 2.0)  # 1.25 * 2.58 * 2 octaves hide a shift of 4.3, and it says so
+    assert known.blind == (spread == 2.0)  # 2.58 * 2 octaves hide a shift of 4.3, and it says so
 
 
-def test_a_row_is_beyond_the_limit_once_in_a_hundred() -> None:
+def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     draws = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1.7
     known = range_of(torch.exp2(draws), ceiling=None)
-    assert float(((draws - known.median).abs() > known.limit).double().mean()) < 0.01
-    assert known.limit == pytest.approx(1.25 * 2.576 * 1.7, rel=0.03)
-    assert range_of(torch.tensor([0.0, 2.0, 2.0]), None) == Range(median=1.0, limit=1.5, ceiling=None)
+    octaves = octaves_of(torch.exp2(draws))
+    assert float(((octaves - known.median).abs() > known.limit).double().mean()) < 0.01
+    assert abs(known.limit - 2.576 * 1.7) <= 0.75, "octaves are whole"
+    assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=1.5, ceiling=None)
 
 
 def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
     return Look.of(look(rows), ceiling)
 
 
-def test_looks() -> None:
+def test_looks():
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
-    assert seen(rows_seen, 3.0) == Look(octaves=1.0, rows=5, saturated=1, nonfinite=2)
+    assert seen(rows_seen, 3.0) == Look(octaves=-7.0, rows=5, saturated=1, nonfinite=2)
     many = torch.ones(1000, 2)
     many[::8] = 2.0
-    assert seen(many, 1.5) == Look(octaves=1.0, rows=125, saturated=125, nonfinite=0)
+    assert seen(many, 1.5) == Look(octaves=-7.0, rows=125, saturated=125, nonfinite=0)
     assert seen(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
 
 
-def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCaptureFixture) -> None:
+@given(st.floats(2.0**-50, 2.0**100, width=32))
+def test_a_row_and_its_scale_are_of_one_octave(largest):
+    rows = torch.tensor([[largest, -largest / 3]])
+    of_row, of_scale = look(rows), look_of_scales(row_scale(rows).view(-1))
+    assert torch.equal(octaves_of(of_row), octaves_of(of_scale))
+    assert 2.0 ** octaves_of(of_row).item() >= largest / 448 > 2.0 ** (octaves_of(of_row).item() - 1)
+
+
+def test_scales_of_zeros_and_of_what_is_not_finite():
+    rows = torch.tensor([[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 0.0], [0.0, 448.0]])
+    found = look_of_scales(row_scale(rows).view(-1))
+    assert found[[0, 3]].tolist() == [0.0, 448.0]
+    assert found[1:3].isnan().all()
+
+
+def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog):
     model = tower()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
     dense, ids = rows(16)
@@ -102,7 +133,7 @@ def test_an_alarm_is_raised_once_and_nan_at_its_first_site(caplog: pytest.LogCap
     assert server.alarms() == ()
 
 
-def test_few_saturated_rows_are_no_alarm() -> None:
+def test_few_saturated_rows_are_no_alarm():
     monitor = Monitor({"site": Range(median=0.0, limit=1.5, ceiling=2.0)})
     for _ in range(WINDOW):
         monitor.note("site", Look(octaves=0.0, rows=1000, saturated=9, nonfinite=0))

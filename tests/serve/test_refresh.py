@@ -1,7 +1,5 @@
 """New weights while requests are answered: each answer belongs to one version, and none is lost."""
 
-from __future__ import annotations
-
 import copy
 import threading
 
@@ -22,7 +20,7 @@ def served(shadow: float = 0.0, candidate: str = ROW) -> Server:
     return freeze(model, plan, calibration=calibration(), buckets=(8, 64), shadow=shadow)
 
 
-def test_refreshed_equals_frozen_from_the_new_weights() -> None:
+def test_refreshed_equals_frozen_from_the_new_weights():
     server = served()
     model = tower(1)
     request = rows(64)
@@ -46,7 +44,7 @@ def test_refreshed_equals_frozen_from_the_new_weights() -> None:
     assert server.refresh(tower(2).state_dict()) == 3  # a number names one version for ever
 
 
-def test_raw_parameters_are_refreshed() -> None:
+def test_raw_parameters_are_refreshed():
     torch.manual_seed(0)
     model, other = Cross().eval(), Cross().eval()
     plan = cross_plan(model, ROW)
@@ -59,7 +57,7 @@ def test_raw_parameters_are_refreshed() -> None:
 
 
 @pytest.mark.parametrize("candidate", [ROW, TENSOR])
-def test_no_answer_mixes_versions_and_none_is_lost(candidate: str) -> None:
+def test_no_answer_mixes_versions_and_none_is_lost(candidate):
     """Requests of 150 rows are split over three runs of the model; refreshes go on between those."""
     server = served(candidate=candidate)
     states = [tower(seed).state_dict() for seed in range(3)]
@@ -72,7 +70,7 @@ def test_no_answer_mixes_versions_and_none_is_lost(candidate: str) -> None:
     answers: list[Answer] = []
     stop = threading.Event()
 
-    def ask() -> None:
+    def ask():
         while not stop.is_set():
             answers.append(server(request))
 
@@ -113,9 +111,7 @@ def _changed(name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
         (_changed("first.weight", torch.full((37, 24), torch.inf)), "first.weight holds NaN or infinity"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_and_what_runs_goes_on(
-    state: dict[str, torch.Tensor], told: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused_and_what_runs_goes_on(state, told):
     server = served()
     before = server(rows(8)).output
     with pytest.raises(ServeRefused, match=told):
@@ -126,7 +122,7 @@ def test_weights_that_do_not_fit_are_refused_and_what_runs_goes_on(
     assert server.refresh(tower(1).state_dict()) == 2  # no number is used up
 
 
-def test_part_of_the_weights_may_be_kept() -> None:
+def test_part_of_the_weights_may_be_kept():
     server = served()
     fresh = tower(1)
     dense = {key: value for key, value in fresh.state_dict().items() if not key.startswith("table.")}
@@ -143,7 +139,7 @@ def test_part_of_the_weights_may_be_kept() -> None:
         server.refresh(dense, keep=["tables.*"])
 
 
-def test_static_scales_stay_those_of_the_calibration_rows() -> None:
+def test_static_scales_stay_those_of_the_calibration_rows():
     server = served(candidate=TENSOR)
     scales = {name: scale.clone() for name, scale in server._scales.items()}
     server.refresh(tower(1).state_dict())
@@ -154,18 +150,18 @@ def test_static_scales_stay_those_of_the_calibration_rows() -> None:
 class Moded(nn.Module):
     """Buffers in and out of the state dict, and weights that two modules share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
         self.second.weight = self.first.weight
         self.norm = nn.BatchNorm1d(24)
         self.register_buffer("offset", torch.randn(24), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.second(torch.relu(self.norm(self.first(x)))) + self.offset
 
 
-def test_buffers_and_shared_weights() -> None:
+def test_buffers_and_shared_weights():
     torch.manual_seed(0)
     model, other = Moded().eval(), Moded().eval()
     with torch.no_grad():
@@ -181,7 +177,7 @@ def test_buffers_and_shared_weights() -> None:
         assert torch.equal(server(x).output, converted(other, plan)(x))
 
 
-def test_the_shadow_check_reports_the_difference() -> None:
+def test_the_shadow_check_reports_the_difference():
     server = served(shadow=0.25)
     model = tower()
     apart = []
@@ -206,6 +202,6 @@ def test_the_shadow_check_reports_the_difference() -> None:
         served(shadow=1.5)
 
 
-def test_without_a_shadow_no_weight_in_high_precision_stays() -> None:
+def test_without_a_shadow_no_weight_in_high_precision_stays():
     assert served()._current.precise is None
     assert str(served().shadow()) == "no request was shadowed"

@@ -5,12 +5,9 @@ that were there then and writes to those that the recording returned. Compiled g
 run op by op.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +24,8 @@ from loka.kernels.quantize.int8_weights import int8_weights
 from loka.serve import Server, freeze, graphs, load
 from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
-from loka.serve.sites import frozen_gemm
-from loka.serve.watch.monitor import EVERY
+from loka.serve.sites import frozen_gemm, observed_by
+from loka.serve.watch.monitor import EVERY, look, octaves_of
 
 BUCKETS = (2, 16)
 
@@ -36,12 +33,12 @@ BUCKETS = (2, 16)
 class Wide(nn.Module):
     """x [B, 16] -> logits [B]: two sites that a region joins, one of odd sides, one logit layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.norm, self.second = nn.Linear(16, 64), nn.LayerNorm(64), nn.Linear(64, 32)
         self.odd, self.logit = nn.Linear(32, 24), nn.Linear(24, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = nn.functional.silu(self.norm(self.first(x)))
         x = torch.relu(self.odd(torch.relu(self.second(x))))
         return self.logit(x).squeeze(1).float()
@@ -65,24 +62,26 @@ planned: list[tuple[nn.Module, int]] = []
 
 
 class Replayed:
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function):
         self.function, self.trees, self.planned = function, bound[-1], planned[-1]
         self.output = mapped(function(), lambda leaf: torch.full_like(leaf, torch.nan))
 
-    def replay(self) -> None:
+    def replay(self):
         bind(*self.trees)
         plan_rows(*self.planned)
         for kept, made in zip(leaves(self.output), leaves(self.function()), strict=True):
             kept.copy_(made)
 
 
-def recorded(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+def recorded(
+    function: Callable[[], Any], device: torch.device, stream: object, pool: object
+) -> tuple[Replayed, Any]:
     made = Replayed(function)
     return made, made.output
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[JointBackend]:
+def backend(monkeypatch) -> Iterator[JointBackend]:
     """Of what a server compiles; the device is said to have graphs."""
     torch._dynamo.reset()
     made, compile_ = JointBackend(), torch.compile
@@ -114,7 +113,7 @@ def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("count", sweep([1, 2, 5, 16], always=[1, 16]))
-def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int) -> None:
+def test_it_answers_as_the_compiled_model_does(backend, count):
     """Bit for bit, padded rows included, though its weights were quantized before; sites are joined."""
     model = wide()
     server = frozen(model)
@@ -132,9 +131,7 @@ def test_it_answers_as_the_compiled_model_does(backend: JointBackend, count: int
     assert torch.equal(answer.output, compiled_answer(model, padded)[:count])
 
 
-def test_int8_is_joined_from_what_is_kept(
-    backend: JointBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_int8_is_joined_from_what_is_kept(backend, monkeypatch, tmp_path):
     """Bit for bit, by graphs and eagerly; a folder holds what is kept, and refresh compiles nothing."""
     monkeypatch.setattr(sys.modules[__name__], "PLAN", dict.fromkeys(PLAN, "emulated:int8_row"))
     model = wide()
@@ -158,7 +155,7 @@ def test_int8_is_joined_from_what_is_kept(
     assert torch.equal(server(inputs(16)).output, compiled_answer(wide(seed=1), inputs(16)))
 
 
-def test_overlong_and_empty_requests(backend: JointBackend) -> None:
+def test_overlong_and_empty_requests(backend):
     server = frozen(wide())
     whole = server(inputs(37))
     assert whole.buckets == (16, 16, 16)
@@ -173,7 +170,7 @@ def test_overlong_and_empty_requests(backend: JointBackend) -> None:
     assert torch.equal(answer.output[others], server(inputs(5)).output[others])
 
 
-def test_new_weights_are_captured_and_not_compiled(backend: JointBackend) -> None:
+def test_new_weights_are_captured_and_not_compiled(backend):
     model, newer = wide(), wide(seed=1)
     server = frozen(model)
     before, count = server(inputs(9)).output, len(backend.graphs)
@@ -188,7 +185,7 @@ def test_new_weights_are_captured_and_not_compiled(backend: JointBackend) -> Non
     assert torch.equal(server(inputs(9)).output, before)
 
 
-def test_refresh_refuses_and_goes_on(backend: JointBackend) -> None:
+def test_refresh_refuses_and_goes_on(backend):
     server = frozen(wide())
     before = server(inputs(3)).output
     bad = wide(seed=1).state_dict() | {"second.weight": torch.full((32, 64), torch.nan)}
@@ -199,9 +196,7 @@ def test_refresh_refuses_and_goes_on(backend: JointBackend) -> None:
     assert server.refresh(wide(seed=1).state_dict()) == 2
 
 
-def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
-    backend: JointBackend, tmp_path: Path
-) -> None:
+def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(backend, tmp_path):
     model = wide()
     server = frozen(model)
     server.save(tmp_path)
@@ -221,7 +216,7 @@ def test_a_folder_keeps_one_scale_for_a_weight_and_loads_with_graphs_or_without(
         assert torch.equal(site.weight.low.scale, site_before.weight.low.scale)
 
 
-def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
+def test_the_alarm_looks_by_graphs(backend):
     """At rows of the request alone, whatever the bucket; a shift is named, and healthy rows are not."""
     server = frozen(wide())
     for turn in range(40 * EVERY):
@@ -234,24 +229,43 @@ def test_the_alarm_looks_by_graphs(backend: JointBackend) -> None:
     assert server.alarms() == ()
 
 
-def test_looks_see_what_the_sites_get(backend: JointBackend) -> None:
+@pytest.mark.parametrize("count", [1, 5, 16])
+def test_looks_see_what_the_sites_get(backend, count):
+    """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
     server = frozen(wide())
-    seen: list[tuple[str, Any]] = []
-    looks = server.current.looks
-    assert looks is not None
-    x = inputs(70)
-    for _ in range(2 * EVERY):
-        looks([x], 100.0, lambda name, look: seen.append((name, look)))
-    assert [name for name, _ in seen] == ["first", "second", "odd"]
-    first = seen[0][1]
-    assert first.rows == 32  # the most of 1, 8, 32, 128 that there are
-    kept = x[::2][:32].bfloat16().float().abs().amax(dim=1)
-    assert first.octaves == pytest.approx(float(kept.median().log2()), rel=1e-6)
-    looks([inputs(0)], 100.0, lambda name, look: seen.append((name, look)))
-    assert len(seen) == 3
+    replays, x = server.current.replays, inputs(count) * torch.logspace(-3, 3, count)[:, None]
+    assert replays is not None
+    seen: dict[str, torch.Tensor] = {}
+    plain = replays([x], 16)
+    replays.note(seen.__setitem__)
+    assert not seen
+    assert torch.equal(replays([x], 16, looking=True), plain)
+    replays.note(seen.__setitem__)
+    assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
+    eager: dict[str, torch.Tensor] = {}
+    with (
+        observed_by(lambda name, rows: eager.update({name: look(rows)})),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        server.current.module(x)
+    for name, maxima in seen.items():
+        apart = (octaves_of(maxima) - octaves_of(eager[name])).abs()
+        assert apart.max() <= (name != "first"), "behind FP8 a maximum may cross over to the next octave"
+        assert apart.sum() <= 1
+    replays([inputs(0)], 2, looking=True)
+    replays.note(lambda name, maxima: pytest.fail("a request of no rows shows none"))
 
 
-def test_shadowed_requests_are_compared_with_high_precision(backend: JointBackend) -> None:
+def test_what_is_not_finite_is_seen_where_it_comes_first(backend):
+    server = frozen(wide())
+    x = inputs(9)
+    x[3, 2] = torch.nan
+    for _ in range(EVERY + 1):
+        server(x)
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "nonfinite")]
+
+
+def test_shadowed_requests_are_compared_with_high_precision(backend):
     server = frozen(wide(), shadow=1.0)
     server(inputs(5))
     found = server.shadow()
@@ -259,16 +273,14 @@ def test_shadowed_requests_are_compared_with_high_precision(backend: JointBacken
     assert 0 < found.max_abs < 0.1
 
 
-def test_compiled_code_that_computes_something_else_is_refused(
-    backend: JointBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_code_that_computes_something_else_is_refused(backend, monkeypatch):
     class Off(Replayed):
-        def replay(self) -> None:
+        def replay(self):
             super().replay()
             for leaf in leaves(self.output):
                 leaf.mul_(1.2)
 
-    def off(function: Callable[[], Any], device: torch.device, stream: object) -> tuple[Replayed, Any]:
+    def off(function, *where):
         made = Off(function)
         return made, made.output
 
@@ -277,8 +289,8 @@ def test_compiled_code_that_computes_something_else_is_refused(
         frozen(wide())
 
 
-def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(function: Callable[[], Any], device: torch.device, stream: object) -> None:
+def test_what_cannot_be_captured_is_refused(backend, monkeypatch):
+    def fails(function, *where):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(graphs, "record", fails)
@@ -286,17 +298,17 @@ def test_what_cannot_be_captured_is_refused(backend: JointBackend, monkeypatch: 
         frozen(wide())
 
 
-def test_where_graphs_cannot_be() -> None:
+def test_where_graphs_cannot_be():
     assert not frozen(wide()).graphs  # on a CPU, where nobody asked
     with pytest.raises(ServeRefused, match="need a CUDA device"):
         frozen(wide(), graphs=True)
 
 
-def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None:
+def test_a_forward_that_writes_to_itself_has_none(backend):
     class Counting(Wide):
         calls = 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             self.calls += 1
             return super().forward(x)
 
@@ -308,7 +320,7 @@ def test_a_forward_that_writes_to_itself_has_none(backend: JointBackend) -> None
     assert copy.deepcopy(model).calls == model.calls
 
 
-def test_programs_of_plans_by_rows(backend: JointBackend) -> None:
+def test_programs_of_plans_by_rows(backend):
     """A bucket whose plan has a site in high precision is compiled so, for new weights as well."""
     model = wide()
     plans = {2: plan_for(model, {"odd": ROW}), 16: plan_for(model, PLAN)}
@@ -329,19 +341,19 @@ def test_programs_of_plans_by_rows(backend: JointBackend) -> None:
 class Raw(nn.Module):
     """x [B, 16] -> [B]: parameters that are multiplied by as they are, one of them through a view."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w, self.pair = (
             nn.Parameter(torch.randn(16, 64) * 0.2),
             nn.Parameter(torch.randn(2, 64, 32) * 0.2),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(x @ self.w)
         return (torch.relu(x @ self.pair[0]) - torch.relu(x @ self.pair[1])).sum(dim=1).float()
 
 
-def test_new_weights_of_raw_parameters_are_taken(backend: JointBackend) -> None:
+def test_new_weights_of_raw_parameters_are_taken(backend):
     """A compiled site finds its weight by its parameter, which is another one in each version."""
     torch.manual_seed(0)
     model, newer = Raw().eval(), Raw().eval()
@@ -360,13 +372,13 @@ def test_new_weights_of_raw_parameters_are_taken(backend: JointBackend) -> None:
     assert server.apart() == {}
 
 
-def test_what_forward_makes_once_is_no_hindrance(backend: JointBackend) -> None:
+def test_what_forward_makes_once_is_no_hindrance(backend):
     """A model that keeps a constant from its first call on is recorded, and keeps it to itself."""
 
     class Lazy(Wide):
         mask: torch.Tensor | None = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             if self.mask is None:
                 self.mask = torch.ones(16, device=x.device)
             return super().forward(x * self.mask)

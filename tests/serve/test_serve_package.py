@@ -1,7 +1,5 @@
 """A package answers without loka as the server does; what cannot go into one is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -43,9 +41,7 @@ def served(candidate: str = ROW, **options: object) -> Server:
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("candidate", [ROW, POW2, GROUP, TENSOR, TORCH])
-def test_a_packaged_site_computes_what_a_frozen_one_does(
-    candidate: str, autocast: torch.dtype | None
-) -> None:
+def test_a_packaged_site_computes_what_a_frozen_one_does(candidate, autocast):
     server = served(candidate, autocast=autocast)
     for name, site in frozen_sites(server.current.module).items():
         x = torch.randn(5, 3, site.weight.sides[1])
@@ -55,7 +51,7 @@ def test_a_packaged_site_computes_what_a_frozen_one_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("candidate", "autocast"), [(TENSOR, torch.bfloat16), (TORCH, None)])
-def test_a_package_runs_without_loka(candidate: str, autocast: torch.dtype | None, tmp_path: Path) -> None:
+def test_a_package_runs_without_loka(candidate, autocast, tmp_path):
     server = served(candidate, autocast=autocast, shadow=0.5)
     server.refresh(tower(1).state_dict())
     found = server.package(tmp_path / "ranker.pt2", batch=(1, 300))
@@ -72,7 +68,7 @@ def test_a_package_runs_without_loka(candidate: str, autocast: torch.dtype | Non
 
 
 @pytest.mark.slow
-def test_raw_parameters_and_several_outputs(tmp_path: Path) -> None:
+def test_raw_parameters_and_several_outputs(tmp_path):
     torch.manual_seed(0)
     model = Cross().eval()
     server = freeze(model, cross_plan(model, ROW), calibration=[torch.randn(64, 24)])
@@ -84,7 +80,7 @@ def test_raw_parameters_and_several_outputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_in_cpp(tmp_path: Path) -> None:
+def test_the_example_in_cpp(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     example = Path(__file__).parents[2] / "examples" / "serve_cpp"
@@ -100,7 +96,7 @@ def test_the_example_in_cpp(tmp_path: Path) -> None:
     assert done.stdout.startswith("64 rows, 1 outputs")
 
 
-def test_what_cannot_go_into_a_package() -> None:
+def test_what_cannot_go_into_a_package():
     model = tower()
     plan = plan_for(model, {"first": ROW, "second": "deep_gemm:blockwise_e4m3"})
     assert list(unpackaged(plan)) == ["second"]
@@ -123,19 +119,19 @@ def test_what_cannot_go_into_a_package() -> None:
         other.package("x.pt2")
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingLibrary, match=r"C\+\+ compiler"):
         served().package("x.pt2")
 
 
 class Branches(Tower):
-    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, ids):
         return super().forward(dense, ids) if float(dense.sum()) < 1e9 else dense[:, 0]
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_export(tmp_path: Path) -> None:
+def test_a_model_that_does_not_export(tmp_path):
     torch.manual_seed(0)
     model = Branches().eval()
     server = freeze(model, plan_for(model, BOTH), calibration=calibration())
@@ -145,19 +141,17 @@ def test_a_model_that_does_not_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_package_that_answers_otherwise_is_not_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_that_answers_otherwise_is_not_left(tmp_path, monkeypatch):
     """The file holds another version than the server that it is compared with."""
     import loka.serve.packaging.aot as package
 
     server = served()
     other = freeze(tower(1), server.plan, calibration=calibration())
 
-    def compiled(program: object, *, package_path: str, inductor_configs: object) -> None:
+    def compiled(program, *, package_path, inductor_configs):
         Path(package_path).write_bytes(b"")
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def run(command, **_):
         given = package.tensors_from_bytes(Path(command[4]).read_bytes())
         found = {
             f"{size}/0": other.current.module(given[f"{size}/0"], given[f"{size}/1"])

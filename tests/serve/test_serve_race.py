@@ -1,12 +1,9 @@
 """Buckets that take what is fastest, with the stand-in for graphs of test_serve_graphs.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from joint import JointBackend
 from served import plan_for
-from test_serve_graphs import BUCKETS, PLAN, Replayed, backend, compiled_answer, frozen, inputs, wide
+from test_serve_graphs import BUCKETS, PLAN, backend, compiled_answer, frozen, inputs, wide
 
 from loka.core.exceptions import ServeRefused
 from loka.serve import freeze, graphs
@@ -14,14 +11,14 @@ from loka.serve import freeze, graphs
 __all__ = ["backend"]  # a fixture
 
 
-def test_each_bucket_takes_what_is_fastest(backend: JointBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bucket_takes_what_is_fastest(backend, monkeypatch):
     """Its own plan within the noise; answers are those of the compiled model with these sites in FP8."""
     model = wide()
     few, many = (plan_for(model, {name: PLAN[name] for name in names}) for names in (["first"], PLAN))
     # Replays in order: all in high precision, the first plan, the second; 2 rows and 16 of each.
     taken = iter([5.0, 30.0, 4.98, 20.0, 9.0, 20.1])
 
-    def microseconds(recording: Replayed, device: torch.device) -> float:
+    def microseconds(recording, device):
         recording.replay()
         return next(taken, 1.0)
 
@@ -42,6 +39,6 @@ def test_each_bucket_takes_what_is_fastest(backend: JointBackend, monkeypatch: p
     assert all("first" in names for names in server.card.in_hp)
 
 
-def test_a_race_needs_graphs() -> None:
+def test_a_race_needs_graphs():
     with pytest.raises(ServeRefused, match="race=True times CUDA graphs"):
         frozen(wide(), graphs=False, race=True)

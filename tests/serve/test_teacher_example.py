@@ -1,7 +1,5 @@
 """examples/teacher.py, tiny: whose gradient reaches what, what a row may know, and what is counted."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +19,7 @@ def touched(student: torch.nn.Module, loss: torch.Tensor) -> set[str]:
     return {name.partition(".")[0] for name, grad in moved.items() if grad.to_dense().any()}
 
 
-def test_the_teachers_label_reaches_neither_the_main_head_nor_the_adapter() -> None:
+def test_the_teachers_label_reaches_neither_the_main_head_nor_the_adapter():
     rows = next(example.batches(0, 0, 64, 64))
     vocab_sizes = example.SyntheticClicks(rows=1, seed=0).vocab_sizes
     front = example.Front(dense_features=13, vocab_sizes=vocab_sizes, dim=8, bottom=(32,))
@@ -41,7 +39,7 @@ def test_the_teachers_label_reaches_neither_the_main_head_nor_the_adapter() -> N
     assert torch.equal(moved != main, hit.bool()), "a row without a latent reads none"
 
 
-def test_stores_differ_in_rounding_alone() -> None:
+def test_stores_differ_in_rounding_alone():
     rows = next(example.batches(0, 0, 64, 64))
     told = {name: {"latent": torch.randn(64, 24)} for name in ("fp8", "bf16")}
     none = torch.empty(0, dtype=torch.int64), torch.empty(0, 24)
@@ -60,7 +58,7 @@ def test_stores_differ_in_rounding_alone() -> None:
         assert not any(found.any() for found in stores.read(arm, rows, now=now, max_age=5))
 
 
-def test_the_example_runs_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs_and_counts(capsys):
     """Held-out rows hit where an earlier row of the stream has their pair, counted here without a store."""
     (outcome,) = example.main(SIZES.split())
     printed = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Folders for Triton Inference Server, read by the server's own description of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from pathlib import Path
@@ -39,7 +37,7 @@ def read(text: str) -> Any:
     return text_format.Parse(text, module.ModelConfig())
 
 
-def test_the_config_says_what_the_model_takes_and_gives() -> None:
+def test_the_config_says_what_the_model_takes_and_gives():
     server = served()
     form = server.card.form
     output = server(rows(5)).output
@@ -58,14 +56,14 @@ def test_the_config_says_what_the_model_takes_and_gives() -> None:
     assert given.HasField("reshape") == (output.dim() == 1)
 
 
-def test_every_dtype_is_one_of_the_servers() -> None:
+def test_every_dtype_is_one_of_the_servers():
     columns = tuple(Column(name=dtype, dtype=dtype, sides=(3, 2)) for dtype in TYPES)
     config = read(config_of("all", Form(kind="named", columns=columns), [torch.zeros(2)], Batching(most=1)))
     assert len({one.data_type for one in config.input}) == len(TYPES)
     assert all(tuple(one.dims) == (3, 2) for one in config.input)
 
 
-def test_what_the_server_cannot_take_is_refused() -> None:
+def test_what_the_server_cannot_take_is_refused():
     form = Form(kind="named", columns=(Column(name="x", dtype="complex64", sides=()),))
     for name in ("../up", "", "a b", ".hidden"):
         with pytest.raises(ServeRefused, match="cannot take") as refused:
@@ -76,7 +74,7 @@ def test_what_the_server_cannot_take_is_refused() -> None:
         assert f"the name {name!r}" in told
 
 
-def test_versions_are_counted_and_never_half_there(tmp_path: Path) -> None:
+def test_versions_are_counted_and_never_half_there(tmp_path):
     package = tmp_path / "made.pt2"
     for number in (1, 2, 3):
         package.write_bytes(b"package %d" % number)
@@ -92,7 +90,7 @@ def test_versions_are_counted_and_never_half_there(tmp_path: Path) -> None:
     assert names == ["1", "10", "11", "2", "3", "config.pbtxt"]
 
 
-def test_a_copy_that_fails_leaves_no_version(tmp_path: Path) -> None:
+def test_a_copy_that_fails_leaves_no_version(tmp_path):
     with pytest.raises(FileNotFoundError):
         add_version(tmp_path / "none.pt2", tmp_path, "ranker", "the config\n")
     package = tmp_path / "made.pt2"
@@ -101,14 +99,14 @@ def test_a_copy_that_fails_leaves_no_version(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "ranker").iterdir()) == ["1", "config.pbtxt"]
 
 
-def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path: Path) -> None:
+def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path):
     from loka.core.storage.alone import InUse
 
     package = tmp_path / "made.pt2"
     package.write_bytes(b"x" * 1000)
     found: list[str] = []
 
-    def publish() -> None:
+    def publish():
         try:
             found.append(add_version(package, tmp_path, "ranker", "the config\n").name)
         except InUse:
@@ -125,7 +123,7 @@ def test_of_several_at_once_each_gets_a_number_or_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_server_publishes_its_versions(tmp_path: Path) -> None:
+def test_a_server_publishes_its_versions(tmp_path):
     """The files run as packages do (test_serve_package.py); an update of the weights is the next version."""
     server = served()
     first, found = server.publish(tmp_path, "ranker", most=64)

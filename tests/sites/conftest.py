@@ -1,9 +1,6 @@
 """Each test compiles from nothing: Dynamo stops compiling a function after eight versions of it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew():
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

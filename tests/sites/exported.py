@@ -2,8 +2,6 @@
 first, which is what finding E1 needs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import loka
 
 
-def run_all(folder: Path) -> None:
+def run_all(folder: Path):
     """Writes what each program returns, and how often candidates were launched for it."""
     other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     plan = loka.Plan.load(folder / "other.json")

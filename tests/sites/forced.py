@@ -1,7 +1,5 @@
 """Models that are probed, measured and planned, with every site forced into FP8."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,11 +23,11 @@ class Planned:
     stats: loka.Stats
     plan: loka.Plan
 
-    def converted(self) -> nn.Module:
+    def converted(self):
         return loka.convert(self.foreign.build(), self.plan)
 
     @property
-    def fp8(self) -> set[str]:
+    def fp8(self):
         """What should run, as "path/gemm"."""
         return {name for name, decision in self.plan.decisions.items() if decision.candidate != HP}
 

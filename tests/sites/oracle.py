@@ -13,11 +13,7 @@ falls to the other side: one step of 2^-4 of that value, in one of thousands. `C
 GEMM that is not quantized at all, or twice, is off by 2e-2 to 4e-2 (28 dB).
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from foreign.flops import Memory
@@ -36,13 +32,13 @@ aten = torch.ops.aten
 
 class _Gemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, names: Candidates) -> torch.Tensor:
+    def forward(ctx, x, weight, names):
         ctx.save_for_backward(x, weight)
         ctx.names = names
         return run_gemm(names[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dx = run_gemm(ctx.names[1], dy, weight.t(), gemm=Gemm.GRAD_INPUT, dtype=dy.dtype)
         dw = run_gemm(ctx.names[2], dy.t(), x.t(), gemm=Gemm.GRAD_WEIGHT, dtype=weight.dtype)
@@ -62,7 +58,7 @@ class Linear8(nn.Linear):
 
     names: Candidates = (ROW, ROW, ROW)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         y = multiply(input, self.weight, self.names)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -83,7 +79,7 @@ class SiteBySite(TorchDispatchMode):
         but: names of parameters that no site multiplies by.
     """
 
-    def __init__(self, model: nn.Module, *, but: Iterable[str] = (), candidate: str = ROW) -> None:
+    def __init__(self, model, *, but=(), candidate=ROW):
         super().__init__()
         self._memory = Memory(model)
         self._but, self._candidate = frozenset(but), candidate
@@ -92,9 +88,7 @@ class SiteBySite(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # so that no address is used again
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         packet = func._overloadpacket
         if packet in (aten.mm, aten.bmm):
@@ -111,7 +105,7 @@ class SiteBySite(TorchDispatchMode):
             self._memory.copied(out, args)
         return out
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor, plain: Callable[[], Any]) -> Any:
+    def _product(self, a, b, plain):
         """a [M, K] @ b [K, N], both perhaps with a batch."""
         if not self._is_sites(a, b):
             return plain()
@@ -121,7 +115,7 @@ class SiteBySite(TorchDispatchMode):
             [self._gemm(one, other) for one, other in zip(a.unbind(0), b.unbind(0), strict=True)]
         )
 
-    def _is_sites(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def _is_sites(self, a, b):
         first, second = self._owner(a), self._owner(b)
         if first and second:
             return False
@@ -140,22 +134,20 @@ class SiteBySite(TorchDispatchMode):
             return True
         return False
 
-    def _owner(self, tensor: torch.Tensor) -> list[str]:
+    def _owner(self, tensor):
         return list(self._memory.owners(tensor))
 
-    def _gemm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _gemm(self, a, b):
         return run_gemm(self._candidate, a, b.t(), gemm=Gemm.OUTPUT, dtype=a.dtype)
 
-    def _convolution(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _convolution(self, x, weight, bias):
         rows = x.movedim(1, -1)
         y = self._gemm(rows.reshape(-1, x.shape[1]), weight[:, :, 0].t())
         y = y.reshape(*rows.shape[:-1], -1).movedim(-1, 1)
         self.counts["output or grad_input"] += 1
         return (y if bias is None else y + bias[:, None]).contiguous()
 
-    def _convolution_backward(
-        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def _convolution_backward(self, dy, x, weight, wanted):
         dy_rows, x_rows = (t.movedim(1, -1).reshape(-1, t.shape[1]) for t in (dy, x))
         dx = self._gemm(dy_rows, weight[:, :, 0]).reshape(dy.shape[0], dy.shape[2], -1).movedim(-1, 1)
         dw = self._gemm(dy_rows.t(), x_rows).unsqueeze(-1)
@@ -179,16 +171,12 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / size if size > 0 else (found - expected).norm())
 
 
-def assert_close(
-    found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""
-) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""):
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert off(found, expected) <= bound, f"{what}: off by {off(found, expected):.2e} of the norm"
 
 
-def assert_same_gradients(
-    model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE
-) -> None:
+def assert_same_gradients(model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE):
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -1,7 +1,5 @@
 """A model with sites of every kind, a plan that forces FP8 on it, and training steps with counted sites."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,13 +22,13 @@ STEPS, LR = 3, 0.05
 class LowRankCross(nn.Module):
     """x <- x0 * (V (W x) + b) + x, with members of two ParameterLists, as TorchRec's LowRankCrossNet."""
 
-    def __init__(self, layers: int = 1) -> None:
+    def __init__(self, layers=1):
         super().__init__()
         self.down = nn.ParameterList(_normal(RANK, WIDTH) for _ in range(layers))
         self.up = nn.ParameterList(_normal(WIDTH, RANK) for _ in range(layers))
         self.bias = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH)) for _ in range(layers))
 
-    def forward(self, x0: torch.Tensor) -> torch.Tensor:
+    def forward(self, x0):
         x = x0
         for down, up, bias in zip(self.down, self.up, self.bias, strict=True):
             x = x0 * (F.linear(F.linear(x, down), up) + bias) + x
@@ -40,29 +38,29 @@ class LowRankCross(nn.Module):
 class Gated(nn.Module):
     """Two slices of one parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = _normal(2 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return F.linear(x, self.w[:WIDTH]) * torch.sigmoid(F.linear(x, self.w[WIDTH:]))
 
 
 class Experts(nn.Module):
     """Stacked weights in one bmm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.w = _normal(EXPERTS, WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.bmm(x.expand(EXPERTS, -1, -1), self.w).mean(0)
 
 
 class Mixed(nn.Module):
     """[B, TOKENS, WIDTH] -> logits [B]: nn.Linear, attention, parameter lists, slices and experts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bottom = nn.Linear(WIDTH, WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
@@ -72,7 +70,7 @@ class Mixed(nn.Module):
         self.apart = False  # whether attention gets its one input as three tensors, as FSDP2 hands them over
         self.top = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(self.bottom(x))
         q, k, v = (x.view_as(x) for _ in range(3)) if self.apart else (x, x, x)
         x = x + self.attention(q, k, v, need_weights=False)[0]

@@ -1,7 +1,5 @@
 """Small towers for the tests of findings, plain, converted and by hand, all from the same weights."""
 
-from __future__ import annotations
-
 import torch
 from forced import plan_of
 from oracle import by_hand

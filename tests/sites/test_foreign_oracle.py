@@ -1,7 +1,5 @@
 """Every foreign model, converted, computes what the oracle computes below autograd."""
 
-from __future__ import annotations
-
 import pytest
 from forced import planned, ran
 from foreign.registry import FOREIGN
@@ -25,7 +23,7 @@ NO_SITES = {"lora_merged": ("0.weight", "0.A", "0.B", "2.weight", "2.A", "2.B")}
 
 
 @pytest.mark.parametrize("name", sweep([name for name in FOREIGN if name not in COMPUTED], ALWAYS))
-def test_a_training_step_is_the_oracles(name: str) -> None:
+def test_a_training_step_is_the_oracles(name):
     """It fails where a site multiplies by another view, drops or doubles a bias, or is not run at all."""
     known = planned(name)
     foreign = known.foreign

@@ -2,8 +2,6 @@
 forced.
 """
 
-from __future__ import annotations
-
 import pytest
 from forced import planned, ran, runs
 from foreign.flops import count_flops
@@ -17,7 +15,7 @@ BY_RULE = {"lora_merged": ("0.A+0.B", "2.A+2.B")}
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_nearly_all_flops_are_seen(name: str) -> None:
+def test_nearly_all_flops_are_seen(name):
     """It fails where one way of writing a GEMM is not recognised, or is counted twice."""
     known = planned(name)
     foreign, coverage = known.foreign, known.stats.coverage
@@ -33,7 +31,7 @@ def test_nearly_all_flops_are_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_all_that_is_seen_is_converted_and_runs(name: str) -> None:
+def test_all_that_is_seen_is_converted_and_runs(name):
     """It fails where a site is planned and not attached, or attached and passed by in the step."""
     known = planned(name)
     coverage = known.stats.coverage
@@ -47,7 +45,7 @@ def test_all_that_is_seen_is_converted_and_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["relu_tower", "lstm_tower", "torchrec_dlrm_dcn"])
-def test_a_plan_prints_its_coverage(name: str) -> None:
+def test_a_plan_prints_its_coverage(name):
     """The share of the sites and a line for every other part, whose shares add up to all."""
     known = planned(name)
     coverage = known.stats.coverage
@@ -63,7 +61,7 @@ def test_a_plan_prints_its_coverage(name: str) -> None:
     assert sum(shares) == pytest.approx(100, abs=0.06 * len(shares))
 
 
-def test_an_lstm_is_named_with_its_share() -> None:
+def test_an_lstm_is_named_with_its_share():
     known = planned("lstm_tower")
     coverage = known.stats.coverage
     assert coverage is not None
@@ -78,7 +76,7 @@ def test_an_lstm_is_named_with_its_share() -> None:
     assert share in str(known.plan)
 
 
-def test_a_weight_that_is_computed_is_named_with_its_reason() -> None:
+def test_a_weight_that_is_computed_is_named_with_its_reason():
     known = planned("lora_merged")
     assert set(known.stats.skipped) == {"0", "2"}
     assert all("computes otherwise" in reason for reason in known.stats.skipped.values())

@@ -1,10 +1,7 @@
 """A model that is not ours goes from the first probe to the last revert, as a newcomer would write it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +20,12 @@ CANDIDATES = ["emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"]
 class Attention(nn.Module):
     """Three raw projections [heads, in, out] by einsum, and one back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Parameter(torch.randn(HEADS, WIDTH, 16) / 7) for _ in range(3))
         self.back = nn.Parameter(torch.randn(HEADS, 16, WIDTH) / 7)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (torch.einsum("bti,hio->bhto", x, weight) for weight in (self.q, self.k, self.v))
         scores = torch.softmax(torch.einsum("bhto,bhso->bhts", q, k) / 4, dim=-1)
         return x + torch.einsum("bhto,hoi->bti", torch.einsum("bhts,bhso->bhto", scores, v), self.back)
@@ -37,12 +34,12 @@ class Attention(nn.Module):
 class GatedExperts(nn.Module):
     """Three experts, a matrix each, in one bmm; a gate of softmax over raw columns."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.experts = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 7)
         self.gate = nn.Parameter(torch.randn(WIDTH, 3) / 7)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         made = torch.bmm(x.expand(3, *x.shape), self.experts)
         return (torch.softmax(x @ self.gate, dim=-1).t().unsqueeze(-1) * torch.relu(made)).sum(dim=0)
 
@@ -50,7 +47,7 @@ class GatedExperts(nn.Module):
 class Newcomer(nn.Module):
     """History -> {"click": one logit, "next": a score of every item}; an MLP of odd widths, a tied head."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute=False):
         super().__init__()
         self.recompute = recompute
         self.items = nn.Embedding(ITEMS, WIDTH)
@@ -58,10 +55,10 @@ class Newcomer(nn.Module):
         self.experts = GatedExperts()
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 53), nn.LayerNorm(53), nn.SiLU(), nn.Linear(53, 1))
 
-    def user(self, history: torch.Tensor) -> torch.Tensor:
+    def user(self, history):
         return self.experts(self.attention(self.items(history)).mean(dim=1))
 
-    def forward(self, history: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, history):
         again = self.recompute
         user = checkpoint(self.user, history, use_reentrant=False) if again else self.user(history)
         return {"click": self.mlp(user), "next": F.linear(user, self.items.weight)}
@@ -96,7 +93,7 @@ def train(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_newcomers_model_goes_through_all_of_it(tmp_path: Path) -> None:
+def test_a_newcomers_model_goes_through_all_of_it(tmp_path):
     """Each part reads what the part before has saved; the numbers are held against the oracle and the plain
     run.
     """

@@ -1,7 +1,5 @@
 """Parameters that are multiplied by somewhere else than in the forward of the module that owns them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,7 +19,7 @@ def forced_plan(stats: loka.Stats) -> loka.Plan:
 class OwnAttention(nn.MultiheadAttention):
     """Calls torch's function by itself, as models that change what goes around it do."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x):  # type: ignore[override]
         x = x.transpose(0, 1)
         out, _ = F.multi_head_attention_forward(
             x, x, x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, None, None,
@@ -31,17 +29,17 @@ class OwnAttention(nn.MultiheadAttention):
 
 
 class Heads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.items = nn.Embedding(64, 32)
         self.attention = OwnAttention(32, 4)
         self.lazy = nn.LazyLinear(32)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lazy(self.attention(x)) @ self.items.weight.T  # whose owner is never called
 
 
-def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
+def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs():
     """Fails where parameters are noted in their owner's call alone, at the first sampled step alone, or where
     a function of torch that multiplies inside is run with the mode off."""
     torch.manual_seed(0)
@@ -71,15 +69,15 @@ def test_each_runs_as_a_site_at_every_step_and_in_compiled_graphs() -> None:
     assert torch.equal(model(x), reference)
 
 
-def test_a_site_is_forced_and_kept_by_its_very_name() -> None:
+def test_a_site_is_forced_and_kept_by_its_very_name():
     """Fails where brackets in names are read as patterns alone: `w[:16]` would match nothing."""
 
     class Slices(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.w = nn.Parameter(torch.randn(32, 32) * 0.1)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return F.linear(F.linear(x, self.w), self.w[:16])
 
     model = Slices()

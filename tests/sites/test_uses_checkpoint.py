@@ -5,8 +5,6 @@ A recomputed GEMM that is no site gives other saved tensors than forward did: gr
 says that the recomputation does not match.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,11 +23,11 @@ KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant"
 class Recomputed(nn.Module):
     """Any model, all of it computed again in backward."""
 
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+    def __init__(self, inner, reentrant):
         super().__init__()
         self.inner, self.reentrant = inner, reentrant
 
-    def forward(self, *inputs: torch.Tensor) -> object:
+    def forward(self, *inputs):
         inputs = tuple(x.requires_grad_() if x.is_floating_point() else x for x in inputs)
         return checkpoint(self.inner, *inputs, use_reentrant=self.reentrant)
 
@@ -42,7 +40,7 @@ AROUND = (
 
 @KINDS
 @pytest.mark.parametrize("name", AROUND)
-def test_around_a_converted_model(name: str, reentrant: bool) -> None:
+def test_around_a_converted_model(name, reentrant):
     """Gradients are those without a checkpoint, and the `output` GEMMs ran once more (but for those at the
     end, which a recomputation that stops early does not reach)."""
     known = planned(name)
@@ -66,7 +64,7 @@ def test_around_a_converted_model(name: str, reentrant: bool) -> None:
 class Views(nn.Module):
     """Views of a parameter are made before the checkpointed function that multiplies by them, and inside."""
 
-    def __init__(self, kind: bool | None) -> None:
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
@@ -75,13 +73,13 @@ class Views(nn.Module):
         self.v = nn.Parameter(torch.randn(64, 32) / 64**0.5)
         self.out = nn.Linear(32, 1)
 
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x, weight):
         return F.linear(x, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         value, gate = self.w.chunk(2)
 
-        def inner(x: torch.Tensor) -> torch.Tensor:
+        def inner(x):
             hidden = self.multiply(x, value) * torch.sigmoid(self.multiply(x, gate))
             return x + self.multiply(torch.relu(hidden), self.v.t())
 
@@ -91,17 +89,17 @@ class Views(nn.Module):
 
 
 class ViewsByHand(Views):
-    def multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x, weight):
         return multiply(x, weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         by_hand(self)
         return super().forward(x)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @KINDS
-def test_views_made_before_the_checkpoint(reentrant: bool, compiled: bool) -> None:
+def test_views_made_before_the_checkpoint(reentrant, compiled):
     """They are no attributes of anything, and known by the mode alone that saw them made."""
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     bare = Views(reentrant)
@@ -118,7 +116,7 @@ def test_views_made_before_the_checkpoint(reentrant: bool, compiled: bool) -> No
 
 
 @KINDS
-def test_a_probe_plans_gradients_inside_checkpoints(reentrant: bool) -> None:
+def test_a_probe_plans_gradients_inside_checkpoints(reentrant):
     """The plan of a checkpointed model is that of the same model without, and probing changes no bit."""
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     stats, grads = {}, {}
@@ -138,7 +136,7 @@ def test_a_probe_plans_gradients_inside_checkpoints(reentrant: bool) -> None:
 class Nested(nn.Module):
     """A checkpoint inside of a checkpoint, each of either kind."""
 
-    def __init__(self, outer: bool, inner: bool) -> None:
+    def __init__(self, outer, inner):
         super().__init__()
         torch.manual_seed(0)
         self.kinds = (outer, inner)
@@ -146,11 +144,11 @@ class Nested(nn.Module):
         self.w = nn.Parameter(torch.randn(32, 32) / 32**0.5)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def inside(x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
+        def inside(x):
             return torch.tanh(F.linear(x, self.w))
 
-        def outside(x: torch.Tensor) -> torch.Tensor:
+        def outside(x):
             return torch.tanh(checkpoint(inside, torch.tanh(self.mid(x)), use_reentrant=self.kinds[1]))
 
         return self.out(checkpoint(outside, self.stem(x), use_reentrant=self.kinds[0]))
@@ -158,7 +156,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-def test_checkpoints_inside_checkpoints(outer: bool, inner: bool) -> None:
+def test_checkpoints_inside_checkpoints(outer, inner):
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(1))
     plain, bare = Nested(outer, inner), Nested(outer, inner)
     stats = probe(bare, lambda: bare(x.clone().requires_grad_()).square().mean().backward())

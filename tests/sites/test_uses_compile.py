@@ -4,8 +4,6 @@ Where Dynamo traces past a mode, or recomputes a checkpoint without it, results 
 and the count of sites shows which one is missing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -47,9 +45,7 @@ def _eager(known: Planned) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss, gradients(model)
 
 
-def _compare(
-    known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE
-) -> None:
+def _compare(known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE):
     foreign = known.foreign
     loss, expected = _eager(known)
     found = foreign.loss(call(compiled, foreign.inputs(ROWS)))
@@ -60,7 +56,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("name", sweep(WHOLE, ALWAYS))
-def test_fullgraph(name: str) -> None:
+def test_fullgraph(name):
     """One graph where the original has one, with every site in it, forward and backward."""
     known = planned(name)
     assert known.foreign.fullgraph
@@ -69,13 +65,13 @@ def test_fullgraph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sweep(INDUCTOR, ("slices",)))
-def test_fullgraph_by_inductor(name: str) -> None:
+def test_fullgraph_by_inductor(name):
     known = planned(name)
     model = known.converted()
     _compare(known, model, torch.compile(model, fullgraph=True), bound=FUSED)
 
 
-def test_every_model_that_has_one_graph_is_listed_or_of_a_listed_kind() -> None:
+def test_every_model_that_has_one_graph_is_listed_or_of_a_listed_kind():
     """Also those with breaks run: two are compiled here, whose original is no full graph."""
     assert all(FOREIGN[name].fullgraph for name in (*WHOLE, *INDUCTOR))
     for name in ("lstm_tower", "checkpoint_sequential"):
@@ -89,7 +85,7 @@ BLOCKS = ("checkpoint_modules", "encoder_batch_first", "torchrec_dlrm_dcn")
 
 
 @pytest.mark.parametrize("name", sweep(BLOCKS, BLOCKS[:1]))
-def test_by_block(name: str) -> None:
+def test_by_block(name):
     """`module.compile()` of each child by itself."""
     known = planned(name)
     model = known.converted()
@@ -102,7 +98,7 @@ NESTED = tuple(itertools.product(("fuxictr_dcnv2_parallel", "deepctr_xdeepfm"), 
 
 
 @pytest.mark.parametrize(("name", "outer"), sweep(NESTED, NESTED[3:]))
-def test_nested(name: str, outer: bool) -> None:
+def test_nested(name, outer):
     """Inner modules are replaced by compiled ones, after convert; names of sites stay what they were."""
     known = planned(name)
     model = known.converted()
@@ -122,7 +118,7 @@ def test_nested(name: str, outer: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sweep(("slices", "experts_einsum"), ("slices",)))
-def test_other_batches_make_no_wrong_graph(name: str) -> None:
+def test_other_batches_make_no_wrong_graph(name):
     """Three sizes, of which the last two share one graph with a symbolic batch."""
     known = planned(name)
     model, eager = known.converted(), known.converted()
@@ -137,7 +133,7 @@ def test_other_batches_make_no_wrong_graph(name: str) -> None:
     assert ran(model) == known.fp8
 
 
-def test_converted_after_it_was_compiled() -> None:
+def test_converted_after_it_was_compiled():
     """The graph of before convert is not used any more, nor that of before revert."""
     known = planned("experts_einsum")
     foreign, model = known.foreign, known.foreign.build()

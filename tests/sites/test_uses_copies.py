@@ -3,12 +3,9 @@
 Each fails where a site is bound to the module, parameter or process that it was made in.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,7 +42,7 @@ def _expected(known: Planned, state: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return train_step(known.foreign, model, ROWS), gradients(model)
 
 
-def _check(known: Planned, model: nn.Module) -> None:
+def _check(known: Planned, model: nn.Module):
     loss, expected = _expected(known, model.state_dict())
     model.zero_grad()
     assert_close(train_step(known.foreign, model, ROWS), loss)
@@ -62,7 +59,7 @@ def _moved(known: Planned) -> dict[str, torch.Tensor]:
 
 
 @EACH
-def test_deepcopy(name: str) -> None:
+def test_deepcopy(name):
     """The copy runs its own weights and counts its own runs."""
     known = planned(name)
     model = known.converted()
@@ -76,7 +73,7 @@ def test_deepcopy(name: str) -> None:
 
 
 @EACH
-def test_pickle(name: str) -> None:
+def test_pickle(name):
     known = planned(name)
     if not known.foreign.pickles:
         pytest.skip("torch cannot pickle this model")
@@ -88,7 +85,7 @@ def test_pickle(name: str) -> None:
 
 
 @EACH
-def test_functional_call(name: str) -> None:
+def test_functional_call(name):
     """With other parameters than the model's: outputs, and gradients of those that were given."""
     known = planned(name)
     model, inputs = known.converted(), known.foreign.inputs(ROWS)
@@ -116,7 +113,7 @@ FEW = ("slices", "experts_einsum", "encoder_batch_first", "torchrec_dlrm_dcn")
 
 @pytest.mark.parametrize("name", sweep(NAMES, FEW))
 @pytest.mark.parametrize("how", ["load_state_dict", "assign", "data", "data in place", "AveragedModel"])
-def test_other_weights(name: str, how: str) -> None:
+def test_other_weights(name, how):
     known = planned(name)
     model, state = known.converted(), _moved(known)
     train_step(known.foreign, model, ROWS)
@@ -146,7 +143,7 @@ def test_other_weights(name: str, how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("name", ["slices", "experts_einsum", "encoder_batch_first", "deepctr_xdeepfm"])
-def test_distributed_checkpoint(name: str, tmp_path: Path) -> None:
+def test_distributed_checkpoint(name, tmp_path):
     """Keys are the plain model's, in both directions: saved converted and loaded plain, and the reverse."""
     known = planned(name)
     plain = known.foreign.build()
@@ -165,7 +162,7 @@ def test_distributed_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @EACH
-def test_accumulation(name: str) -> None:
+def test_accumulation(name):
     """Two backward passes add up, and each site ran twice as often."""
     known = planned(name)
     model = known.converted()
@@ -177,7 +174,7 @@ def test_accumulation(name: str) -> None:
     assert runs(model) == {site: 2 * count for site, count in once.items()}
 
 
-def test_double_use_of_a_module_and_of_a_parameter() -> None:
+def test_double_use_of_a_module_and_of_a_parameter():
     """Each use is a run of its own: a layer that is called three times, and one parameter in two GEMMs."""
     known = planned("used_twice")
     model = known.converted()
@@ -194,7 +191,7 @@ def test_double_use_of_a_module_and_of_a_parameter() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_autocast_over_float32_weights(backward_inside: bool, compiled: bool) -> None:
+def test_autocast_over_float32_weights(backward_inside, compiled):
     """bf16 activations, float32 weights quantized from what is stored, float32 gradients: as by hand."""
     found, expected = pair()
     model = torch.compile(found, backend="aot_eager") if compiled else found
@@ -218,14 +215,14 @@ _GEMMS = ("output", "grad_input", "grad_weight")
 class Raw(nn.Module):
     """A slice, a matmul and stacked experts, with the multiplication to be chosen."""
 
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self, by_hand):
         super().__init__()
         torch.manual_seed(0)
         self.by_hand = by_hand
         self.w = nn.Parameter(torch.randn(64, 64) / 8)
         self.experts = nn.Parameter(torch.randn(3, 32, 32) / 6)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         half = self.w[:32]
         if not self.by_hand:
             return torch.einsum("bi,eio->beo", torch.relu(x @ half.t()), self.experts).sum(dim=1)
@@ -234,7 +231,7 @@ class Raw(nn.Module):
         return flat.view(-1, 3, 32).sum(dim=1)
 
 
-def test_autocast_over_raw_float32_parameters() -> None:
+def test_autocast_over_raw_float32_parameters():
     plan = plan_of(Raw(False), batch().requires_grad_())
     found, expected = loka.convert(Raw(False), plan), Raw(True)
     for model in (found, expected):
@@ -246,7 +243,7 @@ def test_autocast_over_raw_float32_parameters() -> None:
     assert all(runs(found).values())
 
 
-def test_modules_moved_into_another_model() -> None:
+def test_modules_moved_into_another_model():
     """A converted part that another model takes over goes on, under its new path's names or its own."""
     found, expected = pair()
     taken = nn.ModuleDict({"tower": nn.Sequential(*list(found)[:4])})
@@ -255,7 +252,7 @@ def test_modules_moved_into_another_model() -> None:
     assert sum(runs(taken).values()) == 2
 
 
-def test_a_plain_copy_of_weights_is_no_site() -> None:
+def test_a_plain_copy_of_weights_is_no_site():
     """`by_hand` and `tower` share no state with what is converted; else every test here compares equals."""
     found, expected = pair()
     with torch.no_grad():

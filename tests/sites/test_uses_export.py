@@ -5,8 +5,6 @@ held one, a saved program ran with the weights of whatever model had that handle
 it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +59,7 @@ def _sites_in(program: torch.export.ExportedProgram) -> set[str]:
     return {node.args[3] for node in nodes}
 
 
-def _check(name: str, *, strict: bool) -> None:
+def _check(name: str, *, strict: bool):
     known = planned(name)
     foreign, model = known.foreign, known.converted()
     expected = _leaves(call(model, foreign.inputs(ROWS)))
@@ -73,13 +71,13 @@ def _check(name: str, *, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sweep(NON_STRICT, (*ALWAYS, "lora_modules")))
-def test_non_strict_has_every_site(name: str) -> None:
+def test_non_strict_has_every_site(name):
     """It fails where tracing passes an owner's mode by, so that a program computes in high precision."""
     _check(name, strict=False)
 
 
 @pytest.mark.parametrize("name", sweep(STRICT_HERE, ALWAYS[:2]))
-def test_strict_has_every_site(name: str) -> None:
+def test_strict_has_every_site(name):
     assert name in STRICT
     _check(name, strict=True)
 
@@ -88,7 +86,7 @@ def test_strict_has_every_site(name: str) -> None:
 @pytest.mark.parametrize(
     "name", sweep(("relu_tower", "slices", "encoder_batch_first"), ("relu_tower", "slices"))
 )
-def test_dynamic_shapes_by_the_names_of_the_original_forward(name: str, strict: bool) -> None:
+def test_dynamic_shapes_by_the_names_of_the_original_forward(name, strict):
     """Also where the model itself owns the parameters, so that its own `forward` is replaced."""
     known = planned(name)
     inputs = known.foreign.inputs(ROWS)
@@ -103,7 +101,7 @@ def test_dynamic_shapes_by_the_names_of_the_original_forward(name: str, strict: 
 @pytest.mark.parametrize(
     "name", sweep(("checkpoint_modules", "checkpoint_function"), ("checkpoint_function",))
 )
-def test_strict_export_takes_no_checkpoints_with_or_without_loka(name: str) -> None:
+def test_strict_export_takes_no_checkpoints_with_or_without_loka(name):
     """A known limit of torch, by the same error; when it goes, the flag of the foreign models goes too."""
     known = planned(name)
     errors = []
@@ -114,7 +112,7 @@ def test_strict_export_takes_no_checkpoints_with_or_without_loka(name: str) -> N
     assert errors[0] is errors[1]
 
 
-def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path: Path) -> None:
+def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path):
     """Strict and not: each gives what it gave here, by FP8 kernels, whatever else is converted there."""
     plan_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)), torch.randn(8, 64)).save(
         tmp_path / "other.json"

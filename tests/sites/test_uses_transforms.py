@@ -1,7 +1,5 @@
 """Ways to call a model that are refused by name, and those beside them that work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,7 @@ from loka.core.exceptions import LokaError, NotConverted
 
 
 def _grad(model: nn.Module, x: torch.Tensor) -> Any:
-    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(parameters):
         return torch.func.functional_call(model, parameters, (x,)).sum()
 
     return torch.func.grad(loss)(dict(model.named_parameters()))
@@ -30,7 +28,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_transform_is_refused_by_name(transform: str) -> None:
+def test_a_transform_is_refused_by_name(transform):
     """torch's own error speaks of autograd.Function and setup_context, which no user of LoKA wrote."""
     model, _ = pair()
     TRANSFORMS[transform](tower(), batch())
@@ -39,20 +37,20 @@ def test_a_transform_is_refused_by_name(transform: str) -> None:
     TRANSFORMS[transform](loka.revert(model), batch())
 
 
-def test_functional_call_alone_works() -> None:
+def test_functional_call_alone_works():
     model, _ = pair()
     x = batch()
     called = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
     assert torch.equal(called, model(x))
 
 
-def test_symbolic_tracing_works() -> None:
+def test_symbolic_tracing_works():
     model, _ = pair()
     x = batch()
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
 
 
-def test_a_sampled_step_inside_vmap_is_refused_by_name() -> None:
+def test_a_sampled_step_inside_vmap_is_refused_by_name():
     model, x = tower(), batch()
     with loka.Probe(model, every=2), pytest.raises(LokaError, match=r"inside torch\.func\.vmap"):
         torch.func.vmap(model)(torch.stack([x, x]))
@@ -62,7 +60,7 @@ def test_a_sampled_step_inside_vmap_is_refused_by_name() -> None:
     assert probe.stats().sampled_steps == 1
 
 
-def test_nested_tensors_are_taken_row_by_row() -> None:
+def test_nested_tensors_are_taken_row_by_row():
     model, _ = pair()
     parts = [batch()[:3], batch()[3:8]]
     expected = torch.cat([model(part) for part in parts])
@@ -74,7 +72,7 @@ def test_nested_tensors_are_taken_row_by_row() -> None:
     assert jagged.grad is not None
 
 
-def test_a_layer_without_inputs_is_skipped_by_name() -> None:
+def test_a_layer_without_inputs_is_skipped_by_name():
     """torch makes an empty sum of it."""
     model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 1))
     with loka.Probe(model, every=1) as probe:

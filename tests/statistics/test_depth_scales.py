@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,9 +14,7 @@ SHAPES = ((300, 200), (256, 128), (128, 300), (1, 5), (5, 1), (129, 27))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("picks", [False, True])
-def test_every_element_gets_the_scale_of_its_group(
-    shape: tuple[int, int], dtype: torch.dtype, picks: bool
-) -> None:
+def test_every_element_gets_the_scale_of_its_group(shape, dtype, picks):
     hp = torch.randn(shape, generator=torch.Generator().manual_seed(0)).exp().to(dtype).t().contiguous().t()
     picked = torch.tensor([0, shape[0] - 1, shape[0] // 2, 0]) if picks else None
     kinds, expected = [], []
@@ -38,14 +34,14 @@ def test_every_element_gets_the_scale_of_its_group(
 
 
 @pytest.mark.parametrize("value", [1.0, 448.0, 448 * 2.0**-40, 449.0, 1e-44, 0.0, 3e38])
-def test_powers_of_two_as_the_reference_rounds_them(value: float) -> None:
+def test_powers_of_two_as_the_reference_rounds_them(value):
     hp = torch.full((2, 3), value)
     (found,) = sample_scales(hp, hp, None, [((2, 3), True)])
     assert found.item() == scale_of(torch.tensor(value), Cast(Format.E4M3, Granularity.TENSOR, True)).item()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_group_with_nan_has_no_scale_and_others_do(value: float) -> None:
+def test_a_group_with_nan_has_no_scale_and_others_do(value):
     hp = torch.ones(3, 4)
     hp[1, 2] = value
     for power_of_two in (False, True):

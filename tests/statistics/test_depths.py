@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +38,7 @@ def layer_of(**operands: torch.Tensor) -> LinearStats:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_every_operand_of_every_gemm_is_answered(recipe) -> None:
+def test_every_operand_of_every_gemm_is_answered(recipe):
     tensors = {"input": heavy(150, 200), "weight": heavy(140, 200, 1), "grad_output": heavy(150, 140, 2)}
     layer = layer_of(**tensors)
     for gemm in Gemm:
@@ -59,7 +56,7 @@ def test_every_operand_of_every_gemm_is_answered(recipe) -> None:
             )
 
 
-def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole() -> None:
+def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole():
     hp = heavy(400, 130)
     picked = torch.randint(400, (150,), generator=torch.Generator().manual_seed(1))
     picked = picked[picked != hp.abs().amax(dim=1).argmax()]  # the sample lacks the tensor's amax
@@ -77,7 +74,7 @@ def test_a_sample_of_rows_is_quantized_with_the_scales_of_the_whole() -> None:
         assert error.sqnr_db == pytest.approx(sqnr_db(whole[picked], hp[picked]), abs=0.01)
 
 
-def test_batches_merge_and_memory_stays() -> None:
+def test_batches_merge_and_memory_stays():
     wanted = depths.layouts("grad_output")
     batches = [heavy(64, 96, seed) for seed in range(3)]
     so_far: depths.Depths = {}
@@ -93,7 +90,7 @@ def test_batches_merge_and_memory_stays() -> None:
         torch.testing.assert_close(backwards[name], table, rtol=1e-12, atol=0)
 
 
-def test_weights_go_with_the_operand_as_it_lies() -> None:
+def test_weights_go_with_the_operand_as_it_lies():
     hp, weight = heavy(40, 50), torch.rand(50)
     tables = depths.collect(hp, depths.layouts("input"), weight=weight)
     assert tables["depth_row"].shape[1] == 10
@@ -102,7 +99,7 @@ def test_weights_go_with_the_operand_as_it_lies() -> None:
         depths.merge(tables, depths.collect(hp, depths.layouts("input")))
 
 
-def test_saved_statistics_keep_them(tmp_path: Path) -> None:
+def test_saved_statistics_keep_them(tmp_path):
     hp = heavy(30, 20)
     plain = to_distribution(gaussian_of(hp, full_covariance=64, rank=4))
     kept = depths.with_depths(plain, depths.collect(hp, depths.layouts("input")))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +23,7 @@ def stream(parts: list[torch.Tensor], *, full: int, rank: int) -> gaussian.Gauss
     seed=st.integers(0, 10**6),
     offset=st.floats(-100, 100),
 )
-def test_batched_welford_equals_the_whole(sizes: list[int], features: int, seed: int, offset: float) -> None:
+def test_batched_welford_equals_the_whole(sizes, features, seed, offset):
     rows = torch.randn(sum(sizes), features, generator=torch.Generator().manual_seed(seed)) + offset
     learnt = stream(list(rows.split(sizes)), full=64, rank=8)
     assert learnt.count == sum(sizes)
@@ -37,7 +35,7 @@ def test_batched_welford_equals_the_whole(sizes: list[int], features: int, seed:
     torch.testing.assert_close(learnt.square, learnt.scatter.diagonal(), rtol=1e-3, atol=slack)
 
 
-def test_low_rank_keeps_the_large_directions_and_the_exact_diagonal() -> None:
+def test_low_rank_keeps_the_large_directions_and_the_exact_diagonal():
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(5, 300, generator=generator)
     parts = [
@@ -57,7 +55,7 @@ def test_low_rank_keeps_the_large_directions_and_the_exact_diagonal() -> None:
 
 
 @pytest.mark.parametrize("full", [1, 64])
-def test_draws_have_the_learnt_moments(full: int) -> None:
+def test_draws_have_the_learnt_moments(full):
     generator = torch.Generator().manual_seed(1)
     mixing = torch.randn(20, 20, generator=generator)
     rows = torch.randn(4000, 20, generator=generator) @ mixing + 3
@@ -69,7 +67,7 @@ def test_draws_have_the_learnt_moments(full: int) -> None:
     torch.testing.assert_close(drawn.mean(0), rows.mean(0), rtol=0, atol=0.2)
 
 
-def test_bad_rows_are_counted_and_left_out() -> None:
+def test_bad_rows_are_counted_and_left_out():
     rows = torch.randn(10, 3)
     rows[2, 1] = float("nan")
     rows[5, 0] = float("inf")
@@ -80,7 +78,7 @@ def test_bad_rows_are_counted_and_left_out() -> None:
     assert gaussian.merge(learnt, empty, rank=2).count == 8
 
 
-def test_round_trip_through_the_record() -> None:
+def test_round_trip_through_the_record():
     learnt = gaussian.gaussian_of(torch.randn(30, 5), full_covariance=8, rank=2)
     again = gaussian.from_distribution(gaussian.to_distribution(learnt))
     merged, expected = (gaussian.merge(g, learnt, rank=2) for g in (again, learnt))
@@ -88,7 +86,7 @@ def test_round_trip_through_the_record() -> None:
     assert merged.zeros == expected.zeros
 
 
-def test_different_widths_do_not_merge() -> None:
+def test_different_widths_do_not_merge():
     a = gaussian.gaussian_of(torch.randn(4, 3), full_covariance=8, rank=2)
     b = gaussian.gaussian_of(torch.randn(4, 2), full_covariance=8, rank=2)
     with pytest.raises(ValueError, match="3 and 2 features"):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -7,7 +5,7 @@ from loka.statistics import matrix_normal
 from loka.statistics.draw import sampler
 
 
-def test_one_snapshot_draws_the_weight_itself() -> None:
+def test_one_snapshot_draws_the_weight_itself():
     weight = torch.randn(6, 4)
     learnt = matrix_normal.first_snapshot(weight, full_covariance=64)
     draw = sampler(matrix_normal.to_distribution(learnt), torch.device("cpu"))
@@ -15,7 +13,7 @@ def test_one_snapshot_draws_the_weight_itself() -> None:
 
 
 @pytest.mark.parametrize("full", [2, 64])
-def test_flip_flop_finds_the_row_and_column_scales(full: int) -> None:
+def test_flip_flop_finds_the_row_and_column_scales(full):
     """Snapshots M + A Z B with diagonal A and B: U ~ A^2 and V ~ B^2 up to the common scale."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(30, 40, generator=generator)
@@ -37,7 +35,7 @@ def test_flip_flop_finds_the_row_and_column_scales(full: int) -> None:
     assert (energy / expected).item() == pytest.approx(1.0, abs=0.25)
 
 
-def test_many_rows_of_few_columns_stay_factorable() -> None:
+def test_many_rows_of_few_columns_stay_factorable():
     """U of 479 rows has rank 13 only; float32 left it indefinite beyond the paper's eps."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(479, 13, generator=generator)
@@ -49,7 +47,7 @@ def test_many_rows_of_few_columns_stay_factorable() -> None:
     assert torch.isfinite(learnt.columns).all()
 
 
-def test_a_still_or_broken_weight_changes_nothing() -> None:
+def test_a_still_or_broken_weight_changes_nothing():
     weight = torch.randn(5, 6)
     learnt = matrix_normal.first_snapshot(weight, full_covariance=64)
     still = matrix_normal.update(learnt, weight)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -36,7 +34,7 @@ def few_directions(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
     return x, x @ slopes.transpose(1, 2)
 
 
-def test_sums_are_those_of_loops_over_samples_and_rows() -> None:
+def test_sums_are_those_of_loops_over_samples_and_rows():
     x, g = few_directions(3, 1)
     x = x + torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2))
     found = named(samples_of(x, g, all_rows=20))
@@ -62,7 +60,7 @@ def test_sums_are_those_of_loops_over_samples_and_rows() -> None:
             assert found[name] == pytest.approx(float(value), rel=1e-5), name  # float32 products
 
 
-def test_sketches_merge_to_the_whole() -> None:
+def test_sketches_merge_to_the_whole():
     """But for rounding; the factor, as samples lie in three directions, which is less than its rank."""
     x, g = few_directions(60, 3)
     whole = samples_of(x, g)
@@ -78,12 +76,12 @@ def test_sketches_merge_to_the_whole() -> None:
         assert found.factor.shape[0] <= 8
 
 
-def test_memory_is_bounded_where_layers_are_large() -> None:
+def test_memory_is_bounded_where_layers_are_large():
     x, g = torch.randn(40, 3, 512), torch.randn(40, 3, 512)
     assert samples_of(x, g).factor.numel() <= 1 << 20
 
 
-def test_bad_rows_are_left_out_and_zero_rows_have_no_log_energy() -> None:
+def test_bad_rows_are_left_out_and_zero_rows_have_no_log_energy():
     x, g = few_directions(10, 4)
     x, g = x.clone(), g.clone()
     without = named(samples_of(x[:, :4], g[:, :4]))
@@ -97,7 +95,7 @@ def test_bad_rows_are_left_out_and_zero_rows_have_no_log_energy() -> None:
     assert named(samples_of(x, g))["rows"] == 40
 
 
-def test_rows_by_sample_as_shapes_tell() -> None:
+def test_rows_by_sample_as_shapes_tell():
     assert layout_of((8,), 8) is None
     assert layout_of((8, 1), 8) is None
     assert layout_of((8, 3), 8).tolist() == torch.arange(24).view(8, 3).tolist()
@@ -109,7 +107,7 @@ def test_rows_by_sample_as_shapes_tell() -> None:
     assert layout_of((0, 5), 0) is None
 
 
-def test_whole_samples_are_picked_and_long_ones_in_part() -> None:
+def test_whole_samples_are_picked_and_long_ones_in_part():
     generator, elements = torch.Generator().manual_seed(0), 6 * 4
     given = torch.randn(9, 6, 5).transpose(1, 2)  # rows [9 * 5] of a view over tokens
     picked = pick(given, 9, elements, 20, generator)
@@ -125,12 +123,12 @@ def test_whole_samples_are_picked_and_long_ones_in_part() -> None:
 class Encoder(nn.Module):
     """A stranger's: tokens of varying number, pooled to one logit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         self.logit = nn.Linear(16, 1)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.logit(self.layer(tokens).mean(dim=1)).squeeze(1)
 
 
@@ -140,7 +138,7 @@ def probed(seed: int, lengths: tuple[int, ...], **options: object) -> tuple[Stat
     model, seen, whole = Encoder(), [], []
     generator = torch.Generator().manual_seed(seed)
 
-    def watch(linear: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def watch(linear, args, output):
         output.register_hook(lambda g: seen.append((args[0].detach(), g)))
 
     model.layer.linear1.register_forward_hook(watch)
@@ -153,7 +151,7 @@ def probed(seed: int, lengths: tuple[int, ...], **options: object) -> tuple[Stat
     return probe.stats(), whole
 
 
-def test_a_probe_learns_samples_of_varying_length_and_its_records_merge() -> None:
+def test_a_probe_learns_samples_of_varying_length_and_its_records_merge():
     stats, whole = probed(1, (7, 3, 11), rows=10_000)
     found = samples_in(stats.layers["layer.linear1"].operands["grad_output"])
     for part in whole[1:]:
@@ -182,7 +180,7 @@ def test_a_probe_learns_samples_of_varying_length_and_its_records_merge() -> Non
         assert torch.equal(kept.sums, found.sums)
 
 
-def test_a_sample_of_samples_tells_of_all(tmp_path) -> None:
+def test_a_sample_of_samples_tells_of_all(tmp_path):
     """Pairs of rows are as coherent in a part of the samples, and in a part of their rows."""
     lengths = (80,) * 6
     stats, whole = probed(1, lengths, rows=512)
@@ -199,11 +197,11 @@ def test_a_sample_of_samples_tells_of_all(tmp_path) -> None:
     assert means[1] > 0.02
 
 
-def test_an_interrupted_run_and_its_rest_learn_the_same_bits() -> None:
+def test_an_interrupted_run_and_its_rest_learn_the_same_bits():
     torch.manual_seed(0)
     model, batches = Encoder(), [torch.randn(9, length, 16) for length in (4, 6, 5, 70)]
 
-    def run(part: list[torch.Tensor], resume: Stats | None = None) -> Stats:
+    def run(part, resume=None):
         with loka.Probe(model, every=1, rows=20, effect_samples=0, resume=resume) as probe:
             for tokens in part:
                 model.zero_grad()

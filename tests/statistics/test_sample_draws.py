@@ -1,7 +1,5 @@
 """Rows drawn by sample add up in grad_weight as those of real samples do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -99,7 +97,7 @@ def real(kind: Callable[[torch.Generator], Batch], seeds: range) -> list[Batch]:
 
 
 @pytest.mark.parametrize("kind", [positions, alike])
-def test_samples_add_up_as_the_real_ones_do(kind: Callable[[torch.Generator], Batch]) -> None:
+def test_samples_add_up_as_the_real_ones_do(kind):
     learnt, later = real(kind, range(16)), real(kind, range(100, 132))
     draws = drawn(learn(learnt, by_sample=True), 32)
     wanted = coherence(later)
@@ -114,13 +112,13 @@ def test_samples_add_up_as_the_real_ones_do(kind: Callable[[torch.Generator], Ba
         assert error(single, granularity) < error(later, granularity) - 1.7
 
 
-def test_rows_that_have_nothing_in_common_stay_apart() -> None:
+def test_rows_that_have_nothing_in_common_stay_apart():
     """Few samples have many directions in which they add up by chance; they are not taken for real ones."""
     draws = drawn(learn(real(apart, range(1)), by_sample=True), 20)
     assert coherence(draws) == pytest.approx(1, abs=0.1)
 
 
-def test_rows_keep_their_moments_and_samples_share_energies() -> None:
+def test_rows_keep_their_moments_and_samples_share_energies():
     learnt = real(positions, range(24))
     x, g = (torch.cat(part) for part in zip(*drawn(learn(learnt, by_sample=True), 24), strict=True))
     for name, rows in (("x", x), ("g", g)):
@@ -135,7 +133,7 @@ def test_rows_keep_their_moments_and_samples_share_energies() -> None:
     assert shares[0] == pytest.approx(shares[1], abs=0.1)
 
 
-def test_any_number_of_rows_is_drawn() -> None:
+def test_any_number_of_rows_is_drawn():
     """Samples begin with each draw; the last one of a draw may be cut short."""
     operands = learn(real(positions, range(4)), by_sample=True)
     for rows in (1, 5, ROWS + 1, 100):
@@ -146,7 +144,7 @@ def test_any_number_of_rows_is_drawn() -> None:
     assert coherence(by_draw) > 2
 
 
-def test_gaussian_draws_do_not_change() -> None:
+def test_gaussian_draws_do_not_change():
     learnt = real(positions, range(2))
     found = [
         samplers(learn(learnt, by_sample=by_sample), CPU, keep_tails=False)["grad_output"](

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def matrix(name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["decaying", "one direction", "heavy rows", "tiny", "rank 3"])
-def test_nearly_as_much_energy_as_the_best(name: str) -> None:
+def test_nearly_as_much_energy_as_the_best(name):
     rows = matrix(name)
     gram = rows @ rows.t()
     found = leading(gram, RANK).t() @ rows
@@ -33,5 +31,5 @@ def test_nearly_as_much_energy_as_the_best(name: str) -> None:
     assert found.square().sum() <= best * (1 + 1e-9)  # it is a projection
 
 
-def test_nothing_gives_nothing() -> None:
+def test_nothing_gives_nothing():
     assert not leading(torch.zeros(50, 50, dtype=torch.float64), 8).isnan().any()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -37,7 +35,7 @@ def learn(batches: list[torch.Tensor]) -> Distribution:
     return tails.with_tails(gaussian.to_distribution(kept), sketch)
 
 
-def test_draws_have_the_depths_of_the_real_rows() -> None:
+def test_draws_have_the_depths_of_the_real_rows():
     # Drawn from the batches that they are compared with: the amax of such rows varies by octaves, and
     # what is to be shown is that the sketches keep what was seen.
     real = [gradient_like(512, 140, seed) for seed in range(1, 9)]
@@ -62,7 +60,7 @@ def test_draws_have_the_depths_of_the_real_rows() -> None:
         assert (errors["gaussian"] - errors["real"]).abs()[2] > 0.4  # zeros: a Gaussian has none
 
 
-def test_draws_have_the_rows_and_columns_of_the_real_ones() -> None:
+def test_draws_have_the_rows_and_columns_of_the_real_ones():
     batches = [gradient_like(512, 60, seed) for seed in range(1, 9)]
     drawn = sampler(learn(batches), CPU)(4096, torch.Generator().manual_seed(3))
     real = torch.cat(batches)
@@ -76,7 +74,7 @@ def test_draws_have_the_rows_and_columns_of_the_real_ones() -> None:
     assert (kept[0] - kept[1]).abs().mean() < 0.2
 
 
-def test_sketches_merge_to_the_whole_and_leave_bad_rows_out() -> None:
+def test_sketches_merge_to_the_whole_and_leave_bad_rows_out():
     hp = gradient_like(300, 20, 1)
     merged = tails.merge_tails(tails.tails_of(hp[:120]), tails.tails_of(hp[120:]))
     whole = tails.tails_of(hp)
@@ -91,7 +89,7 @@ def test_sketches_merge_to_the_whole_and_leave_bad_rows_out() -> None:
         tails.merge_tails(whole, zeros)
 
 
-def test_cross_moments_merge_and_leave_bad_rows_out() -> None:
+def test_cross_moments_merge_and_leave_bad_rows_out():
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(90, 30, generator=generator), torch.randn(90, 12, generator=generator)
     spoiled = x.clone()
@@ -104,11 +102,11 @@ def test_cross_moments_merge_and_leave_bad_rows_out() -> None:
 
 
 @pytest.mark.slow
-def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do() -> None:
+def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do():
     fixed = torch.Generator().manual_seed(0)
     link = torch.randn(24, 10, generator=fixed) / 24**0.5
 
-    def batch(seed: int) -> dict[str, torch.Tensor]:
+    def batch(seed):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(256, 24, generator=generator)
         return {"input": x, "grad_output": x @ link + 0.5 * torch.randn(256, 10, generator=generator)}
@@ -121,7 +119,7 @@ def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do() -> None
     sketch = tails.tails_in(operands["grad_output"])
     operands["grad_output"] = tails.with_tails(operands["grad_output"], sketch, cross)
 
-    def error(layer: dict[str, torch.Tensor]) -> float:
+    def error(layer):
         a, b = sides(Gemm.GRAD_WEIGHT, layer)
         casts = RECIPES["rowwise_e4m3"].grad_weight
         out = dequantize(quantize(a, casts[0])) @ dequantize(quantize(b, casts[1])).t()
@@ -148,7 +146,7 @@ def test_rows_drawn_together_add_up_in_grad_weight_as_the_real_ones_do() -> None
     assert (alone.t().cov() - covariance).norm() < 0.3 * covariance.norm()
 
 
-def test_statistics_without_tails_are_drawn_as_before() -> None:
+def test_statistics_without_tails_are_drawn_as_before():
     kept = gaussian.to_distribution(
         gaussian.gaussian_of(gradient_like(100, 8, 1), full_covariance=64, rank=4)
     )

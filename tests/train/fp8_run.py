@@ -4,8 +4,6 @@ Layers that are converted, dropout between them, a table with sparse gradients, 
 state dict.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -38,7 +36,7 @@ AUTO = AutoConfig(
 class Tower(nn.Module):
     largest: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)
         self.mlp = nn.Sequential(
@@ -49,7 +47,7 @@ class Tower(nn.Module):
         self.logit = nn.Linear(16, 1)
         self.register_buffer("largest", torch.ones(()), persistent=False)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         if self.training:
             self.largest.mul_(0.9).add_(0.1 * dense.detach().abs().max())
         dense = dense * (1 + 1e-3 * torch.tanh(self.largest))
@@ -75,7 +73,7 @@ def digest(value: Any) -> str:
     """Of nested containers of tensors, numbers and text, bit for bit."""
     hashed = hashlib.sha256()
 
-    def add(item: Any) -> None:
+    def add(item):
         if isinstance(item, torch.Tensor):
             hashed.update(f"{item.dtype} {tuple(item.shape)}".encode())
             hashed.update(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -4,8 +4,6 @@ What every process would do first (imports, self-checks of kernels) is done once
 In: folders. Out: `pid N`, `step N` after each, `end {..}` where it gets that far, `gone`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from loka.train.checkpointing.state import plan_in
 Say = Callable[[str], None]
 
 
-def serve(client: Connection, steps: int) -> None:
+def serve(client: Connection, steps: int):
     torch.set_num_threads(1)
     plan = make_plan()
     convert(tower(), plan)
@@ -41,7 +39,7 @@ def serve(client: Connection, steps: int) -> None:
         client.send("gone")
 
 
-def run(folder: Path, plan: Plan, steps: int, say: Say) -> None:
+def run(folder: Path, plan: Plan, steps: int, say: Say):
     """A process that finds a checkpoint goes on by the plan in it, and from other weights than the first."""
     found = load_newest(folder)
     by = plan_in(found.state, "given_plan") if found else plan

@@ -1,9 +1,6 @@
 """The mean of a run's weights: what it is, how it resumes, and how it is judged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,13 +27,13 @@ HELD_OUT = RandomRows(320, seed=9)
 def recorded(config: TrainConfig) -> tuple[list[dict[str, torch.Tensor]], object]:
     model, kept = small_model(), []
 
-    def keep(step: int) -> None:
+    def keep(step):
         kept.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
 
     return kept, train(model, ROWS, config=config, on_step=keep).average
 
 
-def test_the_tail_is_the_mean_of_the_last_steps() -> None:
+def test_the_tail_is_the_mean_of_the_last_steps():
     kept, average = recorded(CONFIG)
     assert int(average.n_averaged) == 6  # 0.3 of 20 steps
     for name, mean in zip(kept[0], average.module.parameters(), strict=True):
@@ -45,7 +42,7 @@ def test_the_tail_is_the_mean_of_the_last_steps() -> None:
         torch.testing.assert_close(mean.detach().double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_an_ema_forgets_with_its_time_constant() -> None:
+def test_an_ema_forgets_with_its_time_constant():
     kept, average = recorded(replace(CONFIG, average="ema"))
     assert int(average.n_averaged) == 20
     for name, mean in zip(kept[0], average.module.parameters(), strict=True):
@@ -56,7 +53,7 @@ def test_an_ema_forgets_with_its_time_constant() -> None:
 
 
 @given(steps=st.integers(1, 5000), share=st.floats(0.001, 1))
-def test_the_mean_covers_its_share_and_costs_few_passes(steps: int, share: float) -> None:
+def test_the_mean_covers_its_share_and_costs_few_passes(steps, share):
     config = replace(CONFIG, average_share=share)
     found = [done for done in range(1, steps + 1) if due(done, steps, config)]
     span = max(int(np.ceil(steps * share)), 1)
@@ -68,10 +65,10 @@ def test_the_mean_covers_its_share_and_costs_few_passes(steps: int, share: float
 
 @pytest.mark.parametrize("kind", ["tail", "ema"])
 @pytest.mark.parametrize("stop", [5, 17])
-def test_a_killed_run_ends_with_the_same_mean(tmp_path: Path, kind, stop: int) -> None:
+def test_a_killed_run_ends_with_the_same_mean(tmp_path, kind, stop):
     config = replace(CONFIG, average=kind)
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == stop:
             raise MemoryError
 
@@ -86,7 +83,7 @@ def test_a_killed_run_ends_with_the_same_mean(tmp_path: Path, kind, stop: int) -
 
 
 @pytest.mark.parametrize("kept", [{"average": None}, {"average": {"n_averaged": 3}}, {}])
-def test_a_state_without_the_mean_is_refused(tmp_path: Path, kept) -> None:
+def test_a_state_without_the_mean_is_refused(tmp_path, kept):
     Run(small_model(), CONFIG, steps=20).save(tmp_path, beside={}, identity={})
     found = load_newest(tmp_path)
     del found.state["average"]
@@ -94,14 +91,14 @@ def test_a_state_without_the_mean_is_refused(tmp_path: Path, kept) -> None:
         Run(small_model(), CONFIG, steps=20).restore(replace(found, state={**found.state, **kept}))
 
 
-def test_training_is_the_same_with_and_without() -> None:
+def test_training_is_the_same_with_and_without():
     models = [small_model(), small_model()]
     for model, kind in zip(models, ("none", "tail"), strict=True):
         train(model, ROWS, config=replace(CONFIG, average=kind))
     assert digest(models[0].state_dict()) == digest(models[1].state_dict())
 
 
-def test_it_is_judged_inside_the_model_which_is_put_back() -> None:
+def test_it_is_judged_inside_the_model_which_is_put_back():
     model = small_model()
     average = train(model, ROWS, config=CONFIG).average
     before, mean = digest(model.state_dict()), digest(dict(average.state_dict()))
@@ -124,7 +121,7 @@ def test_it_is_judged_inside_the_model_which_is_put_back() -> None:
     assert digest(model.state_dict()) == before
 
 
-def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_counts() -> None:
+def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_counts():
     config = replace(FP8_CONFIG, average="tail", average_share=0.5)
     rows, model = RandomRows(16 * 20), tower()
     average = train(model, rows, config=config, plan=make_plan()).average
@@ -140,12 +137,12 @@ def test_a_model_in_fp8_is_judged_in_fp8_and_keeps_its_counts() -> None:
 
 
 @pytest.mark.slow
-def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path) -> None:
+def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path):
     """From bf16 to FP8 in one run, killed on either side of the turn; the mean is judged in FP8."""
     rows, config = RandomRows(16 * 30), replace(FP8_CONFIG, average="tail", average_share=0.8)
 
-    def trained(folder: Path | None, stop: int = 0, seed: int = 0):
-        def kill(step: int) -> None:
+    def trained(folder, stop=0, seed=0):
+        def kill(step):
             if step == stop:
                 raise MemoryError
 
@@ -176,17 +173,17 @@ def test_the_mean_goes_through_auto_and_its_conversion_to_the_bit(tmp_path: Path
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 4, sparse=True)
         self.first, self.norm, self.last = nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         x = torch.cat([dense, self.table(sparse).flatten(1)], dim=1)
         return self.last(self.norm(self.first(x)).relu()).squeeze(1)
 
 
-def test_batch_norm_gets_the_statistics_of_the_mean() -> None:
+def test_batch_norm_gets_the_statistics_of_the_mean():
     torch.manual_seed(0)
     model, config = Normed(), replace(CONFIG, lr=0.1, schedule="constant")
     average = train(model, ROWS, config=config).average
@@ -204,13 +201,13 @@ def test_batch_norm_gets_the_statistics_of_the_mean() -> None:
     assert digest(model.state_dict()) == before
 
 
-def test_a_mean_in_few_bits_is_refused() -> None:
+def test_a_mean_in_few_bits_is_refused():
     with pytest.raises(LokaError, match=r"rounded away: table\.weight, mlp\.0\.weight"):
         averaged_weights(small_model().bfloat16(), CONFIG, 20)
     assert averaged_weights(small_model().bfloat16(), replace(CONFIG, average="none"), 20) is None
 
 
-def test_an_empty_mean_is_refused() -> None:
+def test_an_empty_mean_is_refused():
     model = small_model()
     empty = averaged_weights(model, CONFIG, 20)
     with pytest.raises(LokaError, match="nothing was averaged"), as_averaged(model, empty, config=CONFIG):

@@ -1,7 +1,5 @@
 """The share of positive labels, and rows that have one class only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,7 +21,7 @@ class Labelled(RandomRows):
 
     positive: int = 0
 
-    def batches(self, batch_size: int, *, start: int = 0):
+    def batches(self, batch_size, *, start=0):
         first = start * batch_size
         for batch in super().batches(batch_size, start=start):
             rows = range(first, first + len(batch))
@@ -33,7 +31,7 @@ class Labelled(RandomRows):
 
 
 @given(rows=st.integers(1, 300), share=st.floats(0, 1), batch_size=st.integers(1, 100))
-def test_labels_are_counted(rows: int, share: float, batch_size: int) -> None:
+def test_labels_are_counted(rows, share, batch_size):
     source = Labelled(rows=rows, positive=round(share * rows))
     found = count_labels(source, batch_size=batch_size)["label"]
     assert (found.positive, found.rows) == (source.positive, rows)
@@ -42,14 +40,14 @@ def test_labels_are_counted(rows: int, share: float, batch_size: int) -> None:
     assert min(rows, 50) <= part.rows < min(rows, 50) + batch_size
 
 
-def test_what_they_say() -> None:
+def test_what_they_say():
     assert str(Labels(positive=0, rows=40)) == "all 40 labels read are 0"
     assert str(Labels(positive=40, rows=40)) == "all 40 labels read are 1"
     assert str(Labels(positive=120, rows=100_000)).endswith("a share of 0.0012 +- 0.0002")
 
 
 @pytest.mark.parametrize("positive", [0, 300])
-def test_equal_held_out_labels_are_refused_before_anything_is_trained(tmp_path, positive: int) -> None:
+def test_equal_held_out_labels_are_refused_before_anything_is_trained(tmp_path, positive):
     logged = []
     with pytest.raises(DataRefused) as refused:
         validate(
@@ -67,11 +65,11 @@ def test_equal_held_out_labels_are_refused_before_anything_is_trained(tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_it_reads_no_further_than_it_has_to() -> None:
+def test_it_reads_no_further_than_it_has_to():
     read = []
 
     class Counting(Labelled):
-        def batches(self, batch_size: int, *, start: int = 0):
+        def batches(self, batch_size, *, start=0):
             for batch in super().batches(batch_size, start=start):
                 read.append(len(batch))
                 yield batch

@@ -1,7 +1,5 @@
 """Waiting for rank 0: as long as it is heard of, and no longer. Two real ranks are in test_auto_ranks.py."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 
@@ -15,7 +13,7 @@ PATIENCE = 0.3
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+def store(monkeypatch) -> dist.Store:
     """This process is rank 1 of two, which met at it."""
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=PATIENCE))
@@ -26,10 +24,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     return made
 
 
-def test_rank_0_may_take_longer_than_a_collective_waits(store: dist.Store) -> None:
+def test_rank_0_may_take_longer_than_a_collective_waits(store):
     beats = itertools.count(1)
 
-    def idle() -> None:
+    def idle():
         store.add("loka/first/0/alive", 1)
         if next(beats) * ranks._PAUSE > 2 * PATIENCE:
             store.set("loka/first/0", '{"said": "the plan"}')
@@ -38,11 +36,11 @@ def test_rank_0_may_take_longer_than_a_collective_waits(store: dist.Store) -> No
     assert next(beats) > 2 * PATIENCE / ranks._PAUSE
 
 
-def test_rank_0_that_is_silent_is_given_up(store: dist.Store) -> None:
+def test_rank_0_that_is_silent_is_given_up(store):
     with pytest.raises(RankFailed, match="rank 0 was not heard of for"):
         by_the_first(lambda alive: "not asked", idle=lambda: None)
 
 
-def test_alone_it_is_a_call() -> None:
+def test_alone_it_is_a_call():
     assert by_the_first(lambda alive: f"said {alive()}", idle=lambda: None) == "said None"
     assert together(lambda: 3) == (3, ["3"])

@@ -1,7 +1,5 @@
 """Running quality against the exact one of the same rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -22,12 +20,12 @@ def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return losses, logits, labels
 
 
-def add(running: RunningQuality, parts: tuple[torch.Tensor, ...], *, step: int = 50) -> None:
+def add(running: RunningQuality, parts: tuple[torch.Tensor, ...], *, step: int = 50):
     for first in range(0, len(parts[0]), step):
         running.add(*(part[first : first + step] for part in parts))
 
 
-def agree(found, exact, *, auc: float) -> None:
+def agree(found, exact, *, auc: float):
     # Losses are float32 here and float64 in `quality`: one rounding, 6e-8, per loss.
     assert found.ne == pytest.approx(exact.ne, rel=1e-6)
     assert found.logloss == pytest.approx(exact.logloss, rel=1e-6)
@@ -44,7 +42,7 @@ def ties(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return float(same.double().mean()) / 2
 
 
-def test_lifetime_and_window_equal_the_whole() -> None:
+def test_lifetime_and_window_equal_the_whole():
     parts = rows(2000)
     _, logits, labels = parts
     running = RunningQuality(window=16)  # 8 blocks of 2 steps
@@ -58,7 +56,7 @@ def test_lifetime_and_window_equal_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("window", "least", "most"), [(1, 1, 1), (5, 5, 5), (8, 8, 8), (21, 15, 16)])
-def test_window_never_covers_more_than_it_says(window: int, least: int, most: int) -> None:
+def test_window_never_covers_more_than_it_says(window, least, most):
     running, parts = RunningQuality(window=window), rows(50)
     for step in range(60):
         running.add(*(part[:1] for part in parts))
@@ -66,14 +64,14 @@ def test_window_never_covers_more_than_it_says(window: int, least: int, most: in
             assert least <= running.read().window.rows <= most
 
 
-def test_window_is_all_until_it_is_full() -> None:
+def test_window_is_all_until_it_is_full():
     running = RunningQuality(window=1000)
     add(running, rows(300))
     reading = running.read()
     assert reading.window == reading.lifetime
 
 
-def test_a_restart_changes_no_bit() -> None:
+def test_a_restart_changes_no_bit():
     parts = rows(1000)
     straight, running = RunningQuality(window=8), RunningQuality(window=8)
     add(straight, parts)
@@ -85,7 +83,7 @@ def test_a_restart_changes_no_bit() -> None:
     assert resumed.rows == 1000
 
 
-def test_nothing_is_known_of_no_rows_or_one_class() -> None:
+def test_nothing_is_known_of_no_rows_or_one_class():
     assert math.isnan(RunningQuality().read().lifetime.ne)
     running = RunningQuality()
     running.add(torch.ones(4), torch.zeros(4), torch.zeros(4))
@@ -96,7 +94,7 @@ def test_nothing_is_known_of_no_rows_or_one_class() -> None:
     assert lifetime.logloss == 1.0
 
 
-def test_a_bad_logit_shows_in_the_loss_and_stops_nothing() -> None:
+def test_a_bad_logit_shows_in_the_loss_and_stops_nothing():
     running = RunningQuality(segments=Segments(("a",), lambda batch: batch.sparse[:, 0], by="a"))
     bad = torch.tensor([1.0, math.nan, math.inf])
     running.add(bad, bad, torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 0, 1]))
@@ -104,7 +102,7 @@ def test_a_bad_logit_shows_in_the_loss_and_stops_nothing() -> None:
     assert running.read().segments["other"].rows == 1
 
 
-def test_segments_split_the_rows() -> None:
+def test_segments_split_the_rows():
     losses, logits, labels = rows(1000)
     place = torch.arange(1000) % 5 - 1  # -1 and 3 are no segment
     segments = Segments(("a", "b", "c"), lambda batch: batch.sparse[:, 0], by="place")
@@ -119,7 +117,7 @@ def test_segments_split_the_rows() -> None:
     assert found["other"].rows == 400
 
 
-def test_segments_of_a_column_while_training() -> None:
+def test_segments_of_a_column_while_training():
     source = RandomRows(640)
     config = TrainConfig(batch_size=64, precision="fp32")
     segments = Segments.of_column(1, ids=(3, 7), name="site")
@@ -130,7 +128,7 @@ def test_segments_of_a_column_while_training() -> None:
     assert found == {**wanted, "other": 640 - sum(wanted.values())}
 
 
-def test_columns_by_their_first_ids() -> None:
+def test_columns_by_their_first_ids():
     segments = Segments.of_column(0, ids=range(3))
     sparse = torch.tensor([[0], [2], [5]])
     batch = Batch(dense=torch.zeros(3, 1), sparse=sparse, label=torch.zeros(3))
@@ -139,6 +137,6 @@ def test_columns_by_their_first_ids() -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("a", "a"), ("other",)])
-def test_names_of_segments_differ(names: tuple[str, ...]) -> None:
+def test_names_of_segments_differ(names):
     with pytest.raises(ValueError, match="segments"):
         Segments(names, lambda batch: batch.label, by="")

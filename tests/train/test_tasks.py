@@ -1,8 +1,5 @@
 """Rows with several labels: losses add up, metrics are of each task, and a run resumes as one of one task."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +33,10 @@ class TwoLabels(RandomRows):
     """Of rows that are clicked a third is bought, where the second dense feature is high."""
 
     @property
-    def tasks(self) -> tuple[str, ...]:
+    def tasks(self):
         return TASKS
 
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             bought = batch.label * (batch.dense[:, 1] > 0.4)
             yield Batch(
@@ -48,12 +45,12 @@ class TwoLabels(RandomRows):
 
 
 class TwoLogits(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(IDS, 8, sparse=True)
         self.mlp = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
 
-    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    def forward(self, dense, sparse):
         return self.mlp(torch.cat([dense, self.table(sparse).flatten(1)], dim=1))
 
 
@@ -63,7 +60,7 @@ def fresh(seed: int = 0) -> TwoLogits:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_the_gradient_is_that_of_the_sum_of_the_losses(accumulate: int) -> None:
+def test_the_gradient_is_that_of_the_sum_of_the_losses(accumulate):
     batch = next(TwoLabels().batches(64))
     model = fresh().eval()
     found = {}
@@ -84,7 +81,7 @@ def test_the_gradient_is_that_of_the_sum_of_the_losses(accumulate: int) -> None:
         assert not torch.allclose(first, second, rtol=0.1)  # or the sum would show nothing
 
 
-def test_metrics_of_a_task_are_those_of_its_columns() -> None:
+def test_metrics_of_a_task_are_those_of_its_columns():
     torch.manual_seed(0)
     segments = Segments(("a", "b"), lambda batch: batch.sparse[:, 0], by="ab")
     running = RunningTasks(TASKS, window=8, segments=segments)
@@ -101,7 +98,7 @@ def test_metrics_of_a_task_are_those_of_its_columns() -> None:
     assert counted == tuple(LabelRate(positives=each.losses_and_clicks()[1], rows=600) for each in alone)
 
 
-def test_a_run_has_no_one_ne_and_says_where_each_is() -> None:
+def test_a_run_has_no_one_ne_and_says_where_each_is():
     lines = []
     result = train(fresh(), TwoLabels(512), config=CONFIG, on_log=lines.append)
     assert list(result.reading_by_task) == list(TASKS)
@@ -126,12 +123,12 @@ def test_a_run_has_no_one_ne_and_says_where_each_is() -> None:
     assert found["buy"].ne != found["click"].ne
 
 
-def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path) -> None:
+def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path):
     config = TrainConfig(batch_size=64, precision="fp32", checkpoint_every=4, log_every=5)
     expected = fresh()
     whole = train(expected, TwoLabels(), config=config)
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 7:
             raise KeyboardInterrupt
 
@@ -146,9 +143,9 @@ def test_an_interrupted_run_of_two_tasks_resumes_exactly(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("model", "rows"), [(nn.Flatten(0), TwoLabels()), (TwoLogits(), RandomRows())])
-def test_logits_that_do_not_fit_the_labels_are_refused(model: nn.Module, rows: RandomRows) -> None:
+def test_logits_that_do_not_fit_the_labels_are_refused(model, rows):
     class OneLogit(TwoLogits):
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             return super().forward(dense, sparse)[:, 0]
 
     wrong = OneLogit() if isinstance(rows, TwoLabels) else model
@@ -158,23 +155,23 @@ def test_logits_that_do_not_fit_the_labels_are_refused(model: nn.Module, rows: R
 
 
 class _Never(TwoLabels):
-    def batches(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+    def batches(self, batch_size, *, start=0):
         for batch in super().batches(batch_size, start=start):
             label = torch.stack([batch.label[:, 0], torch.zeros(len(batch))], dim=1)
             yield Batch(dense=batch.dense, sparse=batch.sparse, label=label)
 
 
-def test_equal_labels_of_one_task_are_named() -> None:
+def test_equal_labels_of_one_task_are_named():
     require_both(TwoLabels(300), batch_size=64, what="the rows")
     with pytest.raises(DataRefused, match="the rows: buy: all 300 labels read are 0"):
         require_both(_Never(300), batch_size=64, what="the rows")
 
 
-def spoilt(model: TwoLogits) -> None:
+def spoilt(model: TwoLogits):
     """Its second logit says the same of every row, and cannot unlearn that; the first is as it was."""
     last = model.mlp[3]
 
-    def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    def keep(module, args, output):
         return torch.stack([output[:, 0], output[:, 1].detach() * 0 + 2.0], dim=1)
 
     last.register_forward_hook(keep)
@@ -204,7 +201,7 @@ def judged(tmp_path_factory) -> Validation:
     return found
 
 
-def test_every_arm_has_a_verdict_for_each_task(judged: Validation) -> None:
+def test_every_arm_has_a_verdict_for_each_task(judged):
     verdicts = {arm.title: arm.verdict for arm in judged.arms}
     assert verdicts["same, click"] == verdicts["same, buy"] == "pass"
     assert verdicts["spoilt, buy"] == "fail"
@@ -218,13 +215,13 @@ def test_every_arm_has_a_verdict_for_each_task(judged: Validation) -> None:
     assert {len(arm.segments) for arm in judged.arms} == {2}
 
 
-def test_the_error_is_shared_by_tasks_and_segments(judged: Validation) -> None:
+def test_the_error_is_shared_by_tasks_and_segments(judged):
     for arm in judged.arms:
         assert arm.average.tail == pytest.approx(0.05 / 2)
         assert {segment.tail for segment in arm.segments} == {0.05 / 2 / 2}
 
 
-def test_runs_curves_and_the_bank_are_by_task(judged: Validation) -> None:
+def test_runs_curves_and_the_bank_are_by_task(judged):
     runs = [run for run in judged.runs if (run.arm, run.seed) == ("same", 3)]
     assert [run.task for run in runs] == list(TASKS)
     assert runs[0].quality.base_rate > 1.5 * runs[1].quality.base_rate
@@ -237,7 +234,7 @@ def test_runs_curves_and_the_bank_are_by_task(judged: Validation) -> None:
     assert spoilt["buy"] > 5 * abs(spoilt["click"])
 
 
-def test_a_task_that_is_not_known_well_enough_keeps_auto_in_bf16(tmp_path) -> None:
+def test_a_task_that_is_not_known_well_enough_keeps_auto_in_bf16(tmp_path):
     """32 rows of it cannot tell: no plan, no crash in the middle of a run, and a reason."""
     said: list[str] = []
     auto = Auto(AutoConfig(every=1, most_steps=1, base_rate=(0.5, 0.2)), folder=tmp_path, say=said.append)

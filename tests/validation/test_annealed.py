@@ -1,7 +1,5 @@
 """Whether a model is annealed: the split of the gain, its three answers, and real runs of both kinds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +32,7 @@ def rows_of(seed: int, rows: int, shift: float) -> HeldOut:
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 99), rows=st.integers(50, 400), shift=st.floats(0, 3))
-def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, shift) -> None:
+def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, shift):
     found = rows_of(seed, rows, shift)
     if len(set(found.labels.tolist())) < 2:
         return
@@ -45,7 +43,7 @@ def test_the_gain_is_that_of_the_mean_in_percent_and_has_two_parts(seed, rows, s
     assert said.divergence >= -1e-9  # a KL
 
 
-def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign() -> None:
+def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign():
     """z = z' + noise: the loss is at its minimum at z', so first = -2 KL and the gain is -KL."""
     said = annealed(0.0, [rows_of(seed, 200_000, 0.2) for seed in range(4)])
     # 800,000 rows: the first-order term has a standard error of about 2 % of itself.
@@ -66,7 +64,7 @@ def test_noise_around_the_mean_costs_its_kl_to_first_order_with_the_other_sign()
         (0.0, Estimate(-0.5, -2.0, 1.0), None),
     ],
 )
-def test_the_answers(rate: float, gain: Estimate | None, verdict: bool | None) -> None:
+def test_the_answers(rate, gain, verdict):
     said = Annealed(final_rate=rate, runs=1, gain=gain, first_order=0.0, divergence=0.0)
     assert said.annealed is verdict
     wanted = {True: "annealed:", False: "NOT annealed", None: "not known"}[verdict]
@@ -75,7 +73,7 @@ def test_the_answers(rate: float, gain: Estimate | None, verdict: bool | None) -
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Validation]:
+def runs(tmp_path_factory) -> dict[str, Validation]:
     train_rows, test_rows = RandomRows(64 * 150), RandomRows(3000, seed=8)
     return {
         schedule: validate(
@@ -91,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Validation]:
     }
 
 
-def test_a_constant_rate_is_told_from_a_decayed_one(runs: dict[str, Validation]) -> None:
+def test_a_constant_rate_is_told_from_a_decayed_one(runs):
     rest, moving = runs["cosine"].annealed, runs["constant"].annealed
     assert rest.annealed is True
     assert moving.annealed is False
@@ -102,7 +100,7 @@ def test_a_constant_rate_is_told_from_a_decayed_one(runs: dict[str, Validation])
     assert "--schedule cosine" in str(moving)
 
 
-def test_both_read_outs_are_judged_and_recorded(runs: dict[str, Validation], tmp_path) -> None:
+def test_both_read_outs_are_judged_and_recorded(runs, tmp_path):
     found = runs["constant"]
     (reading,) = found.arms[0].readings
     assert reading.name == BY_MEAN
@@ -116,7 +114,7 @@ def test_both_read_outs_are_judged_and_recorded(runs: dict[str, Validation], tmp
     assert again.annealed == found.annealed
 
 
-def test_records_from_before_are_read(runs: dict[str, Validation]) -> None:
+def test_records_from_before_are_read(runs):
     content = encode(runs["cosine"])
     for name in ("annealed", "planned", "world"):
         del content[name]

@@ -34,11 +34,7 @@ def true_differences():
         q = p[np.argsort(x)]
         return float((q * np.cumsum(1 - q)).sum() / (q.sum() * (1 - q).sum()))
 
-    return (
-        100 * (loss(b) / loss(a) - 1),
-        auc(b) - auc(a),
-        float((chance(b) - chance(a)).sum() / p.sum()),
-    )
+    return (100 * (loss(b) / loss(a) - 1), auc(b) - auc(a), float((chance(b) - chance(a)).sum() / p.sum()))
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
@@ -194,7 +190,7 @@ def test_a_difference_is_json():
     assert json.loads(json.dumps(asdict(pair), allow_nan=False))["ne_percent"]["value"] == 0.01
 
 
-def test_kl_is_what_labels_of_the_first_model_would_lose() -> None:
+def test_kl_is_what_labels_of_the_first_model_would_lose():
     """Over labels drawn by model a, NE changes by KL/H in the mean: the first-order term vanishes."""
     rng = np.random.default_rng(0)
     a = rng.normal(-1.5, 1.0, 400_000)

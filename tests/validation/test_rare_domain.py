@@ -4,8 +4,6 @@ Predicted by the probe, measured by joint effects of its rows, and decided by `v
 three agree (docs/segments.md has the numbers).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest
@@ -74,7 +72,7 @@ def measured(world: World, plan: Plan, part: str):
     return joint_effect(world.model, plan, rows, part=part)
 
 
-def test_the_plan_that_passes_in_the_mean_fails_there(world: World) -> None:
+def test_the_plan_that_passes_in_the_mean_fails_there(world):
     assert upper_bound(world.mean.kl) <= ALLOWED
     there = world.mean.kl_of(NAME)
     assert there.low > ALLOWED_THERE
@@ -82,7 +80,7 @@ def test_the_plan_that_passes_in_the_mean_fails_there(world: World) -> None:
     assert measured(world, world.mean, NAME).measured.low > ALLOWED_THERE
 
 
-def test_a_budget_for_it_keeps_it_within(world: World) -> None:
+def test_a_budget_for_it_keeps_it_within(world):
     assert upper_bound(world.both.kl_of(NAME)) <= ALLOWED_THERE
     assert world.both.limits == {"": ALLOWED, NAME: ALLOWED_THERE}
     found = measured(world, world.both, NAME)
@@ -90,7 +88,7 @@ def test_a_budget_for_it_keeps_it_within(world: World) -> None:
     assert found.ratio == pytest.approx(1.0, abs=0.35)
 
 
-def test_the_cost_in_speed_is_stated(world: World) -> None:
+def test_the_cost_in_speed_is_stated(world):
     """No time on a CPU: multiplications stand for it. What is given up is a part of what FP8 saves."""
     saved = [saved_time(plan) / base_time(world.report) for plan in (world.mean, world.both)]
     assert 0 < saved[1] < saved[0]
@@ -99,8 +97,8 @@ def test_the_cost_in_speed_is_stated(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_verdicts_by_segment_agree(world: World, tmp_path) -> None:
-    def build() -> Tower:
+def test_verdicts_by_segment_agree(world, tmp_path):
+    def build():
         model = Tower()
         model.load_state_dict(world.model.state_dict())
         return model

@@ -1,7 +1,5 @@
 """Looks after every pair: the textbook's bounds, and how often a verdict at any look is wrong."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -18,7 +16,7 @@ from loka.validation.verdicts import ERROR, RowsVerdict
 LIMIT = 0.02
 
 
-def test_bounds_are_those_of_the_textbook() -> None:
+def test_bounds_are_those_of_the_textbook():
     """Lan and DeMets' O'Brien-Fleming spending, two-sided 5 %, five looks (Jennison and Turnbull 2000,
     chapter 7; Reboussin et al., Controlled Clinical Trials 21, 2000)."""
     found = spending_bounds((0.2, 0.4, 0.6, 0.8, 1.0), 0.05)
@@ -29,7 +27,7 @@ def test_bounds_are_those_of_the_textbook() -> None:
 @pytest.mark.slow
 @settings(deadline=None)  # the first of a kind integrates
 @given(planned=st.integers(MIN_PAIRS, 24), segments=st.sampled_from([1, 8]))
-def test_looks_grow_and_spend_less_than_there_is(planned: int, segments: int) -> None:
+def test_looks_grow_and_spend_less_than_there_is(planned, segments):
     tail = ERROR / segments
     tails = [look_tail(pairs, planned, tail) for pairs in range(MIN_PAIRS, planned + 1)]
     assert all(0 < a < b for a, b in itertools.pairwise(tails))
@@ -59,7 +57,7 @@ def looks(effect: float, planned: int, *, simulations: int, sequential: bool) ->
 
 
 @pytest.mark.parametrize("planned", [4, 6, 8, 12, 16])
-def test_an_effect_at_the_limit_passes_or_fails_as_seldom_as_with_one_look(planned: int) -> None:
+def test_an_effect_at_the_limit_passes_or_fails_as_seldom_as_with_one_look(planned):
     found = looks(LIMIT, planned, simulations=40_000, sequential=True)
     # 2.5 % over 40,000 simulations has a standard deviation of 0.08 %: three of them above.
     assert found["pass"] <= 0.025 + 0.0024
@@ -69,7 +67,7 @@ def test_an_effect_at_the_limit_passes_or_fails_as_seldom_as_with_one_look(plann
         assert naive["pass"] > 0.04
 
 
-def test_it_stops_early_where_much_is_clear() -> None:
+def test_it_stops_early_where_much_is_clear():
     harm = looks(0.08, 12, simulations=4000, sequential=True)
     assert harm["fail"] > 0.99
     assert harm["pairs"] < 9
@@ -79,17 +77,17 @@ def test_it_stops_early_where_much_is_clear() -> None:
     assert once["pairs"] < none["pairs"] < 12
 
 
-def test_a_judgement_goes_by_the_level_of_its_look() -> None:
+def test_a_judgement_goes_by_the_level_of_its_look():
     variance = PairVariance(mean=0.0, pairs=5, rows=10**6, between_pairs=0.014, rows_error=0.0)
 
-    def judged(tail: float) -> str:
+    def judged(tail):
         return RowsVerdict(name="all rows", variance=variance, clicks=10**5, limit=LIMIT, tail=tail).verdict
 
     assert judged(ERROR) == "pass"
     assert judged(look_tail(5, 10, ERROR)) == "undecided"
 
 
-def test_a_look_that_was_not_planned_is_refused() -> None:
+def test_a_look_that_was_not_planned_is_refused():
     with pytest.raises(ValueError, match="where 8 are planned"):
         look_tail(9, 8, ERROR)
     with pytest.raises(ValueError, match="no verdict takes fewer"):

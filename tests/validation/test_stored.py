@@ -5,8 +5,6 @@ The files in `stored` are of validations of `small_run.SmallModel`, written befo
 core/storage/codec.py.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import math
@@ -62,14 +60,14 @@ def stored(name: str, folder: Path) -> Path:
 def content_of(file: Path) -> Any:
     """Without the texts of outlooks, which are for readers alone."""
 
-    def kept(found: dict[str, Any]) -> dict[str, Any]:
+    def kept(found):
         return {name: value for name, value in found.items() if name != "outlook"}
 
     return json.loads(file.read_bytes(), object_hook=kept)["content"]
 
 
 @pytest.mark.parametrize("name", ["validation.json", "bank.json"])
-def test_a_stored_file_is_read_and_written_again_as_it_was(name: str, tmp_path: Path) -> None:
+def test_a_stored_file_is_read_and_written_again_as_it_was(name, tmp_path):
     before = content_of(stored(name, tmp_path))
     FILES[name].load(tmp_path / name).save(tmp_path / name)
     assert canonical(content_of(tmp_path / name)) == canonical(before)
@@ -78,7 +76,7 @@ def test_a_stored_file_is_read_and_written_again_as_it_was(name: str, tmp_path: 
     assert (tmp_path / name).read_bytes() == written
 
 
-def test_a_stored_comparison_is_read(tmp_path: Path) -> None:
+def test_a_stored_comparison_is_read(tmp_path):
     """Its differences say neither of how many rows they are nor their KL/H."""
     found = Comparison.load(STORED / "train.json")
     before = content_of(STORED / "train.json")
@@ -95,7 +93,7 @@ def test_a_stored_comparison_is_read(tmp_path: Path) -> None:
     assert Comparison.load(tmp_path / "train.json") == found
 
 
-def test_a_stored_run_is_not_trained_again(tmp_path: Path) -> None:
+def test_a_stored_run_is_not_trained_again(tmp_path):
     shutil.copytree(STORED / "runs", tmp_path / "runs")
     bench = Bench(
         build=SmallModel,
@@ -123,9 +121,7 @@ def test_a_stored_run_is_not_trained_again(tmp_path: Path) -> None:
         (("run", "fp8"), [], r"run\.fp8 has to be an object"),
     ],
 )
-def test_a_damaged_run_is_refused_by_its_place(
-    path: tuple[str | int, ...], value: Any, why: str, tmp_path: Path
-) -> None:
+def test_a_damaged_run_is_refused_by_its_place(path, value, why, tmp_path):
     shutil.copytree(STORED / "runs", tmp_path / "runs")
     file = tmp_path / "runs/shifted-3/run.json"
     record = json.loads(file.read_bytes())
@@ -135,14 +131,14 @@ def test_a_damaged_run_is_refused_by_its_place(
         held_out(tmp_path, "shifted", 3)
 
 
-def test_the_looks_of_a_stored_validation_count(tmp_path: Path) -> None:
+def test_the_looks_of_a_stored_validation_count(tmp_path):
     """Its pairs were looked at one by one: one look at all of them would be another rule."""
     stored("validation.json", tmp_path)
     with pytest.raises(LokaError, match="a look after every pair, 4 at most"):
         validate(SmallModel, RandomRows(320), RandomRows(320, seed=8), [SHIFTED], config=CONFIG, out=tmp_path)
 
 
-def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path: Path) -> None:
+def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path):
     events = load_timeline(TIMELINE)
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
     assert canonical({"events": encode(events)}) == canonical(content_of(TIMELINE))
@@ -151,7 +147,7 @@ def test_a_stored_timeline_is_read_and_written_again_as_it_was(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("version", [0, 2])
-def test_other_versions_are_refused_with_a_way_out(name: str, version: int, tmp_path: Path) -> None:
+def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
     record = json.loads(stored(name, tmp_path).read_bytes())
     write_record(tmp_path / name, kind=record["kind"], version=version, content=record["content"])
     with pytest.raises(
@@ -161,7 +157,7 @@ def test_other_versions_are_refused_with_a_way_out(name: str, version: int, tmp_
     assert caught.value.way_out
 
 
-def put(content: Any, *path: str | int, value: Any) -> None:
+def put(content: Any, *path: str | int, value: Any):
     for step in path[:-1]:
         content = content[step]
     content[path[-1]] = value
@@ -171,18 +167,8 @@ def put(content: Any, *path: str | int, value: Any) -> None:
     ("name", "path", "value", "why"),
     [
         ("validation.json", ("arms", 0, "average", "mean"), "much", r"arms\[0\].average.mean has to be a nu"),
-        (
-            "validation.json",
-            ("arms", 0, "pairs", 1, "rows"),
-            "all",
-            r"arms\[0\].pairs\[1\].rows has to be",
-        ),
-        (
-            "validation.json",
-            ("arms", 0, "pairs", 1, "seed"),
-            None,
-            r"arms\[0\].pairs\[1\].seed has to be",
-        ),
+        ("validation.json", ("arms", 0, "pairs", 1, "rows"), "all", r"arms\[0\].pairs\[1\].rows has to be"),
+        ("validation.json", ("arms", 0, "pairs", 1, "seed"), None, r"arms\[0\].pairs\[1\].seed has to be"),
         ("validation.json", ("arms", 1, "segments"), {}, r"arms\[1\].segments has to be a list"),
         ("validation.json", ("runs", 0, "curve", 0), [1, 2], r"runs\[0\].curve\[0\].recent_ne is missing"),
         ("validation.json", ("annealed", "gain"), [0], "annealed.gain.low is missing"),
@@ -190,18 +176,11 @@ def put(content: Any, *path: str | int, value: Any) -> None:
         ("bank.json", ("arms", 0, "pairs", 0), [3], r"arms\[0\].pairs\[0\].ne_percent is missing"),
         ("bank.json", ("arms", 0, "pairs", 0), [3, "inf"], "the pairs of shifted are no finite numbers"),
         ("bank.json", ("arms", 0, "pairs"), [], "the pairs of shifted are no finite numbers"),
-        (
-            "train.json",
-            ("pairs", 0, "bf16", "quality", "rows"),
-            1.5,
-            r"pairs\[0\].bf16.quality.rows has",
-        ),
+        ("train.json", ("pairs", 0, "bf16", "quality", "rows"), 1.5, r"pairs\[0\].bf16.quality.rows has"),
         ("train.json", ("noise", "auc"), "none", "noise.auc has to be a list"),
     ],
 )
-def test_damaged_content_is_refused_by_its_place(
-    name: str, path: tuple[str | int, ...], value: Any, why: str, tmp_path: Path
-) -> None:
+def test_damaged_content_is_refused_by_its_place(name, path, value, why, tmp_path):
     record = json.loads(stored(name, tmp_path).read_bytes())
     put(record["content"], *path, value=value)
     write_record(tmp_path / name, kind=record["kind"], version=record["version"], content=record["content"])
@@ -209,7 +188,7 @@ def test_damaged_content_is_refused_by_its_place(
         FILES[name].load(tmp_path / name)
 
 
-def test_a_damaged_timeline_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_a_damaged_timeline_is_refused_by_its_place(tmp_path):
     record = json.loads(TIMELINE.read_bytes())
     put(record["content"], "events", 1, "step", value="late")
     write_record(tmp_path / "t.json", kind=record["kind"], version=1, content=record["content"])
@@ -319,11 +298,11 @@ RECORDS: dict[type, Callable[[], st.SearchStrategy[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
-def test_any_record_is_written_read_and_written_again_with_the_same_bytes(kind: type) -> None:
+def test_any_record_is_written_read_and_written_again_with_the_same_bytes(kind):
     # Shrinking takes minutes; and how long an example takes to make says what else the machine does.
     @settings(max_examples=25, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
     @given(RECORDS[kind]())
-    def there_and_back(found: Any) -> None:
+    def there_and_back(found):
         text = json.dumps(encode(found), allow_nan=False)
         again = decode(kind, json.loads(text))
         assert json.dumps(encode(again), allow_nan=False) == text

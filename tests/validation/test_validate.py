@@ -1,7 +1,5 @@
 """Paired runs on disk: resumed, refused, judged, and read back."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

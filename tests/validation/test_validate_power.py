@@ -1,7 +1,5 @@
 """What is said of power before and after, and a bank of pairs to say it by."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_run import RandomRows, SmallModel
 
-from loka.core.exceptions import FileRefused, LokaError
+from loka.core.exceptions import LokaError
 from loka.report.validation_table import validation_table
 from loka.train import TrainConfig
 from loka.validation import paired_difference
@@ -28,7 +26,7 @@ from loka.validation.pair_bank import (
     prior_of,
     resample,
 )
-from loka.validation.power import POWER, Rates, contributions, deviation_by_rows, forecast, rates
+from loka.validation.power import POWER, contributions, deviation_by_rows, forecast, rates
 from loka.validation.quantile import student_t
 from loka.validation.record import ArmVerdict, SeedPair, Validation
 from loka.validation.validate import validate
@@ -46,7 +44,7 @@ def prior(between: float, rows_error: float = 0.0, rows: int = 10**6) -> PairVar
 
 
 @pytest.mark.parametrize("between", [0.01, 0.025, 0.06])
-def test_the_pairs_that_are_said_to_be_needed_do_it(between: float) -> None:
+def test_the_pairs_that_are_said_to_be_needed_do_it(between):
     said = forecast(prior(between), pairs=4, limit=LIMIT, held_out=10**6)
     rng = np.random.default_rng(5)
     for pairs, enough in ((said.pairs, True), (said.pairs * 3 // 4, False)):
@@ -56,7 +54,7 @@ def test_the_pairs_that_are_said_to_be_needed_do_it(between: float) -> None:
         assert (share > POWER - 0.03) == enough
 
 
-def test_more_scatter_needs_more_pairs_and_more_rows() -> None:
+def test_more_scatter_needs_more_pairs_and_more_rows():
     pairs = [forecast(prior(s), pairs=4, limit=LIMIT, held_out=10**6).pairs for s in (0.01, 0.02, 0.04)]
     assert pairs == sorted(pairs)
     assert pairs[0] < pairs[-1]
@@ -73,7 +71,7 @@ def test_more_scatter_needs_more_pairs_and_more_rows() -> None:
 
 @pytest.mark.parametrize("expected", [None, Expected(0.01, 6, "a bank")])
 @pytest.mark.parametrize("sequential", [False, True])
-def test_verdicts_at_the_limit_are_as_seldom_as_promised(sequential: bool, expected: Expected | None) -> None:
+def test_verdicts_at_the_limit_are_as_seldom_as_promised(sequential, expected):
     """Rows' error included, which all pairs of a validation share."""
     rng = np.random.default_rng(1)
     shift = 0.004 * rng.normal(size=(20_000, 1))
@@ -132,12 +130,12 @@ def others(arm: BankedArm) -> Expected | None:
 
 
 @pytest.mark.parametrize("pairs", [4, 8, 12])
-def test_verdicts_of_the_proof_are_as_seldom_wrong_as_was_asked(pairs: int) -> None:
+def test_verdicts_of_the_proof_are_as_seldom_wrong_as_was_asked(pairs):
     """A share of 95 % of 4,000 draws is known to 0.35 %, in the mean of eight arms to 0.12 %: the upper end
     of what intervals may hold, the side that errs toward undecided, has three of these."""
 
-    def figures(expected) -> np.ndarray:
-        def drawn(arm: BankedArm, effect: float) -> Rates:
+    def figures(expected):
+        def drawn(arm, effect):
             return resample(arm, pairs=pairs, limit=LIMIT, effect=effect, expected=expected(arm))
 
         rows = []
@@ -167,9 +165,9 @@ SPREADS = st.floats(1e-4, 1.0)
 
 @given(own=SPREADS, spread=SPREADS, freedom=st.integers(0, MOST), pairs=st.integers(4, 12))
 def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicted_bank(
-    own: float, spread: float, freedom: int, pairs: int
-) -> None:
-    def half(own: float, spread: float, freedom: int, pairs: int = pairs) -> float:
+    own, spread, freedom, pairs
+):
+    def half(own, spread, freedom, pairs=pairs):
         return float(seeds_half(own, pairs, ERROR, spread=spread, freedom=freedom))
 
     alone, found, exact = half(own, 0.0, freedom), half(own, spread, freedom), pytest.approx
@@ -183,8 +181,8 @@ def test_no_interval_is_narrower_than_was_expected_and_none_trusts_a_contradicte
 
 
 @given(values=st.lists(st.floats(-0.1, 0.1), min_size=4, max_size=8), shift=st.floats(-1, 1))
-def test_a_shift_of_all_pairs_shifts_the_interval(values: list[float], shift: float) -> None:
-    def interval(of: np.ndarray) -> list[float]:
+def test_a_shift_of_all_pairs_shifts_the_interval(values, shift):
+    def interval(of):
         found = prior(float(of.std(ddof=1)), 0.001)
         found = replace(found, mean=of.mean(), pairs=len(of), expected=Expected(0.05, 6, "a bank"))
         return [found.interval(ERROR).low, found.interval(ERROR).high]
@@ -193,7 +191,7 @@ def test_a_shift_of_all_pairs_shifts_the_interval(values: list[float], shift: fl
     assert interval(np.array(values) + shift) == pytest.approx(moved, abs=1e-9)
 
 
-def test_what_a_bank_expects() -> None:
+def test_what_a_bank_expects():
     by_model = np.reshape([arm.variance.between_pairs**2 for arm in PROOF], (4, 2)).mean(axis=1)
     whole = expected(PROOF, "dcnv2")
     assert whole.spread**2 == pytest.approx((7 * by_model[0] + OTHER * by_model[1:].sum()) / (7 + 3 * OTHER))
@@ -212,7 +210,7 @@ def test_what_a_bank_expects() -> None:
     assert expected([*PROOF[:2], wrong], "dcnv2").spread < 0.02
 
 
-def test_resampling_a_bank_gives_the_rates_of_its_world() -> None:
+def test_resampling_a_bank_gives_the_rates_of_its_world():
     """Forty pairs of a known variance: nothing wrong passes, harm is found, as for fresh pairs."""
     rng = np.random.default_rng(2)
     arm = banked((0.3 + 0.01 * rng.normal(size=40)).tolist())  # its own mean is no matter
@@ -224,7 +222,7 @@ def test_resampling_a_bank_gives_the_rates_of_its_world() -> None:
     assert resample(arm, pairs=6, limit=LIMIT, effect=0.05, sequential=True).pairs < 6
 
 
-def test_an_a_a_bank_contains_zero_as_often_as_it_says() -> None:
+def test_an_a_a_bank_contains_zero_as_often_as_it_says():
     rng = np.random.default_rng(3)
     found = resample(banked((0.02 * rng.normal(size=60)).tolist(), name="nudged"), pairs=4, limit=LIMIT)
     assert 0.92 <= found.contains_zero <= 0.98
@@ -233,7 +231,7 @@ def test_an_a_a_bank_contains_zero_as_often_as_it_says() -> None:
 
 @settings(max_examples=30)
 @given(values=st.lists(st.lists(st.floats(-1, 1), min_size=1), max_size=4))
-def test_a_bank_is_read_back_as_it_was(values, tmp_path_factory) -> None:
+def test_a_bank_is_read_back_as_it_was(values, tmp_path_factory):
     bank = Bank(tuple(banked(pairs, name=str(i)) for i, pairs in enumerate(values)))
     file = tmp_path_factory.mktemp("bank") / "bank.json"
     bank.save(file)
@@ -243,24 +241,16 @@ def test_a_bank_is_read_back_as_it_was(values, tmp_path_factory) -> None:
     assert file.read_bytes() == written
 
 
-def test_a_damaged_bank_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "bank.json"
-    Bank((banked([0.1, 0.2]),)).save(file)
-    file.write_text(file.read_text().replace("0.2", "0.3"))
-    with pytest.raises(FileRefused, match="checksum"):
-        Bank.load(file)
-
-
 def run(out: Path, arms=(SAME,), **others) -> Validation:
     return validate(SmallModel, TRAIN, TEST, arms, **{"config": CONFIG, "out": out, "pairs": 4, **others})
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Validation:
+def found(tmp_path_factory) -> Validation:
     return run(tmp_path_factory.mktemp("power"), (nudged(), by_recipe("naive", rows=64)))
 
 
-def test_a_bank_takes_the_pairs_and_tells_other_settings_apart(found: Validation, tmp_path: Path) -> None:
+def test_a_bank_takes_the_pairs_and_tells_other_settings_apart(found, tmp_path):
     first, whole = deposit(Bank(), run(tmp_path, (nudged(),), pairs=2)), deposit(Bank(), found)
     grown = deposit(first, found)
     assert grown == replace(grown, arms=grown.arms)
@@ -278,7 +268,7 @@ def test_a_bank_takes_the_pairs_and_tells_other_settings_apart(found: Validation
     assert prior_of(both, "elsewhere", ("naive",)) is None
 
 
-def test_more_rows_reduce_the_part_that_rows_make() -> None:
+def test_more_rows_reduce_the_part_that_rows_make():
     """Two models that differ on every row by chance alone, no seed better than another."""
     rng, rows, differences = np.random.default_rng(4), 1000, []
     for _ in range(800):
@@ -299,7 +289,7 @@ def test_more_rows_reduce_the_part_that_rows_make() -> None:
     assert 0.46 < more.between / between < np.sqrt(0.25 + 1.075**2 - 1)
 
 
-def test_what_each_pair_contributed(found: Validation) -> None:
+def test_what_each_pair_contributed(found):
     arm = found.arms[1]
     parts = contributions(arm)
     values = [part.value for part in parts]
@@ -315,7 +305,7 @@ def test_what_each_pair_contributed(found: Validation) -> None:
     assert widths[far] == min(widths)
 
 
-def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found: Validation, tmp_path: Path) -> None:
+def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found, tmp_path):
     average = found.arms[1].average
     kl = np.mean([pair.difference.kl_percent.value for pair in found.arms[1].pairs])
     assert average.variance.expected.spread == pytest.approx(KL_SHARE * kl)
@@ -333,7 +323,7 @@ def test_a_validation_says_what_spread_it_took_and_keeps_to_it(found: Validation
     assert run(tmp_path, naive, config=config) == second, "settled with the first pairs"
 
 
-def test_a_nudged_control_is_an_a_a_arm(found: Validation) -> None:
+def test_a_nudged_control_is_an_a_a_arm(found):
     a_a, naive = found.arms
     assert a_a.key != naive.key
     model, again = SmallModel(), SmallModel()
@@ -346,16 +336,16 @@ def test_a_nudged_control_is_an_a_a_arm(found: Validation) -> None:
         assert 0 < moved < 1e-3
 
 
-def test_arms_draw_the_same_random_numbers(tmp_path: Path) -> None:
+def test_arms_draw_the_same_random_numbers(tmp_path):
     """The model has dropout: FP8 must not shift whose activations are dropped, or pairs share nothing."""
     masks: dict[str, list[torch.Tensor]] = {}
 
-    def watched(arm: ArmSpec) -> ArmSpec:
-        def apply(model: SmallModel) -> None:
+    def watched(arm):
+        def apply(model):
             arm.apply(model)
             kept = masks.setdefault(arm.name, [])
 
-            def note(module, args, output) -> None:
+            def note(module, args, output):
                 # ReLU's zeros are dropped or not; where the input is positive the mask shows.
                 kept.append(torch.where(args[0] > 0, (output == 0).float(), torch.nan).detach())
 
@@ -375,7 +365,7 @@ def test_arms_draw_the_same_random_numbers(tmp_path: Path) -> None:
     assert dropped > 0
 
 
-def test_a_sequential_validation_stops_and_is_not_mixed_with_others(tmp_path: Path) -> None:
+def test_a_sequential_validation_stops_and_is_not_mixed_with_others(tmp_path):
     seen = []
     found = run(tmp_path, pairs=8, sequential=True, on_pair=lambda so_far: seen.append(len(so_far.seeds)))
     assert seen == [1, 2, 3, 4]  # no change at all is decided at the first look

@@ -1,7 +1,5 @@
 """Do the intervals of a validation hold what they promise? Synthetic paired losses of a known effect."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

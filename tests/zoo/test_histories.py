@@ -46,7 +46,7 @@ def padded(sequence: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_padding_is_never_read(name: str, history: HistoryTable) -> None:
+def test_padding_is_never_read(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, lengths = rows(14)
     expected = model(dense, sparse, sequence, lengths)
@@ -64,7 +64,7 @@ def test_padding_is_never_read(name: str, history: HistoryTable) -> None:
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_every_event_is_read_by_its_own_row(name: str, history: HistoryTable) -> None:
+def test_every_event_is_read_by_its_own_row(name, history):
     model = made(name, history).double()
     dense, sparse, sequence, _ = rows(5)
     lengths = torch.full((5,), 4)
@@ -77,7 +77,7 @@ def test_every_event_is_read_by_its_own_row(name: str, history: HistoryTable) ->
 
 
 @pytest.mark.parametrize(("name", "ordered"), [("interformer", True), ("hstu", True), ("dhen", False)])
-def test_whether_the_order_of_events_matters(name: str, ordered: bool) -> None:
+def test_whether_the_order_of_events_matters(name, ordered):
     """DHEN pools events as a set; the others have positions."""
     model = made(name).double()
     dense, sparse, sequence, _ = rows(5)
@@ -90,7 +90,7 @@ def test_whether_the_order_of_events_matters(name: str, ordered: bool) -> None:
 
 @pytest.mark.parametrize("history", [ITEM, OWN], ids=["item", "own"])
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_every_parameter_is_trained(name: str, history: HistoryTable) -> None:
+def test_every_parameter_is_trained(name, history):
     model = made(name, history)
     inputs = rows(64, dtype=torch.float32)
     label = torch.randint(2, (64,)).float()
@@ -105,7 +105,7 @@ def test_every_parameter_is_trained(name: str, history: HistoryTable) -> None:
 
 @pytest.mark.parametrize("slots", [0, 3])
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_rows_without_a_single_event(name: str, slots: int) -> None:
+def test_rows_without_a_single_event(name, slots):
     model = made(name)
     dense, sparse, _, _ = rows(4, dtype=torch.float32)
     none = torch.zeros(4, slots, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
@@ -115,7 +115,7 @@ def test_rows_without_a_single_event(name: str, slots: int) -> None:
     assert all(torch.isfinite(p.grad.to_dense()).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_an_items_history_shares_its_table() -> None:
+def test_an_items_history_shares_its_table():
     shared, own = made("dhen", ITEM), made("dhen", OWN)
     assert shared.front.embeddings.table.weight.shape[0] == sum(VOCAB)
     assert own.front.embeddings.table.weight.shape[0] == sum(VOCAB) + 9
@@ -127,7 +127,7 @@ def test_an_items_history_shares_its_table() -> None:
 
 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_the_dense_part_takes_looked_up_rows(name: str) -> None:
+def test_the_dense_part_takes_looked_up_rows(name):
     model = made(name).double()
     dense, sparse, sequence, lengths = rows(9)
     part = dense_part(model)
@@ -137,7 +137,7 @@ def test_the_dense_part_takes_looked_up_rows(name: str) -> None:
         part(dense, found[0], sequence, lengths)
 
 
-def test_models_without_a_history() -> None:
+def test_models_without_a_history():
     dense, sparse, sequence, lengths = rows(4, dtype=torch.float32)
     for name in MODELS:
         model = made(name, None)
@@ -153,7 +153,7 @@ def test_models_without_a_history() -> None:
         assert takes_history(name) or not needs_sequences(name)
 
 
-def test_wrong_histories_are_refused() -> None:
+def test_wrong_histories_are_refused():
     for wrong in ({}, {"column": 1, "vocab_size": 3}):
         with pytest.raises(ValueError, match="either `column` or `vocab_size`"):
             HistoryTable(**wrong)
@@ -164,7 +164,7 @@ def test_wrong_histories_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_a_seed_gives_the_model(name: str) -> None:
+def test_a_seed_gives_the_model(name):
     first, again, other = made(name, seed=3), made(name, seed=3), made(name, seed=4)
     for path, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[path]), path
@@ -172,7 +172,7 @@ def test_a_seed_gives_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sweep(MODELS, ("dlrm", "hstu")))
-def test_the_forward_compiles_without_a_break(name: str) -> None:
+def test_the_forward_compiles_without_a_break(name):
     history = ITEM if takes_history(name) else None
     model = made(name, history)
     inputs = rows(7, dtype=torch.float32)
@@ -182,7 +182,7 @@ def test_the_forward_compiles_without_a_break(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_bf16_autocast_is_near_float32(name: str) -> None:
+def test_bf16_autocast_is_near_float32(name):
     """bf16 has 8 bits: an error of 2^-9 a rounding, of which a logit collects a few dozen at random."""
     model = made(name)
     inputs = rows(64, dtype=torch.float32)
@@ -195,7 +195,7 @@ def test_bf16_autocast_is_near_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_mods_and_the_probe_reach_every_layer(name: str) -> None:
+def test_mods_and_the_probe_reach_every_layer(name):
     model = made(name)
     changes = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
     kinds = Counter(type(module) for module in model.modules())
@@ -227,7 +227,7 @@ def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tenso
 @pytest.mark.parametrize(
     ("name", "steps"), sweep((("interformer", 100), ("dhen", 60), ("hstu", 70)), [("hstu", 70)])
 )
-def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) -> None:
+def test_models_learn_whether_the_item_is_in_the_history(name, steps):
     """Labels of which the item and the history alone tell nothing, only both together."""
     model = made(name)
     dense = [p for path, p in model.named_parameters() if "table" not in path]
@@ -251,7 +251,7 @@ def test_models_learn_whether_the_item_is_in_the_history(name: str, steps: int) 
 
 
 @pytest.mark.parametrize("name", TAKE_HISTORIES)
-def test_models_learn_from_rows_without_a_history(name: str) -> None:
+def test_models_learn_from_rows_without_a_history(name):
     vocab = (20, 30, 15, 25)
     world = SyntheticClicks(rows=5_000, seed=1, vocab_sizes=vocab, dense_features=4)
     held = SyntheticClicks(rows=4_000, first_row=5_000, seed=1, vocab_sizes=vocab, dense_features=4)
@@ -264,7 +264,7 @@ def test_models_learn_from_rows_without_a_history(name: str) -> None:
     assert normalized_entropy(loss, float(labels.mean())) < 0.98
 
 
-def test_the_trainer_feeds_a_sources_history() -> None:
+def test_the_trainer_feeds_a_sources_history():
     """What `loka.data` hands out is what the models take."""
     world = SyntheticClicks(rows=600, seed=1, vocab_sizes=(20, 30), dense_features=4, history=8)
     assert world.history is not None

@@ -40,7 +40,7 @@ def model(history: HistoryTable | None, *, time_buckets: int = 0, dense_features
 
 
 @pytest.mark.parametrize("concat", [False, True])
-def test_a_layer_equals_equations_1_to_3(concat: bool) -> None:
+def test_a_layer_equals_equations_1_to_3(concat):
     """Token by token and head by head."""
     hstu = layer(concat=concat)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_a_layer_equals_equations_1_to_3(concat: bool) -> None:
             torch.testing.assert_close(found[row, i], hstu.out(gated) + x[row, i], **CLOSE)
 
 
-def test_who_sees_whom() -> None:
+def test_who_sees_whom():
     """Two tokens of context, three slots for events of which two are taken, and the target after them."""
     expected = [
         [1, 1, 0, 0, 0, 0],
@@ -78,7 +78,7 @@ def test_who_sees_whom() -> None:
     assert sight(torch.tensor([2]), context=2, events=3)[0].int().tolist() == expected
 
 
-def test_no_token_sees_the_future() -> None:
+def test_no_token_sees_the_future():
     stack = [layer(), layer()]
     x = torch.randn(1, 7, 6, dtype=torch.float64, requires_grad=True)
     sees = sight(torch.tensor([4]), context=2, events=4)
@@ -93,13 +93,13 @@ def test_no_token_sees_the_future() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 9])
-def test_distances_beyond_reach_share_a_weight(tokens: int) -> None:
+def test_distances_beyond_reach_share_a_weight(tokens):
     bias = DistanceBias(3)
     expected = [[bias.weight[3 + max(-3, min(3, j - i))] for j in range(tokens)] for i in range(tokens)]
     assert torch.equal(bias(tokens), torch.stack([torch.stack(row) for row in expected]))
 
 
-def test_times_are_bucketed_by_powers_of_two() -> None:
+def test_times_are_bucketed_by_powers_of_two():
     bias = TimeBias(4)
     found = bias(torch.tensor([[100, 100, 101, 102, 103, 104, 108, 900]]))[0]
     bucket = [0, 0, 0, 1, 1, 2, 3, 3]  # of the seconds 0, 0, 1, 2, 3, 4, 8, 800
@@ -107,7 +107,7 @@ def test_times_are_bucketed_by_powers_of_two() -> None:
     assert torch.equal(found, found.T)
 
 
-def test_the_target_column_is_the_target() -> None:
+def test_the_target_column_is_the_target():
     """Its embedding enters with the target's vector at the end, and not as context."""
     hstu = model(HistoryTable(column=1))
     entered = []
@@ -120,7 +120,7 @@ def test_the_target_column_is_the_target() -> None:
     torch.testing.assert_close(entered[0][0, :5], torch.stack(expected), **CLOSE)
 
 
-def test_context_has_no_order_but_for_the_distance_bias() -> None:
+def test_context_has_no_order_but_for_the_distance_bias():
     """Rows without a history: the features are a set, read by the target."""
     hstu = model(None)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_context_has_no_order_but_for_the_distance_bias() -> None:
     torch.testing.assert_close(torch.cat(logits), logits[0].expand(6), **CLOSE)
 
 
-def test_the_model_reads_times() -> None:
+def test_the_model_reads_times():
     hstu = model(HistoryTable(column=1), time_buckets=8)
     inputs = torch.empty(2, 0), torch.ones(2, 3, dtype=torch.int64)
     sequence, lengths = torch.ones(2, 3, dtype=torch.int64), torch.tensor([2, 2])

@@ -5,12 +5,7 @@ import torch
 
 from loka.zoo import build
 from loka.zoo.attention import AttentionPool, SelfAttention, rotate
-from loka.zoo.dhen import (
-    AttentionInteraction,
-    CrossInteraction,
-    DHENLayer,
-    DotInteraction,
-)
+from loka.zoo.dhen import AttentionInteraction, CrossInteraction, DHENLayer, DotInteraction
 from loka.zoo.interformer import Gate, MaskNet, PersonalizedFFN, SequenceSummary
 from loka.zoo.layers import TokenLinear
 
@@ -28,7 +23,7 @@ def normed(x: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_attention_equals_torchs(rotary: bool) -> None:
+def test_attention_equals_torchs(rotary):
     """Against `scaled_dot_product_attention`, head by head, a padded row included."""
     attention = SelfAttention(8, heads=2, rotary=rotary).double()
     x, seen = tokens(3, 5, 8), torch.ones(3, 5, dtype=torch.bool)
@@ -43,7 +38,7 @@ def test_attention_equals_torchs(rotary: bool) -> None:
     torch.testing.assert_close(attention(x, seen), attention.out(torch.cat(heads, 2)), **CLOSE)
 
 
-def test_rotary_scores_depend_on_the_distance_alone() -> None:
+def test_rotary_scores_depend_on_the_distance_alone():
     q, k = (tokens(6).expand(9, 6) for _ in range(2))
     scores = rotate(q) @ rotate(k).T
     for distance in range(-8, 9):
@@ -57,7 +52,7 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(rotate(unit.expand(4, 6))[3, [2, 5]], expected, **CLOSE)
 
 
-def test_pooling_reads_a_set() -> None:
+def test_pooling_reads_a_set():
     pool = AttentionPool(8, heads=2, outputs=3).double()
     x, seen = tokens(2, 5, 8), torch.tensor([[True] * 4 + [False], [False] * 5])
     found = pool(x, seen)
@@ -72,7 +67,7 @@ def test_pooling_reads_a_set() -> None:
 
 
 @pytest.mark.parametrize("compressed", [3, 9])
-def test_dot_interaction_equals_a_loop_over_pairs(compressed: int) -> None:
+def test_dot_interaction_equals_a_loop_over_pairs(compressed):
     dot = DotInteraction(5, 4, out_tokens=2, dot_tokens=compressed).double()
     x = tokens(3, 5, 4)
     used = torch.einsum("on,bnd->bod", dot.compress.linear.weight, x) if compressed == 3 else x
@@ -81,7 +76,7 @@ def test_dot_interaction_equals_a_loop_over_pairs(compressed: int) -> None:
     torch.testing.assert_close(dot(x), dot.out(torch.stack(pairs, 1)).reshape(3, 2, 4), **CLOSE)
 
 
-def test_cross_interaction_is_a_cross_layer_and_a_map_over_tokens() -> None:
+def test_cross_interaction_is_a_cross_layer_and_a_map_over_tokens():
     cross = CrossInteraction(5, 4, out_tokens=2, rank=3).double()
     x = tokens(3, 5, 4)
     flat = x.reshape(3, 20)
@@ -91,7 +86,7 @@ def test_cross_interaction_is_a_cross_layer_and_a_map_over_tokens() -> None:
     torch.testing.assert_close(cross(x), expected, **CLOSE)
 
 
-def test_attention_interaction_is_a_transformer_encoder_layer() -> None:
+def test_attention_interaction_is_a_transformer_encoder_layer():
     """nn.TransformerEncoderLayer with the same weights, then the map over tokens."""
     ours = AttentionInteraction(5, 8, out_tokens=2, heads=2, hidden=6, activation="relu").double()
     theirs = torch.nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True).double()
@@ -112,7 +107,7 @@ def test_attention_interaction_is_a_transformer_encoder_layer() -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5])
-def test_dhen_layer_equals_the_paper(n: int) -> None:
+def test_dhen_layer_equals_the_paper(n):
     parts = {"one": TokenLinear(n, 2), "two": TokenLinear(n, 2)}
     layer = DHENLayer(n, 6, interactions=parts, module_tokens=2).double()
     x = tokens(3, n, 6)
@@ -122,7 +117,7 @@ def test_dhen_layer_equals_the_paper(n: int) -> None:
     torch.testing.assert_close(layer(x), expected, **CLOSE)
 
 
-def test_pffn_gives_each_row_a_map_of_its_own() -> None:
+def test_pffn_gives_each_row_a_map_of_its_own():
     pffn = PersonalizedFFN(4, context_tokens=2).double()
     x_sum, s = tokens(3, 2, 4), tokens(3, 5, 4)
     for row in range(3):
@@ -130,14 +125,14 @@ def test_pffn_gives_each_row_a_map_of_its_own() -> None:
         torch.testing.assert_close(pffn(x_sum, s)[row].T, weight @ s[row].T, **CLOSE)
 
 
-def test_gate_and_mask() -> None:
+def test_gate_and_mask():
     gate, mask = Gate(4).double(), MaskNet(4, activation="silu").double()
     z = tokens(3, 2, 4)
     torch.testing.assert_close(gate(z), normed(z * torch.sigmoid(gate.linear(z))), **CLOSE)
     torch.testing.assert_close(mask(z), normed(mask.linear(z * mask.mask(z))), **CLOSE)
 
 
-def test_the_summary_takes_cls_pooled_and_recent_tokens() -> None:
+def test_the_summary_takes_cls_pooled_and_recent_tokens():
     summary = SequenceSummary(4, heads=1, cls=2, pooled=1, recent=2).double()
     read = []
     summary.gate.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
@@ -153,7 +148,7 @@ def test_the_summary_takes_cls_pooled_and_recent_tokens() -> None:
     torch.testing.assert_close(found[:, 3:], torch.stack(expected), **CLOSE)
 
 
-def test_layers_interleave() -> None:
+def test_layers_interleave():
     """In every layer X learns from S and S from X; without a history S is the categorical features."""
     torch.manual_seed(0)
     model = build("interformer", dense_features=5, vocab_sizes=(4, 7, 3)).double()

@@ -23,19 +23,11 @@ def of(pairs: list[tuple[int, int]], rows: int) -> Gemms:
 
 # What the suite has otherwise than its source: FuxiCTR's [512, 256] are two hidden layers of an FMB's MLP, of
 # which it has one; the head of "InterFormer-like", whose sizes it assumes, reads X in place of X_sum.
-MISREAD = {
-    "wukong:fuxictr": of([(512, 2560)] * 3, 8192),
-    "interformer:paper": of([(5120, 1024)], 4096),
-}
+MISREAD = {"wukong:fuxictr": of([(512, 2560)] * 3, 8192), "interformer:paper": of([(5120, 1024)], 4096)}
 # The suite's name, the preset, the batch, and the linear layers of the model that the suite leaves out.
 PUBLISHED = [
     ("MLPerf-DLRM-DCNv2", "dcnv2:mlperf", 8192, Gemms()),
-    (
-        "MLPerf-DLRMv1-dot",
-        "dlrm:mlperf",
-        2048,
-        of([(13, 512), (512, 256), (256, 128)], 2048),
-    ),
+    ("MLPerf-DLRMv1-dot", "dlrm:mlperf", 2048, of([(13, 512), (512, 256), (256, 128)], 2048)),
     ("BARS-DCNv2-criteo_x1", "dcnv2:bars", 4096, of([(890, 1)], 4096)),
     *(
         (
@@ -96,10 +88,7 @@ PUBLISHED = [
 ]
 
 
-BATCH = {
-    **{preset: batch for _, preset, batch, _ in PUBLISHED},
-    "dhen:elfm": 2048,
-}
+BATCH = {**{preset: batch for _, preset, batch, _ in PUBLISHED}, "dhen:elfm": 2048}
 
 
 @functools.cache
@@ -109,7 +98,7 @@ def looked_at(preset: str) -> Inventory:
 
 
 @pytest.mark.parametrize(("suite", "preset", "batch", "rest"), PUBLISHED, ids=[p[1] for p in PUBLISHED])
-def test_published_sizes_have_the_published_gemms(suite: str, preset: str, batch: int, rest: Gemms) -> None:
+def test_published_sizes_have_the_published_gemms(suite, preset, batch, rest):
     told = Gemms()
     for shape in lrm_gemm_shapes():
         if shape.model == suite and shape.kind == "linear":
@@ -125,21 +114,21 @@ def test_published_sizes_have_the_published_gemms(suite: str, preset: str, batch
     assert weights <= found.parameters < 1.02 * weights
 
 
-def test_the_composite_has_both_published_shapes_of_the_external_large_fm() -> None:
+def test_the_composite_has_both_published_shapes_of_the_external_large_fm():
     found = {(g.m, g.k, g.n) for g in looked_at("dhen:elfm").gemms}
     anchors = [(s.m, s.k, s.n) for s in lrm_gemm_shapes() if s.model == "LoKA-anchor"]
     assert len(anchors) == 2
     assert found.issuperset(anchors)
 
 
-def test_flop_are_those_of_the_products() -> None:
+def test_flop_are_those_of_the_products():
     """DLRM: its Linears, and the dots of 27 tokens of 128."""
     found = looked_at("dlrm:mlperf")
     products = sum(g.count * g.m * g.k * g.n for g in found.gemms) / 2048 + 27 * 128 * 27
     assert found.gflop == pytest.approx(2e-9 * products, rel=1e-12)
 
 
-def test_linears_are_noted_call_by_call() -> None:
+def test_linears_are_noted_call_by_call():
     shared = nn.Linear(3, 3)
     model = nn.Sequential(shared, nn.Linear(3, 5), nn.Linear(5, 3), shared)
     found = linear_gemms(model, torch.zeros(4, 2, 3))
@@ -147,7 +136,7 @@ def test_linears_are_noted_call_by_call() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_features_can_be_others() -> None:
+def test_features_can_be_others():
     usual, none = looked_at("hstu:small"), inventory("hstu", features=Features(dense=0, sparse=2, events=5))
     # A batch of 3. 27 features and the target; 1 feature of context, 5 events and the target.
     assert (usual.gemms[2].m, none.gemms[1].m) == (3 * 28, 7)
@@ -155,7 +144,7 @@ def test_features_can_be_others() -> None:
         inventory("hstu", "huge")
 
 
-def test_the_page_tells_the_truth() -> None:
+def test_the_page_tells_the_truth():
     """docs/zoo.md has a line for each preset, with parameters and GFLOP as counted here."""
     page = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
     lines = re.findall(r"^\| `(\w+):([\w.]+)` \|(.*)\|$", page, flags=re.M)

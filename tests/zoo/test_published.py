@@ -3,8 +3,6 @@
 Totals include tables. Where models share theirs, what is left of each total after ours is the same tables.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +31,7 @@ def front(dim: int, bottom: tuple[int, ...] | None) -> Front:
     return Front(dense_features=13, vocab_sizes=(1,) * 26, dim=dim, bottom=bottom)
 
 
-def test_dlrm_and_dcnv2_have_the_parameters_of_wukongs_table_3() -> None:
+def test_dlrm_and_dcnv2_have_the_parameters_of_wukongs_table_3():
     """Bottom MLP 512, 256 as published; the rest is what fits in the space that was searched, to the unit."""
     with torch.device("meta"):
         dlrm = DLRM(front(128, (512, 256)), top=(512, 512))
@@ -42,14 +40,14 @@ def test_dlrm_and_dcnv2_have_the_parameters_of_wukongs_table_3() -> None:
         assert parameters(dense_part(dcn)) + CRITEO_TABLES == 26_179_364_097
 
 
-def test_wukong_criteo_is_near_its_papers_best() -> None:
+def test_wukong_criteo_is_near_its_papers_best():
     """Which of the searched configurations it was, the paper does not say; ours was chosen by parameters."""
     found = inventory("wukong", "criteo")
     assert found.parameters + CRITEO_TABLES == pytest.approx(26_163_636_001, abs=80_000)
     assert 3e3 * found.gflop == pytest.approx(173.73, rel=0.003)
 
 
-def test_models_have_the_parameters_of_bars() -> None:
+def test_models_have_the_parameters_of_bars():
     with torch.device("meta"):
         dcn = dense_part(build("dcnv2", dense_features=13, vocab_sizes=(1,) * 26, size="bars"))
         dlrm = dense_part(DLRM(front(10, (400, 400, 400)), top=(400, 400, 400)))
@@ -73,7 +71,7 @@ TABLE_5 = {
 }
 
 
-def test_wukong_sizes_are_near_their_papers_table() -> None:
+def test_wukong_sizes_are_near_their_papers_table():
     """What the table leaves open, above all the count of embeddings, is worth more in the small sizes.
 
     Measured: FLOP 0.83, 0.74, 0.69, 0.93, 1.05, 0.96 and 1.09 of the published, and from one row to the
@@ -96,12 +94,12 @@ def test_wukong_sizes_are_near_their_papers_table() -> None:
     assert all(0.6 < share < 1.4 for share in growth), growth
 
 
-def test_mlperf_has_the_layers_of_its_reference_command() -> None:
+def test_mlperf_has_the_layers_of_its_reference_command():
     """`--dense_arch_layer_sizes 512,256,128 --over_arch_layer_sizes 1024,1024,512,256,1`, and for DLRM-DCNv2
     `--interaction_type=dcn --dcn_num_layers=3 --dcn_low_rank_dim=512`; `--embedding_dim 128` in both."""
     dense, over = [13, 512, 256, 128], [1024, 1024, 512, 256, 1]
 
-    def chain(*widths: int) -> int:
+    def chain(*widths):
         return sum(a * b + b for a, b in pairwise(widths))
 
     dots = 128 + 27 * 26 // 2

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +28,7 @@ GFLOP = {
 }
 
 
-def test_the_suite_has_the_flop_of_its_sources() -> None:
+def test_the_suite_has_the_flop_of_its_sources():
     shapes = lrm_gemm_shapes()
     assert Counter(shape.kind for shape in shapes) == {"linear": 99, "bmm": 25, "grouped": 6}
     assert len({(s.m, s.k, s.n) for s in shapes if s.kind == "linear"}) == 71
@@ -41,7 +38,7 @@ def test_the_suite_has_the_flop_of_its_sources() -> None:
     assert gflop == {model: pytest.approx(told, abs=0.01) for model, told in GFLOP.items()}
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_file_of_ones_own(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text('\ufeffsite,kind,model,N,K,M,extra\n"a, b",linear,net,3,2,1,x\n', encoding="utf-8")
     (shape,) = read_shapes(file)
@@ -60,7 +57,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("net,a,linear,1,2,3,7", "a linear layer has batch 1, not 7"),
     ],
 )
-def test_rows_that_are_no_gemm_are_named(tmp_path: Path, row: str, told: str) -> None:
+def test_rows_that_are_no_gemm_are_named(tmp_path, row, told):
     file = tmp_path / "mine.csv"
     file.write_text(f"model,site,kind,M,K,N,batch\nnet,fine,linear,1,2,3,1\n{row}\n")
     with pytest.raises(DataRefused) as error:
@@ -69,7 +66,7 @@ def test_rows_that_are_no_gemm_are_named(tmp_path: Path, row: str, told: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "model,site\n", "model,site,kind,M,K,N\n"])
-def test_files_without_shapes_are_refused(tmp_path: Path, text: str) -> None:
+def test_files_without_shapes_are_refused(tmp_path, text):
     file = tmp_path / "mine.csv"
     file.write_text(text)
     with pytest.raises(DataRefused, match=r"mine\.csv has no"):
@@ -78,7 +75,7 @@ def test_files_without_shapes_are_refused(tmp_path: Path, text: str) -> None:
         read_shapes(tmp_path / "absent.csv")
 
 
-def test_models_are_chosen_by_pattern() -> None:
+def test_models_are_chosen_by_pattern():
     shapes = lrm_gemm_shapes()
     assert {s.model for s in of_models(shapes, ["wukong-2*", "LoKA-anchor"])} == {
         "LoKA-anchor",

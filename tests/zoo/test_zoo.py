@@ -37,7 +37,7 @@ def published(name: str, size: str, sparse_features: int = 26) -> Counter[tuple[
     return linears(model)
 
 
-def test_wukong_six_gflop_is_its_papers_row() -> None:
+def test_wukong_six_gflop_is_its_papers_row():
     """l 8, n 48 and 48, k 48, MLP 3 x 4096; it is in no suite of shapes."""
     first = [(770, 48), (770, 48), (36960, 4096), (4096, 4096), (4096, 4096), (4096, 7680)]
     others = [(96, 48), (96, 48), (4608, 4096), (4096, 4096), (4096, 4096), (4096, 7680)] * 7
@@ -47,7 +47,7 @@ def test_wukong_six_gflop_is_its_papers_row() -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), presets())
-def test_every_preset_ends_in_one_logit_with_bias(name: str, size: str) -> None:
+def test_every_preset_ends_in_one_logit_with_bias(name, size):
     with torch.device("meta"):
         model = build(name, dense_features=13, vocab_sizes=(2,) * 26, size=size)
         logits = model(torch.empty(6, 13), torch.empty(6, 26, dtype=torch.int64))
@@ -60,7 +60,7 @@ def test_every_preset_ends_in_one_logit_with_bias(name: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_small_models_train_every_parameter(name: str) -> None:
+def test_small_models_train_every_parameter(name):
     torch.manual_seed(0)
     model = build(name, dense_features=5, vocab_sizes=VOCAB)
     dense, sparse = rows(64, dtype=torch.float32)
@@ -75,13 +75,13 @@ def test_small_models_train_every_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_small_models_give_the_mods_something_to_do(name: str) -> None:
+def test_small_models_give_the_mods_something_to_do(name):
     kinds = Counter(type(m) for m in build(name, dense_features=5, vocab_sizes=VOCAB).modules())
     assert kinds[nn.SiLU] >= 3
     assert kinds[nn.LayerNorm] >= 3
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch():
     for name in MODELS:
         model = build(name, dense_features=5, vocab_sizes=VOCAB).double()
         dense, sparse = rows(9)
@@ -90,7 +90,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_dense_part_computes_the_model_from_looked_up_rows(name: str) -> None:
+def test_the_dense_part_computes_the_model_from_looked_up_rows(name):
     torch.manual_seed(0)
     model = build(name, dense_features=5, vocab_sizes=VOCAB).double()
     part = dense_part(model)
@@ -114,7 +114,7 @@ def test_the_dense_part_computes_the_model_from_looked_up_rows(name: str) -> Non
     assert isinstance(model.front.embeddings, Embeddings), "the model keeps its tables"
 
 
-def test_the_dense_part_of_mlperf_has_no_tables() -> None:
+def test_the_dense_part_of_mlperf_has_no_tables():
     with torch.device("meta"):
         part = dense_part(build("dcnv2", dense_features=13, vocab_sizes=(1,) * 26, size="mlperf"))
         assert part(torch.empty(6, 13), torch.empty(6, 26, 128)).shape == (6,)
@@ -122,12 +122,12 @@ def test_the_dense_part_of_mlperf_has_no_tables() -> None:
     assert part.cross[0].v.in_features == 27 * 128
 
 
-def test_the_dense_part_of_another_model_is_refused() -> None:
+def test_the_dense_part_of_another_model_is_refused():
     with pytest.raises(ValueError, match="Linear has no `front`"):
         dense_part(nn.Linear(2, 2))
 
 
-def test_embeddings_are_separate_tables_in_one() -> None:
+def test_embeddings_are_separate_tables_in_one():
     embeddings = Embeddings(VOCAB, 6)
     _, sparse = rows(11)
     tables = embeddings.table.weight.split(list(VOCAB))
@@ -138,7 +138,7 @@ def test_embeddings_are_separate_tables_in_one() -> None:
         assert table.abs().max() <= len(table) ** -0.5
 
 
-def test_dlrm_equals_a_loop_over_pairs() -> None:
+def test_dlrm_equals_a_loop_over_pairs():
     torch.manual_seed(1)
     model = DLRM(Front(dense_features=5, vocab_sizes=VOCAB, dim=6, bottom=(8,)), top=(16,)).double()
     dense, sparse = rows(7)
@@ -150,7 +150,7 @@ def test_dlrm_equals_a_loop_over_pairs() -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 3])
-def test_cross_layer_equals_its_formula(rank: int | None) -> None:
+def test_cross_layer_equals_its_formula(rank):
     layer = CrossLayer(10, rank=rank).double()
     x0, x = torch.randn(2, 4, 10, dtype=torch.float64)
     weight = layer.u.weight if rank is None else layer.u.weight @ layer.v.weight
@@ -160,7 +160,7 @@ def test_cross_layer_equals_its_formula(rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_dcn_stacks_or_runs_in_parallel(parallel: bool) -> None:
+def test_dcn_stacks_or_runs_in_parallel(parallel):
     front = Front(dense_features=5, vocab_sizes=VOCAB, dim=3, bottom=None)
     model = DCNv2(front, cross_layers=2, rank=4, deep=(8,), parallel=parallel).double()
     dense, sparse = rows(6)
@@ -174,7 +174,7 @@ def test_dcn_stacks_or_runs_in_parallel(parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("attention", [None, (12,)])
-def test_factorization_block_equals_the_paper(attention: tuple[int, ...] | None) -> None:
+def test_factorization_block_equals_the_paper(attention):
     torch.manual_seed(2)
     n, d, k, out = 5, 6, 3, 4
     block = FactorizationBlock(
@@ -198,7 +198,7 @@ def test_factorization_block_equals_the_paper(attention: tuple[int, ...] | None)
 
 
 @pytest.mark.parametrize("tokens", [5, 7])
-def test_wukong_layer_equals_the_paper(tokens: int) -> None:
+def test_wukong_layer_equals_the_paper(tokens):
     torch.manual_seed(3)
     d, fm, lc = 6, 4, 3
     layer = WukongLayer(
@@ -224,7 +224,7 @@ def test_wukong_layer_equals_the_paper(tokens: int) -> None:
     torch.testing.assert_close(layer(x), expected, **CLOSE)
 
 
-def test_attentive_wukong_trains_every_parameter() -> None:
+def test_attentive_wukong_trains_every_parameter():
     torch.manual_seed(4)
     model = Wukong(
         Front(dense_features=0, vocab_sizes=VOCAB, dim=6, bottom=(8,)),
@@ -244,14 +244,14 @@ def test_attentive_wukong_trains_every_parameter() -> None:
         assert parameter.grad.to_dense().abs().max() > 0, path
 
 
-def test_mlp_order_of_layers() -> None:
+def test_mlp_order_of_layers():
     kinds = [type(layer) for layer in mlp(3, (4, 5), activation="silu", norm=True)]
     assert kinds == [nn.Linear, nn.LayerNorm, nn.SiLU] * 2
     plain = mlp(3, (4, 5), last_activation=False)
     assert [type(layer) for layer in plain] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
-def test_unknown_names_list_the_known_ones() -> None:
+def test_unknown_names_list_the_known_ones():
     wrong: list[dict[str, Any]] = [{"name": "dhem"}, {"name": "dlrm", "size": "2gf"}]
     for arguments in wrong:
         with pytest.raises(UnknownName) as error:
@@ -267,8 +267,8 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_another_activation_in_all_mlps(name: str) -> None:
-    def kinds(activation: str | None) -> list[type]:
+def test_another_activation_in_all_mlps(name):
+    def kinds(activation):
         model = build(name, dense_features=3, vocab_sizes=VOCAB, activation=activation)
         return [type(m) for m in model.modules() if isinstance(m, nn.ReLU | nn.SiLU | nn.GELU)]
 

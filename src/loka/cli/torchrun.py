@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import LokaError, UnknownName
 from loka.core.exchange import ranks_of
+from loka.core.recording import capture_stream, synced
 from loka.distributed import shard_dense
 from loka.distributed.lookups import TABLES
 from loka.distributed.sharded_tables import EXCHANGES, shard_tables
@@ -132,8 +133,12 @@ def over_ranks(model: nn.Module, config: TrainConfig, *, engine: str, dense: str
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         gather_in = torch.bfloat16 if config.precision == "bf16" else None
         return shard_dense(model, list(blocks_of(model)), device=config.device, gather_in=gather_in)
+    stream = None
     if config.device.startswith("cuda"):
+        if config.step == "graph" and config.capture_collectives:
+            stream = capture_stream(torch.device(config.device))
         for module in model.modules():
             if isinstance(module, TABLES):
                 module.sparse = False
-    return DistributedDataParallel(model.to(config.device))
+    with synced(stream):
+        return DistributedDataParallel(model.to(config.device))

@@ -28,6 +28,7 @@ from loka.compiler.joint_sites import JointSite, sites_in
 from loka.compiler.marks import connected, mark_runs
 from loka.compiler.normed import Product, normed_input
 from loka.compiler.notes import record_text
+from loka.compiler.scaled_mm import call_scaled_mm
 from loka.compiler.tokens import keep_tokens
 from loka.core.recipe import Gemm
 from loka.kernels.edge.twin import SCALE_CARRY, SCALE_EXPONENT, SCALE_LEAST
@@ -77,6 +78,7 @@ def join_sites(graph: Graph) -> dict[str, str]:
     lying = keep_tokens(emitter)
     ordered(graph)
     settle(emitter, lying)
+    call_scaled_mm(emitter)
     graph.eliminate_dead_code()
     return apart
 

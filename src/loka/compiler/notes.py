@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from loka.kernels.launches import note_launch
-from loka.kernels.quantize.side import RUNS
+from loka.kernels.quantize.side import BAD_A, RUNS
 from loka.nn.site_ops import registered
 
 FLAGS = 3  # columns of a site's counters
@@ -38,6 +38,18 @@ def uncounted() -> Iterator[None]:
         _HERE.uncounted = False
 
 
+@contextmanager
+def watched_by(watcher: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, graphs that this thread runs, or records, show `watcher` the address of each site's counters
+    and the scales of the rows that enter it, [T, 1]; behind a norm in a GEMM's own kernel, which computes
+    none, what it has of each row, [T, N]."""
+    _HERE.watcher = watcher
+    try:
+        yield
+    finally:
+        _HERE.watcher = None
+
+
 def _note_sites(
     healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], record: str
 ) -> torch.Tensor:
@@ -45,6 +57,10 @@ def _note_sites(
     Each GEMM has one entry for its operand A, which counts its run too."""
     for health in healths:
         _RECORDS[health.data_ptr()] = record
+    if (watcher := getattr(_HERE, "watcher", None)) is not None:
+        for health, scale, place in zip(healths, scales, places, strict=True):
+            if place == BAD_A:  # of `output`
+                watcher(health.data_ptr(), scale)
     if getattr(_HERE, "uncounted", False):
         return scales[0].new_empty(1)
     note_launch("notes")

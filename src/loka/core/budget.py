@@ -81,11 +81,6 @@ class Budget:
         """The one number of `ne`; None where there is none, or a limit for each task."""
         return None if isinstance(self.ne, Mapping) else self.ne
 
-    @property
-    def limits_kl(self) -> bool:
-        """Whether KL/H is limited at all."""
-        return self.ne is not None or bool(self.segments)
-
     @classmethod
     def paper(cls, **others: Any) -> Budget:
         """The paper's rule at every GEMM by itself: MERE below 0.2, and more than 1.05 times as fast."""

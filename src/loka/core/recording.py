@@ -7,8 +7,9 @@ what the host did is the caller's to take back.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +18,20 @@ T = TypeVar("T")
 
 class Recording(Protocol):
     def replay(self) -> None: ...
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this process captures what trains on `device`, one of CUDA.
+
+    Autograd adds a gradient up on the stream on which it first saw the parameter, and a capture may not wait
+    for another one. DistributedDataParallel sees parameters when it is built: build it on this stream.
+    """
+    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
 
 
 @contextlib.contextmanager
@@ -35,15 +50,21 @@ def synced(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def record(
-    function: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None
+    function: Callable[[], T],
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+    pool: Any = None,
 ) -> tuple[Recording, T]:
     """A graph of what `function` launches, and its result, whose values come with the first replay.
+
+    `pool`: memory that it shares with other graphs, of which no two run at once, and whose results are
+    copied before another one runs; else it has its own.
 
     Raises what `function` raises; CUDA's own state is then as before, the host's is the caller's.
     """
     assert stream is not None
     device = stream.device  # the one given may have no index
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     before = torch.cuda.current_stream(device)
     generator = torch.cuda.default_generators[device.index]
     clean = generator.clone_state()

@@ -14,7 +14,7 @@ from loka.core.table import format_table
 from loka.serve.rows import LEAST_DB, Form
 from loka.serve.watch.monitor import Range
 
-_KIND, _VERSION = "loka-serve-card", 2
+_KIND, _VERSION = "loka-serve-card", 3
 
 
 @dataclass(frozen=True, kw_only=True)

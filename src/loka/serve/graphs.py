@@ -7,25 +7,28 @@ Compiled code takes a tree's tensors as arguments and its objects as constants: 
 again, and other tensors in the same tree are not. A graph keeps the addresses of its version's tensors, and
 the version keeps the tensors. Nothing writes to them, so graphs of several versions replay side by side.
 
-The alarm cannot watch inside of a graph. Its looks are graphs too, of the model as it is written, for a few
-rows: they run beside the answers on a stream of their own, and are read when they are done.
+Each bucket has a second graph of the same code, which hands the scales of some rows of each FP8 site out to
+the alarm besides: one kernel more, for the requests that are looked at. It shares the first one's memory, as
+the two never run at once and what they give is copied before either runs again.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
-from loka.compiler.notes import record_of, uncounted
+from loka.compiler.notes import record_of, uncounted, watched_by
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
@@ -38,25 +41,40 @@ from loka.serve.build import frozen_sites
 from loka.serve.rows import Form, leaves, mapped
 from loka.serve.run import Runner
 from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_by
-from loka.serve.watch.monitor import EVERY, LOOKED_AT, Look, Range, look
+from loka.serve.watch.monitor import Range, apart, look, look_of_scales, some_of
 
-LOOKS = (1, 8, 32, LOOKED_AT)
-"""Rows of a look: the most of these that a request has, so that no row of padding is looked at."""
 _RECOMPILES = 4096
-SHARE = 0.01
-"""Of the time of answers, for looks."""
+_WAITING = 8  # looks that no request has read yet
+
+
+class Seen(NamedTuple):
+    """`looked_at` of a site's `rows` are, by their FP8 `scales` or by their maxima."""
+
+    name: str
+    looked_at: int
+    rows: int
+    scales: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a recorded call hands out besides: scales or maxima of rows, of the sites one after the other."""
+
+    values: torch.Tensor
+    sites: tuple[Seen, ...]
 
 
 @dataclass(frozen=True)
 class Graph:
     """A recorded call: `inputs` [rows, ...] are read and `output` is written by every replay, which takes
-    `microseconds`."""
+    `microseconds`. `looking`: the same for requests that are looked at."""
 
     rows: int
     inputs: list[torch.Tensor]
     output: Any
     recording: Recording
     microseconds: float
+    looking: tuple[Recording, Any, Shown] | None = None
 
 
 class Replays:
@@ -65,25 +83,37 @@ class Replays:
     def __init__(self, graphs: Mapping[int, Graph], stream: torch.cuda.Stream | None, form: Form) -> None:
         self._graphs, self._stream, self._form = graphs, stream, form
         self._lock = threading.Lock()
+        self._shown: deque[_Waiting] = deque(maxlen=_WAITING)
 
-    def __call__(self, tensors: Sequence[torch.Tensor], rows: int) -> Any:
+    def __call__(self, tensors: Sequence[torch.Tensor], rows: int, *, looking: bool = False) -> Any:
         """Outputs for tensors [B, ...] by the graph of `rows` >= B rows: [B, ...] each.
 
         Nothing waits for the device: the lock is held while work is queued, and the stream does it in turn.
         """
         graph, count = self._graphs[rows], tensors[0].shape[0]
+        recording, output, shown = graph.recording, graph.output, None
+        if looking and count and graph.looking is not None:
+            recording, output, shown = graph.looking
         with self._lock, synced(self._stream):
             last = self._form.check_rows(tensors[0].device) if count == 0 else tensors
             for buffer, column, row in zip(graph.inputs, tensors, last, strict=True):
                 buffer[:count].copy_(column, non_blocking=True)
                 if count < rows:
                     buffer[count:].copy_(row[-1:].expand_as(buffer[count:]))
-            graph.recording.replay()
-            return mapped(graph.output, lambda leaf: self._handed_over(leaf[:count].clone()))
+            recording.replay()
+            if shown is not None:
+                self._shown.append(_Waiting.for_device(shown, count / rows, self._stream))
+            return mapped(output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
-    def microseconds(self, sizes: Sequence[int]) -> float:
-        """Of the replays for these numbers of rows."""
-        return sum(self._graphs[rows].microseconds for rows in sizes)
+    def note(self, note: Callable[[str, torch.Tensor], None]) -> None:
+        """Hands over the row maxima of requests that were looked at, where the device is done with them."""
+        while self._shown:
+            with self._lock:
+                if not self._shown or not self._shown[0].done():
+                    return
+                waiting = self._shown.popleft()
+            for name, maxima in waiting.by_site():
+                note(name, maxima)
 
     def _handed_over(self, leaf: torch.Tensor) -> torch.Tensor:
         """Made on the stream of the graphs, and read on the caller's."""
@@ -92,64 +122,31 @@ class Replays:
         return leaf
 
 
-class Looks:
-    """The alarm's view of one version: what rows at its FP8 sites are, by graphs of a few rows.
+@dataclass(frozen=True)
+class _Waiting:
+    """What was shown on its way to the host, of a request that filled a `share` of its graph's rows."""
 
-    A look is due `EVERY` requests after the last one, and when `SHARE` of the time that these took pays for
-    it: it is a forward pass of kernels by themselves, and small requests are over sooner.
-    """
+    sites: tuple[Seen, ...]
+    values: torch.Tensor
+    event: torch.cuda.Event | None
+    share: float
 
-    def __init__(
-        self,
-        graphs: Mapping[int, Graph],
-        sites: Mapping[int, Sequence[tuple[str, int]]],
-        ranges: Mapping[str, Range],
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """`sites`: of each graph, name and number of rows of each site, in the order of its output."""
-        self._graphs, self._sites, self._ranges, self._stream = graphs, sites, ranges, stream
-        self._lock = threading.Lock()
-        self._requests, self._saved = 0, 0.0
-        self._pending: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
+    @classmethod
+    def for_device(cls, shown: Shown, share: float, stream: torch.cuda.Stream | None) -> _Waiting:
+        host = torch.empty_like(shown.values, device="cpu", pin_memory=stream is not None)
+        host.copy_(shown.values, non_blocking=True)
+        return cls(shown.sites, host, None if stream is None else stream.record_event(), share)
 
-    def __call__(
-        self, tensors: Sequence[torch.Tensor], microseconds: float, note: Callable[[str, Look], None]
-    ) -> None:
-        """Takes account of a request [B, ...] whose answer took so long, and looks at some rows if that is
-        due; then notes what the look before showed."""
-        count = tensors[0].shape[0]
-        if count == 0 or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._requests += 1
-            self._saved += SHARE * microseconds
-            graph = self._graphs[max(rows for rows in self._graphs if rows <= count)]
-            if self._requests < EVERY or self._saved < graph.microseconds or not self._noted(note):
-                return
-            self._requests, self._saved = 0, 0.0
-            with synced(self._stream):
-                for buffer, column in zip(graph.inputs, tensors, strict=True):
-                    buffer.copy_(column[:: count // graph.rows][: graph.rows], non_blocking=True)
-                graph.recording.replay()
-                host = torch.empty_like(graph.output, device="cpu", pin_memory=self._stream is not None)
-                host.copy_(graph.output, non_blocking=True)
-                event = None if self._stream is None else self._stream.record_event()
-            self._pending = graph.rows, host, event
-        finally:
-            self._lock.release()
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
 
-    def _noted(self, note: Callable[[str, Look], None]) -> bool:
-        """Notes the look that was taken last; False where the device is not done with it."""
-        if self._pending is None:
-            return True
-        rows, maxima, event = self._pending
-        if event is not None and not event.query():
-            return False
-        self._pending = None
-        names, counts = zip(*self._sites[rows], strict=True)
-        for name, part in zip(names, maxima.split(counts), strict=True):
-            note(name, Look.of(part, self._ranges[name].ceiling))
-        return True
+    def by_site(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Maxima, without rows that only pad: the last of a site's, which lie by rows of the batch."""
+        for seen, part in zip(
+            self.sites, self.values.split([seen.looked_at for seen in self.sites]), strict=True
+        ):
+            kept = part[: math.ceil(self.share * seen.rows / apart(seen.rows))]
+            yield seen.name, look_of_scales(kept) if seen.scales else kept
 
 
 class Capturer:
@@ -170,9 +167,9 @@ class Capturer:
         install()  # what joins sites into regions
         self._template = _like(tree)
         self._programs = {rows: compiled_call(self._template) for rows in buckets}
-        self._times: dict[tuple[str, int], float] = {}  # of replays; new weights take no other
+        self._times: dict[int, float] = {}  # of replays; new weights take no other
 
-    def capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
+    def capture(self, tree: nn.Module) -> Replays:
         """The graphs of a version, after the answers of each were compared with those of `tree`.
 
         Of later versions, which run by code that was compared already, each is compared with a call of that
@@ -183,12 +180,13 @@ class Capturer:
         """
         # Code that several buckets share, behind a graph break, would run as written from the ninth on.
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
-            return self._capture(tree)
+            stream = _stream(self._device)
+            return Replays(self._answers(tree, stream), stream, self._run.form)
 
     def times(self, tree: nn.Module) -> dict[int, float]:
         """Microseconds of a replay by bucket, of graphs that are compared as those of `capture` are."""
         with torch._dynamo.config.patch(recompile_limit=_RECOMPILES, accumulated_recompile_limit=_RECOMPILES):
-            graphs = self._answers(tree, _stream(self._device, True))
+            graphs = self._answers(tree, _stream(self._device))
         return {rows: graph.microseconds for rows, graph in graphs.items()}
 
     def _answers(self, tree: nn.Module, stream: torch.cuda.Stream | None) -> dict[int, Graph]:
@@ -198,24 +196,13 @@ class Capturer:
         for rows, program in self._programs.items():
             _plan_for(self._template, rows)
             call = functools.partial(self._run, program)  # type: ignore[arg-type]  # a compiled call of one
-            graph, made = self._graph("answer", rows, call, stream)
+            graph, made = self._graph(rows, call, stream)
             _check(graph, made, self._least_db)
             if not (known and answers):
                 with answering(rows):
                     _check(graph, self._run(tree, graph.inputs), self._least_db)
             answers[rows] = graph
         return answers
-
-    def _capture(self, tree: nn.Module) -> tuple[Replays, Looks]:
-        streams = [_stream(self._device, urgent) for urgent in (True, False)]
-        answers = self._answers(tree, streams[0])
-        looks, sites = {}, {}
-        for rows in LOOKS:
-            sites[rows] = found = list[tuple[str, int]]()
-            call = functools.partial(self._looked, tree, found)
-            looks[rows], _ = self._graph("look", rows, call, streams[1])
-        replays = Replays(answers, streams[0], self._run.form)
-        return replays, Looks(looks, sites, self._ranges, streams[1])
 
     def apart(self) -> dict[str, str]:
         """Why FP8 sites run by themselves in the compiled code, by name; regions have the others."""
@@ -232,19 +219,20 @@ class Capturer:
         return found
 
     def _graph(
-        self,
-        kind: str,
-        rows: int,
-        call: Callable[[list[torch.Tensor]], Any],
-        stream: torch.cuda.Stream | None,
+        self, rows: int, call: Callable[[list[torch.Tensor]], Any], stream: torch.cuda.Stream | None
     ) -> tuple[Graph, Any]:
         """The recorded call, and what the call before it gave."""
         inputs = self._run.form.check_rows(self._device, rows)
+        pool = None if stream is None else torch.cuda.graph_pool_handle()
         try:
             with synced(stream):  # compiles, and makes what is made once
                 made = call(inputs)
             with uncounted():
-                recording, output = record(lambda: call(inputs), self._device, stream)
+                recording, output = record(lambda: call(inputs), self._device, stream, pool)
+                sites: list[Seen] = []
+                looking, (again, values) = record(
+                    lambda: self._shown(lambda: call(inputs), sites), self._device, stream, pool
+                )
         except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # compilers raise what they like
@@ -253,27 +241,35 @@ class Capturer:
                 why=[first_line(error)],
                 way_out="graphs=False answers eagerly; or take what waits for the device out of forward",
             ) from error
-        if (kind, rows) in self._times:
+        if rows in self._times:
             recording.replay()
         else:
-            self._times[kind, rows] = _microseconds(recording, self._device)
-        return Graph(rows, inputs, output, recording, self._times[kind, rows]), made
+            self._times[rows] = _microseconds(recording, self._device)
+        shown = looking, again, Shown(values, tuple(sites))
+        return Graph(rows, inputs, output, recording, self._times[rows], shown), made
 
-    def _looked(
-        self, tree: nn.Module, sites: list[tuple[str, int]], inputs: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The row maxima (`monitor.look`) of all sites one after the other; `sites` says whose they are."""
+    def _shown(self, call: Callable[[], Any], sites: list[Seen]) -> tuple[Any, torch.Tensor]:
+        """The call's output, and what `Shown.values` are; `sites` says whose."""
         found: list[torch.Tensor] = []
         sites.clear()
+        names = {site.health.data_ptr(): name for name, site in frozen_sites(self._template).items()}
 
-        def observe(name: str, rows: torch.Tensor) -> None:
+        def take(name: str, values: torch.Tensor, rows: int, *, scales: bool) -> None:
             if name in self._ranges:
-                found.append(look(rows))
-                sites.append((name, found[-1].numel()))
+                found.append(values)
+                sites.append(Seen(name, values.numel(), rows, scales))
 
-        with observed_by(observe):
-            self._run(tree, inputs)
-        return torch.cat(found)
+        def scale_of(health: int, scale: torch.Tensor) -> None:
+            some, even = some_of(scale).float(), scale.shape[1] == 1
+            # Behind a norm in a GEMM's own kernel there are no scales of rows: at least what is not finite.
+            take(names[health], some.view(-1) if even else some.sum(dim=1) * 0.0, len(scale), scales=even)
+
+        def rows_of(name: str, rows: torch.Tensor) -> None:
+            take(name, look(rows), len(rows), scales=False)
+
+        with watched_by(scale_of), observed_by(rows_of):
+            output = call()
+        return output, torch.cat(found) if found else torch.empty(0)
 
 
 def _microseconds(recording: Recording, device: torch.device) -> float:
@@ -309,9 +305,9 @@ def _has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _stream(device: torch.device, urgent: bool) -> torch.cuda.Stream | None:
-    """`urgent`: its kernels go before those of other streams that wait for the same processors."""
-    return torch.cuda.Stream(device, priority=-int(urgent)) if device.type == "cuda" else None
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Its kernels go before those of other streams that wait for the same processors."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def _check(graph: Graph, expected: Any, least_db: float) -> None:

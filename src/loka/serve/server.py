@@ -175,19 +175,19 @@ class Server:
         """
         version, number = self._current, next(self._requests)
         tensors = self.card.form.read(request, self.device)
-        looking = version.looks is None and number % EVERY == 0
+        by, looking = version.replays or version.module, number % EVERY == 0
         with self._serial:
             with observed_by(version.monitor.observe) if looking else nullcontext():
-                output, sizes = self._answer(version.replays or version.module, tensors)
-            if version.looks is not None and version.replays is not None:
-                version.looks(tensors, version.replays.microseconds(sizes), version.monitor.note)
+                output, sizes = self._answer(by, tensors, looking=looking)
+            if version.replays is not None:
+                version.replays.note(version.monitor.look_at)
             if version.precise is not None and self._shadow_every and number % self._shadow_every == 0:
                 precise, _ = self._answer(version.precise, tensors)
                 version.tally.note(leaves(output), leaves(precise))
         return Answer(output=output, version=version.number, buckets=sizes)
 
     def _answer(
-        self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor]
+        self, by: nn.Module | Replays, tensors: Sequence[torch.Tensor], *, looking: bool = False
     ) -> tuple[Any, tuple[int, ...]]:
         count, largest = tensors[0].shape[0], self.card.buckets[-1]
         parts, sizes = [], []
@@ -196,7 +196,7 @@ class Server:
             rows = part[0].shape[0]
             sizes.append(next(bucket for bucket in self.card.buckets if bucket >= rows))
             if isinstance(by, Replays):
-                parts.append(by(part, sizes[-1]))
+                parts.append(by(part, sizes[-1], looking=looking and not first))
                 continue
             with answering(sizes[-1]):
                 output = self._run(by, pad(part, sizes[-1], self.card.form))
@@ -247,15 +247,14 @@ class Server:
 
     def _version(self, module: nn.Module, precise: nn.Module | None) -> Version:
         """The next one; a number is used up only where its graphs are sound."""
-        graphs = (None, None) if self._capturer is None else self._capturer.capture(module)
+        replays = None if self._capturer is None else self._capturer.capture(module)
         self._newest += 1
         return Version(
             number=self._newest,
             module=module,
             precise=precise,
             monitor=Monitor(self.card.ranges),
-            replays=graphs[0],
-            looks=graphs[1],
+            replays=replays,
         )
 
     def _with_kept(self, state: Mapping[str, torch.Tensor], keep: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -171,7 +171,7 @@ class FrozenSite:
         """As ops that a compiler traces: one that a region may join, or one that it sees nothing of."""
         low, (n, k) = self.weight.low, self.weight.sides
         if self.weight.joined is None:
-            return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k)
+            return frozen_gemm(rows, low.data, low.scale, self.input_scale, self.candidate, n, k, self.name)
         weight = dequantized(low.data, *self.weight.joined)
         return multiply(rows, weight, self.health, self.name, (self.candidate, HP, HP), join=True)
 
@@ -196,6 +196,21 @@ def _frozen_gemm(
     return run(low, Quantized(data, scale, run.casts[1]))
 
 
+def _frozen_gemm_shown(
+    rows: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    candidate: str,
+    n: int,
+    k: int,
+    name: str,
+) -> torch.Tensor:
+    if observer := observing():
+        observer(name, rows)
+    return _frozen_gemm(rows, data, scale, input_scale, candidate, n, k)
+
+
 def _frozen_gemm_fake(
     rows: torch.Tensor,
     data: torch.Tensor,
@@ -204,11 +219,12 @@ def _frozen_gemm_fake(
     candidate: str,
     n: int,
     k: int,
+    name: str,
 ) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], n)
 
 
-frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm, _frozen_gemm_fake)
+frozen_gemm = registered("loka::frozen_gemm", _frozen_gemm_shown, _frozen_gemm_fake)
 
 
 def _precise(rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from loka.serve.graphs import Looks, Replays
+from loka.serve.graphs import Replays
 from loka.serve.watch.monitor import Monitor
 from loka.serve.watch.shadow import Tally
 
@@ -22,4 +22,3 @@ class Version:
     monitor: Monitor
     tally: Tally = field(default_factory=Tally)
     replays: Replays | None = None
-    looks: Looks | None = None

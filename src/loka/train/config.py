@@ -37,7 +37,9 @@ _BEFORE = {
 }
 
 # They change how a run is watched or stored, not its weights, so a resumed run may change them.
-_WITHOUT_EFFECT = frozenset({"checkpoint_every", "keep_checkpoints", "log_every", "pipeline"})
+_WITHOUT_EFFECT = frozenset(
+    {"capture_collectives", "checkpoint_every", "keep_checkpoints", "log_every", "pipeline"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class TrainConfig:
         accumulate: parts that a batch goes through the model in, one update for all: memory of a part only.
         step: how a step runs: "eager", with its blocks compiled, or compiled and captured in a CUDA graph.
             What cannot be runs eagerly, and `TrainResult.step_reason` says why.
+        capture_collectives: whether the graph may hold DistributedDataParallel's all-reduces. Off: no run of
+            hours has proven it, and the command line does not offer it.
         window: steps that the window metrics cover.
         gather: how FSDP2 gathers the weights of FP8 sites: "hp" as all others, "fp8" where they can be
             (loka.distributed.fp8_all_gather), "auto" where that is faster by measured times (choose_gather).
@@ -95,6 +99,7 @@ class TrainConfig:
     log_every: int = 100
     accumulate: int = 1
     step: StepMode = "eager"
+    capture_collectives: bool = False
     window: int = 1000
     gather: Gather = "hp"
     gradients: Gradients = "hp"

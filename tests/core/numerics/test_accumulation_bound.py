@@ -1,7 +1,5 @@
 """The bound on what a kernel may return, by the analysis that its docstring states."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -28,7 +26,7 @@ def operands(cast: Cast, k: int, *, sign: bool = True) -> list[Quantized]:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_in_int8_four_roundings_to_float32_and_one_to_the_result_add_up(dtype: torch.dtype) -> None:
+def test_in_int8_four_roundings_to_float32_and_one_to_the_result_add_up(dtype):
     a, b = operands(INT8, 64, sign=False)
     exact = (a.data.long() @ b.data.long().t()).double() * a.scale.double() * b.scale.double().t()
     bound = accumulation_bound(a, b, fast=False, dtype=dtype).double()
@@ -39,7 +37,7 @@ def test_in_int8_four_roundings_to_float32_and_one_to_the_result_add_up(dtype: t
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("fast", [False, True])
-def test_one_instruction_loses_a_step_of_its_register_for_each_term(fast: bool, dtype: torch.dtype) -> None:
+def test_one_instruction_loses_a_step_of_its_register_for_each_term(fast, dtype):
     """K = 32: 33 terms cut off at 2^-13 of the largest, at most sum |a||b|; then float32 and one rounding."""
     a, b = operands(E4M3, 32)
     full_a, full_b = dequantize(a).double(), dequantize(b).double()
@@ -51,7 +49,7 @@ def test_one_instruction_loses_a_step_of_its_register_for_each_term(fast: bool, 
 
 
 @pytest.mark.parametrize("k", [32, 128, 160, 256, 1024])
-def test_fast_accumulation_loses_more_once_there_is_a_second_register(k: int) -> None:
+def test_fast_accumulation_loses_more_once_there_is_a_second_register(k):
     """Of products of one sign, where the sum that stays in the register is the largest term."""
     a, b = operands(E4M3, k, sign=False)
     slow, fast = (accumulation_bound(a, b, fast=fast, dtype=torch.float32) for fast in (False, True))
@@ -60,9 +58,7 @@ def test_fast_accumulation_loses_more_once_there_is_a_second_register(k: int) ->
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (3, 0), (0, 0), (0, 300), (300, 0)])
 @pytest.mark.parametrize("granularity", list(Granularity), ids=str)
-def test_a_tensor_without_elements_has_the_scales_of_its_groups(
-    rows: int, columns: int, granularity: Granularity
-) -> None:
+def test_a_tensor_without_elements_has_the_scales_of_its_groups(rows, columns, granularity):
     """As many as there would be, at least one a side, each that of zeros."""
     cast = Cast(Format.E4M3, granularity)
     low = quantize(torch.zeros(rows, columns), cast)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -70,8 +68,8 @@ def measured(hp: torch.Tensor, cast: Cast) -> float:
     power_of_two=st.booleans(),
 )
 def test_the_histogram_gives_the_measured_error(
-    name: str, rows: int, columns: int, seed: int, exponent: int, granularity: Granularity, power_of_two: bool
-) -> None:
+    name, rows, columns, seed, exponent, granularity, power_of_two
+):
     hp = family(name, rows, columns, seed) * 2.0**exponent
     histogram = depth_histogram(hp, granularity, power_of_two=power_of_two)
     assert histogram.table[:, 0].sum() == hp.numel()
@@ -87,7 +85,7 @@ def test_the_histogram_gives_the_measured_error(
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("magnitude", [1e38, 1e-30, 1e-38, 1e-40, 1e-44])
 @pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.ROW])
-def test_huge_and_subnormal_values(format: Format, magnitude: float, granularity: Granularity) -> None:
+def test_huge_and_subnormal_values(format, magnitude, granularity):
     if format is Format.E5M2 and magnitude < 1e-42:
         pytest.skip("e5m2 flushes these and the histogram says that it does not: see the module")
     hp = family("tanh", 60, 70, 0).double().mul(magnitude).float()
@@ -98,7 +96,7 @@ def test_huge_and_subnormal_values(format: Format, magnitude: float, granularity
     assert depth_error(depth_histogram(hp, granularity), format).sqnr_db == pytest.approx(actual, abs=slack)
 
 
-def test_huge_and_tiny_in_one_tensor() -> None:
+def test_huge_and_tiny_in_one_tensor():
     hp = torch.tensor([[3e38, 1e-40], [1e-40, -2e-45], [0.0, 1.0]])
     error = depth_error(depth_histogram(hp, Granularity.TENSOR), Format.E5M2)
     assert error.relative == pytest.approx(1 / 3e38**2, rel=1e-6, abs=0)  # the 1.0, flushed
@@ -108,7 +106,7 @@ def test_huge_and_tiny_in_one_tensor() -> None:
     assert rows.underflow == pytest.approx(2 / 6)  # 1e-40 beside 3e38, and 2e-45 below tiny / 2^9
 
 
-def test_zeros_empty_and_nonfinite() -> None:
+def test_zeros_empty_and_nonfinite():
     hp = torch.randn(6, 200)
     hp[1] = 0
     hp[2, 5], hp[3, 150] = math.nan, -math.inf
@@ -137,7 +135,7 @@ def test_zeros_empty_and_nonfinite() -> None:
 
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 90), max_size=4), seed=st.integers(0, 10**6))
-def test_merging_is_collecting_the_whole(cuts: list[int], seed: int) -> None:
+def test_merging_is_collecting_the_whole(cuts, seed):
     hp = family("lognormal_3", 90, 40, seed)
     edges = [0, *sorted(cuts), 90]
     parts = [hp[a:b] for a, b in itertools.pairwise(edges)]
@@ -155,7 +153,7 @@ def test_merging_is_collecting_the_whole(cuts: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("format", FP8)
-def test_weighted_sums_are_those_of_the_elements(format: Format) -> None:
+def test_weighted_sums_are_those_of_the_elements(format):
     hp, weight = family("student_t2", 70, 150, 1), family("lognormal_3", 70, 150, 2)
     histogram = depth_histogram(hp, Granularity.GROUP_1X128, weight=weight)
     error = (dequantize(quantize(hp, Cast(format, Granularity.GROUP_1X128))) - hp).double()
@@ -169,7 +167,7 @@ def test_weighted_sums_are_those_of_the_elements(format: Format) -> None:
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("margin", [-2.0, -0.7, 0.3, 1.0, 6.5])
 @pytest.mark.parametrize("name", ["normal", "lognormal_3", "correlated"])
-def test_margins(format: Format, margin: float, name: str) -> None:
+def test_margins(format, margin, name):
     hp = family(name, 200, 190, 3)
     amax = hp.abs().amax() * 2.0**margin
     scale = (amax / format.max).reshape(1)
@@ -186,7 +184,7 @@ def test_margins(format: Format, margin: float, name: str) -> None:
     assert delayed.underflow == pytest.approx(flushed, abs=1e-9)
 
 
-def test_a_scale_far_too_small_saturates_everything() -> None:
+def test_a_scale_far_too_small_saturates_everything():
     hp = torch.full((3, 4), 1e38)
     error = depth_error(depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor(1e-38)), Format.E4M3)
     assert (error.relative, error.saturation) == (pytest.approx(1.0), 1.0)
@@ -194,7 +192,7 @@ def test_a_scale_far_too_small_saturates_everything() -> None:
         depth_error(depth_histogram(hp, Granularity.TENSOR), Format.E4M3, margin=-5)
 
 
-def test_rows_of_a_sample_keep_the_amax_of_the_whole() -> None:
+def test_rows_of_a_sample_keep_the_amax_of_the_whole():
     hp = family("student_t2", 300, 200, 5)
     for granularity in Granularity:
         amax = group_amax(hp, granularity).expand(300, 200)
@@ -206,7 +204,7 @@ def test_rows_of_a_sample_keep_the_amax_of_the_whole() -> None:
         assert depth_error(merged, Format.E4M3).relative == pytest.approx(whole.relative, rel=1e-9)
 
 
-def test_rho_is_the_rounding_of_one_element() -> None:
+def test_rho_is_the_rounding_of_one_element():
     depth = torch.tensor([0.0, 1.0, 14.8 + 10, -1.0])
     rho = rho_squared(depth, Format.E4M3)
     assert rho.tolist() == pytest.approx([0, 0, 1, 0.25])
@@ -214,7 +212,7 @@ def test_rho_is_the_rounding_of_one_element() -> None:
     assert normal == pytest.approx(7.04e-4, rel=0.02)  # 2^-2m / 12 * 0.541, m = 3 (the study's constant)
 
 
-def test_nothing_waits_for_the_device(device: torch.device) -> None:
+def test_nothing_waits_for_the_device(device):
     hp = family("normal", 130, 140, 0).to(device)
     # The first call brings small tables to the device.
     error_sum(depth_histogram(hp, Granularity.BLOCK_128X128), Format.E4M3)

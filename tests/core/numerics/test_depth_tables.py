@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -59,7 +57,7 @@ def spread_out(rows: int, columns: int, seed: int) -> torch.Tensor:
     return z
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(found: torch.Tensor, expected: torch.Tensor):
     assert torch.equal(found[:, 0], expected[:, 0])
     # r = 1 / v is rounded to float32 (6e-8), and offsets are at most 1/32 where m is 1 to 2: that is 4e-6 of
     # an offset, twice in its square; the moments of a bin are compared with what its S0 allows.
@@ -79,9 +77,7 @@ def scales_of(values: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("part", [1 << 20, 700])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_tables_are_what_their_definition_says(
-    part: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_are_what_their_definition_says(part, weighted, monkeypatch):
     monkeypatch.setitem(depth_tables._PART, "cpu", part)  # several operands at a time; a few rows at a time
     many = [
         spread_out(*shape, seed) for seed, shape in enumerate(((9, 30), (1, 150), (0, 5), (12, 7), (4, 0)))
@@ -102,7 +98,7 @@ def test_tables_are_what_their_definition_says(
             torch.testing.assert_close(some, tables[..., 7:], rtol=1e-12, atol=0)
 
 
-def test_deterministic_algorithms_give_the_same() -> None:
+def test_deterministic_algorithms_give_the_same():
     operand = Operand(values=spread_out(20, 30, 0), scales=scales_of(spread_out(20, 30, 0)))
     (expected,) = depth_tables.depth_tables([operand])
     torch.use_deterministic_algorithms(True)
@@ -113,7 +109,7 @@ def test_deterministic_algorithms_give_the_same() -> None:
     assert torch.equal(found, expected)
 
 
-def test_what_is_beyond_its_amax_is_no_amax() -> None:
+def test_what_is_beyond_its_amax_is_no_amax():
     hp = torch.tensor([[448.0, 448.01, 463.0, 464.5, 3e38, 1.0, -0.0]])
     table = depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor([[448.0]])).table
     assert table[TOP, 0] == 1
@@ -125,14 +121,14 @@ def test_what_is_beyond_its_amax_is_no_amax() -> None:
 
 
 @pytest.mark.parametrize(("steps", "is_amax"), [(0, True), (1, True), (2, True), (3, True), (4, False)])
-def test_three_float32_steps_above_the_amax_are_rounding(steps: int, is_amax: bool) -> None:
+def test_three_float32_steps_above_the_amax_are_rounding(steps, is_amax):
     step = torch.tensor(448.0).view(torch.int32) + steps
     hp = torch.stack([torch.tensor(448.0), step.view(torch.float32)]).view(1, 2)
     table = depth_histogram(hp, Granularity.TENSOR, amax=torch.tensor([[448.0]])).table
     assert table[TOP, 0] == 1 + is_amax
 
 
-def test_any_nan_spoils_its_group_and_no_other() -> None:
+def test_any_nan_spoils_its_group_and_no_other():
     bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, -0x400000], dtype=torch.int32)
     hp = torch.ones(7, 3)
     hp[:5, 1] = bits.view(torch.float32)

@@ -1,7 +1,5 @@
 """What is planted in the errors of gradients is found: along them, across them, and what averages out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -30,7 +28,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mean_row", [False, True])
-def test_what_was_planted_is_found(mean_row: bool) -> None:
+def test_what_was_planted_is_found(mean_row):
     """Gradients of independent elements of size 1, errors of 2 % along them, 0.05 of a fixed vector (rows
     alike where rows are examples) and 0.1 of noise: E = R C, bias 0.05^2, variance 0.1^2."""
     count, rows, columns = 8, 100, 120
@@ -48,7 +46,7 @@ def test_what_was_planted_is_found(mean_row: bool) -> None:
         assert found[name].high - found[name].low < 4 * within
 
 
-def test_the_parts_make_the_whole() -> None:
+def test_the_parts_make_the_whole():
     """mean |D|^2 / E = s^2 + bias + variance, whatever the draws."""
     gradients, errors = 1 + drawn(5, 9, 7, seed=3), 0.3 * drawn(5, 9, 7, seed=4) + 0.1
     found = shrink_bias_variance(turns(errors, gradients))
@@ -56,7 +54,7 @@ def test_the_parts_make_the_whole() -> None:
     assert parts == pytest.approx(float(errors.square().sum() / gradients.square().sum()), rel=1e-6)
 
 
-def test_rows_that_differ_are_no_bias() -> None:
+def test_rows_that_differ_are_no_bias():
     """Every row of a grad_input has an error of its own that all draws share: another example is in it."""
     fixed = drawn(64, 80, seed=5)
     gradients = drawn(4, 64, 80, seed=6)
@@ -66,7 +64,7 @@ def test_rows_that_differ_are_no_bias() -> None:
     assert shrink_bias_variance(turns(errors, gradients))["bias"].value == pytest.approx(0.01, rel=0.1)
 
 
-def test_no_bias_is_zero_on_average_and_the_interval_says_so() -> None:
+def test_no_bias_is_zero_on_average_and_the_interval_says_so():
     """Four draws, as few as are taken. A jackknife of products is wide rather than narrow."""
     repeats, values, hits, shrinks = 300, [], 0, 0
     for seed in range(repeats):
@@ -83,7 +81,7 @@ def test_no_bias_is_zero_on_average_and_the_interval_says_so() -> None:
     assert shrinks / repeats == pytest.approx(0.95, abs=0.05)  # 4 standard errors of a proportion
 
 
-def test_a_fold_keeps_products() -> None:
+def test_a_fold_keeps_products():
     """To a relative sqrt(2 / SIDE) a side for a vector with itself; near zero for independent ones."""
     a, b = drawn(1000, 700, seed=7), drawn(1000, 700, seed=8)
     fold = Fold(1000, 700, mean_row=False, device=a.device)
@@ -97,12 +95,12 @@ def test_a_fold_keeps_products() -> None:
     assert abs(product - 1) < 4 * math.sqrt(4 / SIDE)
 
 
-def test_short_sides_are_kept_as_they_are() -> None:
+def test_short_sides_are_kept_as_they_are():
     a = drawn(SIDE, 3, seed=0)
     assert torch.equal(Fold(SIDE, 3, mean_row=False, device=a.device)(a).view(3, SIDE).t(), a)
 
 
-def test_angles() -> None:
+def test_angles():
     gradient = torch.tensor([3.0, 0.0])
     turned = 2.0 * torch.tensor([math.cos(0.2), math.sin(0.2)])
     error = turned - gradient
@@ -115,13 +113,13 @@ def test_angles() -> None:
     assert math.isnan(angle_of(math.nan, math.nan, 9.0))
 
 
-def test_one_draw_tells_no_bias() -> None:
+def test_one_draw_tells_no_bias():
     found = shrink_bias_variance(turns(drawn(1, 4, 4, seed=1), drawn(1, 4, 4, seed=2)))
     assert math.isnan(found["bias"].value)
     assert (found["shrink"].low, found["shrink"].high) == (-math.inf, math.inf)
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_a_nan_is_not_hidden():
     errors = drawn(4, 4, 4, seed=1)
     errors[2, 0, 0] = math.nan
     found = shrink_bias_variance(turns(errors, drawn(4, 4, 4, seed=2)))

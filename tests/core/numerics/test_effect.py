@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -23,7 +21,7 @@ def drawn(count: int, *, cv: float, generator: torch.Generator) -> list[float]:
     )
 
 
-def test_ne_is_the_mean_term_over_the_entropy() -> None:
+def test_ne_is_the_mean_term_over_the_entropy():
     effect = Effect.of([1e-4, 3e-4], [[0.1], [0.3]])
     entropy = -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
     assert effect.entropy == pytest.approx(entropy)
@@ -31,13 +29,13 @@ def test_ne_is_the_mean_term_over_the_entropy() -> None:
     assert effect.loss().value == pytest.approx(2e-4)
 
 
-def test_tasks_add_their_entropies() -> None:
+def test_tasks_add_their_entropies():
     effect = Effect.of([1.0], [[0.5, 0.5]])
     assert effect.entropy == pytest.approx(2 * math.log(2))
 
 
 @pytest.mark.parametrize(("cv", "least"), [(1.0, 0.91), (3.0, 0.90)])
-def test_the_interval_covers_the_mean_of_heavy_terms(cv: float, least: float) -> None:
+def test_the_interval_covers_the_mean_of_heavy_terms(cv, least):
     """95 % nominal. Of 1,536 log-normal terms it covers 95.2 % (CV 1) and 93.7 % (CV 3), counted over 600
     draws, and `least` is three standard errors of 400 below that. One sigma either way covers 68 %."""
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +46,7 @@ def test_the_interval_covers_the_mean_of_heavy_terms(cv: float, least: float) ->
     assert hits >= 400 * least
 
 
-def test_the_upper_end_reckons_with_rows_that_were_not_drawn() -> None:
+def test_the_upper_end_reckons_with_rows_that_were_not_drawn():
     """Of 512 terms with CV 5 the logarithm's upper end lies below the mean in 12.2 % of 600 draws, and this
     one in 8.3 %; they are the same draws, so 300 tell the two apart."""
     generator = torch.Generator().manual_seed(3)
@@ -63,7 +61,7 @@ def test_the_upper_end_reckons_with_rows_that_were_not_drawn() -> None:
     assert below <= 0.8 * before
 
 
-def test_the_upper_end_is_halls() -> None:
+def test_the_upper_end_is_halls():
     """The transformed Student statistic at the upper end is -t: g(T) = ((1 + a T / 3)^3 - 1) / a + a / 6."""
     terms = drawn(1536, cv=3.0, generator=torch.Generator().manual_seed(5))
     found = Effect.of(terms, [[0.2]] * 1536)
@@ -77,7 +75,7 @@ def test_the_upper_end_is_halls() -> None:
     assert transformed.item() == pytest.approx(-student_t_95(1535), rel=1e-6)
 
 
-def test_the_interval_narrows_with_samples_and_stays_positive() -> None:
+def test_the_interval_narrows_with_samples_and_stays_positive():
     terms = drawn(4096, cv=3.0, generator=torch.Generator().manual_seed(1))
     wide = Effect.of(terms[:64], [[0.2]] * 64).kl()
     narrow = Effect.of(terms, [[0.2]] * 4096).kl()
@@ -87,7 +85,7 @@ def test_the_interval_narrows_with_samples_and_stays_positive() -> None:
     assert (alone.low, alone.high) == (0, math.inf)
 
 
-def test_merging_equals_one_go() -> None:
+def test_merging_equals_one_go():
     terms = drawn(100, cv=2.0, generator=torch.Generator().manual_seed(2))
     rows = [[0.1 + 0.001 * i, 0.5] for i in range(100)]
     whole = Effect.of(terms, rows)
@@ -102,12 +100,12 @@ def test_merging_equals_one_go() -> None:
         whole.merge(Effect.of([1.0], [[0.5]]))
 
 
-def test_common_shifts_add_before_they_are_squared() -> None:
+def test_common_shifts_add_before_they_are_squared():
     """Two sites that move every logit by a and b cost 1/2 c (a + b)^2, not 1/2 c (a^2 + b^2)."""
     p, a, b = 0.3, 1e-2, -1e-2
     c = p * (1 - p)
 
-    def moved(by: float) -> Effect:
+    def moved(by):
         return Effect.of([0.5 * c * by**2] * 5, [[p]] * 5, [[c * by]] * 5, [[c]] * 5)
 
     assert joint_loss([moved(a), moved(a)]) == pytest.approx(0.5 * c * (2 * a) ** 2)
@@ -117,7 +115,7 @@ def test_common_shifts_add_before_they_are_squared() -> None:
     assert joint_loss([moved(a), unknown]) == pytest.approx(c * a**2)
 
 
-def test_faded_samples_count_less() -> None:
+def test_faded_samples_count_less():
     """Weights w: the mean is sum w t / sum w, and its variance that of (sum w)^2 / sum w^2 samples."""
     rows = [[0.2]] * 100
     first, second = ([1.0, 3.0] * 50, [2.0, 6.0] * 50)
@@ -132,7 +130,7 @@ def test_faded_samples_count_less() -> None:
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=9), st.floats(0.1, 10))
-def test_moments_are_those_of_the_terms_whatever_their_weight(terms: list[float], factor: float) -> None:
+def test_moments_are_those_of_the_terms_whatever_their_weight(terms, factor):
     """The mean of n terms scatters by their variance over n; over its square, that is of its logarithm."""
     effect = Effect.of(terms, [[0.2]] * len(terms))
     mean = statistics.fmean(terms)
@@ -150,13 +148,13 @@ def test_moments_are_those_of_the_terms_whatever_their_weight(terms: list[float]
     assert effect.sampling_variance < math.inf == Effect.of(terms[:1], [[0.2]]).sampling_variance
 
 
-def test_samples_that_are_not_finite_are_left_out() -> None:
+def test_samples_that_are_not_finite_are_left_out():
     effect = Effect.of([1.0, math.nan, math.inf], [[0.5], [0.1], [0.1]])
     assert effect == Effect.of([1.0], [[0.5]])
     assert math.isnan(Effect.of([math.nan], [[0.5]]).kl().value)
 
 
-def test_what_costs_nothing_and_what_cannot_be_said() -> None:
+def test_what_costs_nothing_and_what_cannot_be_said():
     free = Effect.of([0.0, 0.0], [[0.5], [0.5]]).kl()
     assert (free.value, free.low, free.high) == (0, 0, 0)
     one = Effect.of([0.0], [[0.5]]).kl()  # the next sample may cost anything
@@ -164,7 +162,7 @@ def test_what_costs_nothing_and_what_cannot_be_said() -> None:
     assert math.isnan(Effect.of([1.0, 1.0], [[1.0], [1.0]]).kl().value)  # a certain outcome has no entropy
 
 
-def test_through_json() -> None:
+def test_through_json():
     pairs = [[0.2, 0.1], [0.4, 0.7]]
     effect = Effect.of([1e-7, 2e-3], pairs, [[-1e-4, 0.0], [1e-3, -2e-3]], pairs)
     assert effect.common() == pytest.approx((9e-4 / 0.6, -2e-3 / 0.8))
@@ -180,7 +178,7 @@ def test_through_json() -> None:
             decode(Effect, {**encode(effect), **damage})
 
 
-def test_a_stored_effect_is_read_and_written_again_with_the_same_bytes() -> None:
+def test_a_stored_effect_is_read_and_written_again_with_the_same_bytes():
     """As statistics held it before there was a codec: digests of them go by these bytes."""
     sums = (
         '{"count": 2, "spread": 2, "total": 0.0020001, "squares": 4.00000001e-06, "probabilities": [0.6, 0.8]'

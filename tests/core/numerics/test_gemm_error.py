@@ -1,7 +1,5 @@
 """Errors of a GEMM's result: of all of it, of its rows, of its direction."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,7 @@ from loka.core.numerics.reference import quantize, scaled_mm
 from loka.core.recipe import Cast, Format, Granularity
 
 
-def test_they_are_those_of_the_single_functions() -> None:
+def test_they_are_those_of_the_single_functions():
     torch.manual_seed(0)
     product = torch.randn(50, 30)
     product[3, 4] = 0.0
@@ -26,7 +24,7 @@ def test_they_are_those_of_the_single_functions() -> None:
     assert found["mere"] == pytest.approx(mere(out, product), rel=1e-5)
 
 
-def test_rows_by_hand() -> None:
+def test_rows_by_hand():
     """100 rows (4, 0): 98 with an error of 0.4 across, r = 0.01; one of 4 across, r = 1; one that is lost."""
     product = torch.tensor([[4.0, 0.0]]).repeat(100, 1)
     out = product.clone()
@@ -39,7 +37,7 @@ def test_rows_by_hand() -> None:
     assert found["row_p99_db"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_rows_of_zeros_have_no_error() -> None:
+def test_rows_of_zeros_have_no_error():
     product = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     found, _ = errors_of(product * 1.1 + 0.0, Truth(product, by_row=True))
     assert found["row_p99_db"] == pytest.approx(20.0, abs=1e-4)
@@ -47,7 +45,7 @@ def test_rows_of_zeros_have_no_error() -> None:
     assert math.isnan(nothing["row_p99_db"])
 
 
-def test_small_rows_that_a_shared_scale_loses_are_seen() -> None:
+def test_small_rows_that_a_shared_scale_loses_are_seen():
     """Gradient-like rows, log-normal with sd 3, or 4.3 octaves: the largest of 1024 is 14 above the median,
     and e4m3 ends 18 below its maximum, so about a sixth of the rows are zeros. The sum of squares knows
     nothing of them."""
@@ -68,7 +66,7 @@ def test_small_rows_that_a_shared_scale_loses_are_seen() -> None:
     assert own["row_p99_db"] > 24
 
 
-def test_the_direction_of_a_gradient() -> None:
+def test_the_direction_of_a_gradient():
     """Half as long, and turned by a tenth: the error is what that says."""
     product = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
     across = torch.tensor([[0.0, 4.0], [-3.0, 0.0]])  # as long as the product, and orthogonal to it
@@ -82,7 +80,7 @@ def test_the_direction_of_a_gradient() -> None:
     assert torch.allclose(turn.error, fold(out - product))
 
 
-def test_exact_and_broken_results() -> None:
+def test_exact_and_broken_results():
     product = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     fold = Fold(8, 8, mean_row=True, device=product.device)
     exact, _ = errors_of(product, Truth(product, by_row=True, fold=fold))

@@ -1,7 +1,5 @@
 """INT8: exact sums, their bound, what hard data becomes, and errors read off depth histograms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -49,7 +47,7 @@ KINDS = ("normal", "heavy", "zero-inflated", "giant column", "constant columns",
 
 @settings(max_examples=40, deadline=None)
 @given(kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6), exponent=st.integers(-25, 25))
-def test_every_error_is_at_most_half_a_step_of_its_row(kind: str, seed: int, exponent: int) -> None:
+def test_every_error_is_at_most_half_a_step_of_its_row(kind, seed, exponent):
     hp = hard(kind, seed) * 10.0**exponent
     low = quantize(hp, INT8)
     step = hp.abs().amax(dim=1, keepdim=True) / 127
@@ -61,7 +59,7 @@ def test_every_error_is_at_most_half_a_step_of_its_row(kind: str, seed: int, exp
 
 @settings(max_examples=25, deadline=None)
 @given(kind=st.sampled_from(KINDS), seed=st.integers(0, 10**6), k=st.integers(8, 300), n=st.integers(1, 40))
-def test_a_product_is_exact_but_for_its_roundings(kind: str, seed: int, k: int, n: int) -> None:
+def test_a_product_is_exact_but_for_its_roundings(kind, seed, k, n):
     """By int64: two scales and one conversion round, 3 * 2^-24 in all."""
     a, b = quantize(hard(kind, seed, 20, k), INT8), quantize(hard("normal", seed + 1, n, k), INT8)
     sums = a.data.long() @ b.data.long().t()
@@ -73,7 +71,7 @@ def test_a_product_is_exact_but_for_its_roundings(kind: str, seed: int, k: int, 
         assert torch.equal(kernel, found)
 
 
-def test_one_product_is_padded_on_a_cpu() -> None:
+def test_one_product_is_padded_on_a_cpu():
     """torch 2.13 on a CPU: `torch._int_mm` of K = 1 and N > 1 is not A @ B^T."""
     a, b = hard("normal", 0, 5, 1), hard("normal", 1, 3, 1)
     found = [
@@ -85,7 +83,7 @@ def test_one_product_is_padded_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["emulated:int8_row", "torch_int8:int8_row"])
-def test_the_longest_sum_fits_into_int32(name: str) -> None:
+def test_the_longest_sum_fits_into_int32(name):
     for sign in (1, -1):
         a = torch.full((2, MOST), 3.0)
         b = torch.full((3, MOST), 0.5 * sign)
@@ -94,7 +92,7 @@ def test_the_longest_sum_fits_into_int32(name: str) -> None:
     assert 127 * 127 * MOST < 2**31 - 1
 
 
-def test_longer_sums_are_refused_with_the_reason() -> None:
+def test_longer_sums_are_refused_with_the_reason():
     long = Problem(gemm=Gemm.OUTPUT, m=64, n=64, k=MOST + 1, dtype="bfloat16", target="sm_90")
     for name in ("emulated:int8_row", "torch_int8:int8_row"):
         for target in ("cpu", "sm_90"):
@@ -112,12 +110,12 @@ def test_longer_sums_are_refused_with_the_reason() -> None:
         scaled_mm(quantize(torch.ones(2, 4), INT8), quantize(torch.ones(2, 4), E4M3), dtype=torch.float32)
 
 
-def test_gradients_have_no_int8() -> None:
+def test_gradients_have_no_int8():
     problem = Problem(gemm=Gemm.GRAD_INPUT, m=64, n=64, k=64, dtype="bfloat16", target="cpu")
     assert candidate_named("emulated:int8_row").illegal(problem) == "int8_row does not define grad_input"
 
 
-def test_rules_of_cuda() -> None:
+def test_rules_of_cuda():
     candidate = candidate_named("torch_int8:int8_row")
     small = Problem(gemm=Gemm.OUTPUT, m=3, n=13, k=21, dtype="bfloat16", target="sm_90")
     padded = candidate.padded(small)
@@ -131,7 +129,7 @@ def test_rules_of_cuda() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_surfaces_in_its_row_and_no_other(bad: float) -> None:
+def test_what_is_not_finite_surfaces_in_its_row_and_no_other(bad):
     a, b = hard("normal", 0, 8, 32), hard("normal", 1, 4, 32)
     a[3, 5] = bad
     health = torch.zeros(3, dtype=torch.int64)
@@ -144,7 +142,7 @@ def test_what_is_not_finite_surfaces_in_its_row_and_no_other(bad: float) -> None
     assert bool(dequantize(given_scale).isnan().all())  # integers have no NaN of their own
 
 
-def test_both_copies_of_a_tensor_in_two_types() -> None:
+def test_both_copies_of_a_tensor_in_two_types():
     """The input for `output` in INT8, transposed for `grad_weight` in e4m3: each as it would be alone."""
     hp = hard("heavy", 3)
     row, column = quantize_pair(
@@ -158,7 +156,7 @@ def test_both_copies_of_a_tensor_in_two_types() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.TENSOR], ids=str)
-def test_depth_histograms_tell_the_error_of_int8(kind: str, granularity: Granularity) -> None:
+def test_depth_histograms_tell_the_error_of_int8(kind, granularity):
     """Within 0.1 dB, of some 10^5 elements: thresholds lie inside of bins, whose elements count as spread
     evenly. Under one scale for all, small counts are points instead, and it is off by 0.14 dB: 0.25 there."""
     hp = hard(kind, 5, 1024, 96)
@@ -173,7 +171,7 @@ def test_depth_histograms_tell_the_error_of_int8(kind: str, granularity: Granula
     assert predicted.underflow == pytest.approx(((low == 0) & nonzero).double().mean().item(), abs=0.01)
 
 
-def test_depths_by_hand() -> None:
+def test_depths_by_hand():
     """amax 127: a step is 1. 3.25 is a quarter off; 0.25 is lost; 127 and 100 are exact."""
     histogram = depth_histogram(torch.tensor([[127.0, 100.0, 3.25, 0.25]]), Granularity.ROW)
     assert error_sum(histogram, Format.INT8).item() == pytest.approx(2 * 0.25**2, rel=1e-6)

@@ -1,7 +1,5 @@
 """Reference quantization: what the rounding, the scales and the zeros must be."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -30,9 +28,7 @@ def values(rows: int, columns: int, seed: int, spread: float) -> torch.Tensor:
     exponent=st.integers(-30, 30),
     cast=st.sampled_from(CASTS),
 )
-def test_error_is_at_most_half_a_step(
-    rows: int, columns: int, seed: int, spread: float, exponent: int, cast: Cast
-) -> None:
+def test_error_is_at_most_half_a_step(rows, columns, seed, spread, exponent, cast):
     hp = values(rows, columns, seed, spread) * 10.0**exponent
     quantized = quantize(hp, cast)
     restored = dequantize(quantized)
@@ -51,7 +47,7 @@ def _expanded(quantized, rows, columns):
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_zeros_stay_zero_and_finite(cast: Cast) -> None:
+def test_zeros_stay_zero_and_finite(cast):
     hp = torch.randn(130, 260)
     hp[:128] = 0
     quantized = quantize(hp, cast)
@@ -63,7 +59,7 @@ def test_zeros_stay_zero_and_finite(cast: Cast) -> None:
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1.0, 1e30])
-def test_largest_element_is_exact_and_never_overflows(cast: Cast, magnitude: float) -> None:
+def test_largest_element_is_exact_and_never_overflows(cast, magnitude):
     hp = torch.tensor([[magnitude, -magnitude / 3, 0.0]])
     restored = dequantize(quantize(hp, cast))
     tolerance = 0.07 if cast.power_of_two else 1e-6
@@ -73,7 +69,7 @@ def test_largest_element_is_exact_and_never_overflows(cast: Cast, magnitude: flo
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_non_finite_surfaces_in_its_own_group_only(cast: Cast, bad: float) -> None:
+def test_non_finite_surfaces_in_its_own_group_only(cast, bad):
     hp = torch.randn(256, 256)
     hp[3, 5] = bad
     restored = dequantize(quantize(hp, cast))
@@ -86,7 +82,7 @@ def test_non_finite_surfaces_in_its_own_group_only(cast: Cast, bad: float) -> No
         assert torch.isfinite(restored[:, 128:]).all()
 
 
-def test_power_of_two_scales_are_powers_of_two_and_never_saturate() -> None:
+def test_power_of_two_scales_are_powers_of_two_and_never_saturate():
     hp = values(300, 200, 0, 2.0)
     cast = Cast(Format.E4M3, Granularity.ROW, power_of_two=True)
     quantized = quantize(hp, cast)
@@ -97,7 +93,7 @@ def test_power_of_two_scales_are_powers_of_two_and_never_saturate() -> None:
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 @pytest.mark.parametrize("magnitude", [2.9e38, 2.98e38, 3.3e38, 3.39e38, torch.finfo(torch.float32).max])
-def test_the_largest_numbers_stay_finite(cast: Cast, magnitude: float) -> None:
+def test_the_largest_numbers_stay_finite(cast, magnitude):
     """2^128 is not a float32, and 3.3e38 rounded to three bits of mantissa is 2^128."""
     hp = torch.tensor([[magnitude, -magnitude, 1e37]])
     restored = dequantize(quantize(hp, cast))
@@ -105,14 +101,14 @@ def test_the_largest_numbers_stay_finite(cast: Cast, magnitude: float) -> None:
     assert ((restored - hp).abs() <= hp.abs() * 0.1251).all()
 
 
-def test_the_largest_power_is_the_last_that_fits() -> None:
+def test_the_largest_power_is_the_last_that_fits():
     for format in Format:
         most = torch.tensor(format.largest_power)
         assert torch.isfinite(most * format.max)
         assert torch.isinf(2 * most * format.max)
 
 
-def test_requantizing_with_power_of_two_scales_is_exact() -> None:
+def test_requantizing_with_power_of_two_scales_is_exact():
     hp = values(64, 64, 1, 0.5)
     cast = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)
     once = dequantize(quantize(hp, cast))
@@ -120,7 +116,7 @@ def test_requantizing_with_power_of_two_scales_is_exact() -> None:
 
 
 @pytest.mark.parametrize("granularity", list(Granularity), ids=str)
-def test_padding_adds_exact_zeros_and_changes_nothing_else(granularity: Granularity) -> None:
+def test_padding_adds_exact_zeros_and_changes_nothing_else(granularity):
     hp = values(37, 150, 2, 1.0)
     cast = Cast(Format.E4M3, granularity)
     padded = quantize(hp, cast, padded=(48, 256))
@@ -131,7 +127,7 @@ def test_padding_adds_exact_zeros_and_changes_nothing_else(granularity: Granular
     assert (restored[:, 150:] == 0).all()
 
 
-def test_transposed_views_and_low_precision_inputs() -> None:
+def test_transposed_views_and_low_precision_inputs():
     hp = torch.randn(40, 70).bfloat16()
     cast = Cast(Format.E4M3, Granularity.ROW)
     quantized = quantize(hp.t(), cast)
@@ -139,7 +135,7 @@ def test_transposed_views_and_low_precision_inputs() -> None:
     assert torch.equal(dequantize(quantized), dequantize(quantize(hp.t().contiguous().float(), cast)))
 
 
-def test_scaled_mm_is_the_float32_product_of_the_dequantized() -> None:
+def test_scaled_mm_is_the_float32_product_of_the_dequantized():
     torch.manual_seed(0)
     a, b = torch.randn(33, 65), torch.randn(17, 65)
     cast = Cast(Format.E4M3, Granularity.ROW)

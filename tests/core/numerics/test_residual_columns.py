@@ -1,7 +1,5 @@
 """The residuals of hot columns: what they give back, which columns are hot, hostile operands."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -42,9 +40,7 @@ def both(hp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 10**6),
 )
-def test_one_gemm_is_the_three_products(
-    rows: int, width: int, giant: bool, constant: bool, zeros: float, bad: float, dtype, seed: int
-) -> None:
+def test_one_gemm_is_the_three_products(rows, width, giant, constant, zeros, bad, dtype, seed):
     drawn = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=drawn) * torch.rand(width, generator=drawn).mul(8).exp2()
     x *= torch.rand(width, generator=drawn) >= zeros  # columns of zeros
@@ -74,13 +70,13 @@ def test_one_gemm_is_the_three_products(
     heat=st.lists(st.sampled_from([0.0, 1.0, 2.0, math.nan, math.inf]), min_size=1, max_size=50),
     count=st.integers(1, 40),
 )
-def test_the_hottest_come_first_and_ties_by_place(heat: list[float], count: int) -> None:
+def test_the_hottest_come_first_and_ties_by_place(heat, count):
     known = [0.0 if math.isnan(value) else value for value in heat]
     expected = sorted(sorted(range(len(heat)), key=lambda at: (-known[at], at))[:count])
     assert hottest(torch.tensor(heat), count).tolist() == expected
 
 
-def test_what_is_left_of_a_column_is_the_error_of_e4m3_once_more() -> None:
+def test_what_is_left_of_a_column_is_the_error_of_e4m3_once_more():
     """Columns 10^6 times the others: all of the error is theirs; one alone would be exact, 448 in its row."""
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2000, 80, generator=generator), torch.randn(48, 80, generator=generator)
@@ -94,7 +90,7 @@ def test_what_is_left_of_a_column_is_the_error_of_e4m3_once_more() -> None:
 
 
 @pytest.mark.parametrize("name", [f"emulated:{HOT}", f"torch:{HOT}", "torch_fast:rowwise_e4m3_centred_hot32"])
-def test_narrow_layers_are_refused_and_others_get_64_columns(name: str) -> None:
+def test_narrow_layers_are_refused_and_others_get_64_columns(name):
     candidate = candidate_named(name)
     problem = Problem(gemm=Gemm.OUTPUT, m=32, n=32, k=63, dtype="bfloat16", target="sm_90")
     assert "64 more than it has" in candidate.illegal(problem)

@@ -1,7 +1,5 @@
 """Shares of matmul FLOPs: the parts add up to the whole, and each has its line."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -22,10 +20,9 @@ def shares(line: str) -> list[float]:
 
 
 @given(FLOPS, FLOPS, FLOPS, FLOPS)
-def test_sites_and_the_rest_make_the_step(a: float, b: float, c: float, d: float) -> None:
+def test_sites_and_the_rest_make_the_step(a, b, c, d):
     coverage = Coverage(
-        sites={"fc": {"output": a, "grad_weight": b}},
-        uncovered=(rest(c), rest(d, parameter=False, where="")),
+        sites={"fc": {"output": a, "grad_weight": b}}, uncovered=(rest(c), rest(d, parameter=False, where=""))
     )
     assert coverage.total == pytest.approx(a + b + c + d)
     assert coverage.seen == pytest.approx((a + b) / (a + b + c))  # activations by each other count nowhere
@@ -36,7 +33,7 @@ def test_sites_and_the_rest_make_the_step(a: float, b: float, c: float, d: float
 
 
 @given(FLOPS, FLOPS, FLOPS)
-def test_a_plan_parts_the_sites(low: float, kept: float, open_: float) -> None:
+def test_a_plan_parts_the_sites(low, kept, open_):
     coverage = Coverage(sites={"a": {"output": low, "grad_weight": kept}, "b": {"output": open_}})
     (line,) = coverage.planned_lines({("a", "output"): True, ("a", "grad_weight"): False})
     parts = [100 * part / coverage.total for part in (low, low, kept, open_)]
@@ -44,14 +41,14 @@ def test_a_plan_parts_the_sites(low: float, kept: float, open_: float) -> None:
     assert "run in FP8 (output " in line
 
 
-def test_a_gemm_of_several_sites_has_one_share() -> None:
+def test_a_gemm_of_several_sites_has_one_share():
     coverage = Coverage(sites={"a": {"output": 1.0}, "b": {"output": 2.0}}, uncovered=(rest(1.0),))
     first, second = coverage.planned_lines({("a", "output"): True, ("b", "output"): True})
     assert "(output 75.0 %)" in first
     assert second == "25.0 % are no site: head, aten.bmm: no linear layer"
 
 
-def test_a_model_without_matmuls_lacks_nothing() -> None:
+def test_a_model_without_matmuls_lacks_nothing():
     assert (Coverage().seen, Coverage().total) == (1.0, 0)
     assert Coverage().lines() == ["0.0 % of the step's matmul FLOPs are sites"]
     assert Coverage(uncovered=(rest(1.0, parameter=False),)).seen == 1.0

@@ -1,7 +1,5 @@
 """Windows of statistics that moved by known amounts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -15,14 +13,13 @@ from loka.core.exceptions import DataRefused, PlanMismatch
 from loka.core.numerics.effect import Effect
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.drift import Drift, drift, drift_guard, effects_of
+from loka.core.records.drift import drift, drift_guard, effects_of
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.stats import Distribution, LinearStats, Stats
 from loka.core.signature import LinearShape, ModelSignature
 
 SIGNATURE = ModelSignature(
-    name="Net",
-    layers={path: LinearShape(in_features=8, out_features=8, bias=False) for path in ("a", "b")},
+    name="Net", layers={path: LinearShape(in_features=8, out_features=8, bias=False) for path in ("a", "b")}
 )
 RECIPE = "rowwise_e4m3"
 
@@ -46,7 +43,7 @@ def effect(value: float, *, samples: int = 400, spread: float = 0.9) -> Effect:
 def window(amax: float = 4.0, ne: float | None = 1e-5, **others: object) -> Stats:
     """Layer a as told, layer b at its usual."""
 
-    def layer(order: int, amax: float, ne: float | None) -> LinearStats:
+    def layer(order, amax, ne):
         weight = Distribution(kind="matrix_normal", tensors={"mean": torch.full((8, 8), 0.5)})
         return LinearStats(
             rows=64,
@@ -87,7 +84,7 @@ def plan_of(candidates: dict[str, str], *, budget: Budget | None = None, ne: flo
 BOTH = plan_of({"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"})
 
 
-def test_shifts_are_in_octaves() -> None:
+def test_shifts_are_in_octaves():
     """amax 4 -> 12 is log2 3; rms sqrt(1 + 3) -> sqrt(4 + 12), an octave."""
     found = drift(BOTH, window(amax=12.0, mean=2.0, variance=12.0), before=window())
     shift = found.layers["a"].shifts["input"]
@@ -98,7 +95,7 @@ def test_shifts_are_in_octaves() -> None:
     assert "+1.58 (+1.00)" in str(found)
 
 
-def test_nothing_moved_nothing_closes() -> None:
+def test_nothing_moved_nothing_closes():
     found = drift(BOTH, window(), before=window())
     assert not found.unsafe
     assert found.layers["a"].growth == pytest.approx(1.0)
@@ -106,14 +103,14 @@ def test_nothing_moved_nothing_closes() -> None:
 
 
 @pytest.mark.parametrize(("amax", "closes"), [(7.9, False), (8.1, True), (0.1, False)])
-def test_an_amax_that_rose_more_than_an_octave_closes(amax: float, closes: bool) -> None:
+def test_an_amax_that_rose_more_than_an_octave_closes(amax, closes):
     found = drift(BOTH, window(amax=amax), before=window(amax=4.0))
     assert found.unsafe == ({"a"} if closes else set())
     if closes:
         assert "amax of input rose by 1.0 octaves" in str(found)
 
 
-def test_only_operands_that_run_in_fp8_count() -> None:
+def test_only_operands_that_run_in_fp8_count():
     """grad_output rises too, but only `output` is in FP8; then only grad_weight is."""
     found = drift(BOTH, window(amax=16.0), before=window())
     assert not any("grad_output" in reason for reason in found.layers["a"].unsafe)
@@ -124,7 +121,7 @@ def test_only_operands_that_run_in_fp8_count() -> None:
 
 
 @pytest.mark.parametrize(("ne", "closes"), [(1.9e-5, False), (3e-5, True), (5e-6, False)])
-def test_an_effect_that_doubled_closes_its_layer(ne: float, closes: bool) -> None:
+def test_an_effect_that_doubled_closes_its_layer(ne, closes):
     """b / 2S = 2e-5 / 4: effects of 1e-5 are not small."""
     plan = plan_of(
         {"a/output": f"emulated:{RECIPE}", "b/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5)
@@ -135,7 +132,7 @@ def test_an_effect_that_doubled_closes_its_layer(ne: float, closes: bool) -> Non
     assert found.total.value == pytest.approx(ne + 1e-5)
 
 
-def test_a_small_effect_may_double_and_an_unsure_one_is_not_believed() -> None:
+def test_a_small_effect_may_double_and_an_unsure_one_is_not_believed():
     """Half a budget of 1e-4 over two sites is 2.5e-5 a site: 1e-6 -> 5e-6 is nothing to close for."""
     assert not drift(BOTH, window(ne=5e-6), before=window(ne=1e-6)).unsafe
     noisy = window(ne=3e-5)
@@ -146,7 +143,7 @@ def test_a_small_effect_may_double_and_an_unsure_one_is_not_believed() -> None:
     assert not drift(strict, unsure, before=window()).unsafe
 
 
-def test_without_the_earlier_window_the_plan_tells_the_effects() -> None:
+def test_without_the_earlier_window_the_plan_tells_the_effects():
     plan = plan_of({"a/output": f"emulated:{RECIPE}"}, budget=Budget(ne=2e-5), ne=1e-5)
     found = drift(plan, window(ne=4e-5))
     assert found.layers["a"].shifts == {}
@@ -157,8 +154,8 @@ def test_without_the_earlier_window_the_plan_tells_the_effects() -> None:
     assert not unknown.unsafe
 
 
-def test_the_valve_closes_at_once_and_opens_after_three_safe_windows() -> None:
-    def of(amax: float) -> Drift:
+def test_the_valve_closes_at_once_and_opens_after_three_safe_windows():
+    def of(amax):
         return drift(BOTH, window(amax=amax), before=window())
 
     safe, unsafe = of(4.0), of(16.0)
@@ -169,7 +166,7 @@ def test_the_valve_closes_at_once_and_opens_after_three_safe_windows() -> None:
     assert drift_guard([unsafe, safe, safe, unsafe, safe]) == {"a"}
 
 
-def test_other_models_are_refused_and_unknown_effects_left_out() -> None:
+def test_other_models_are_refused_and_unknown_effects_left_out():
     other = replace(window(), model=ModelSignature(name="Other", layers={}))
     with pytest.raises(PlanMismatch, match="`after`"):
         drift(BOTH, other)
@@ -191,7 +188,7 @@ def without(stats: Stats, path: str, *, effects_alone: bool) -> Stats:
 
 
 @pytest.mark.parametrize("effects_alone", [True, False])
-def test_what_a_window_does_not_tell_is_unknown_and_charged_as_planned(effects_alone: bool) -> None:
+def test_what_a_window_does_not_tell_is_unknown_and_charged_as_planned(effects_alone):
     """Of 1e-5 a site two are above 1.5e-5; that one of them is not seen makes the plan no cheaper."""
     tight = replace(BOTH, budget=Budget(ne=1.5e-5))
     blind = without(window(), "a", effects_alone=effects_alone)
@@ -209,13 +206,13 @@ def test_what_a_window_does_not_tell_is_unknown_and_charged_as_planned(effects_a
     assert gradient.unknown == (() if effects_alone else ("a",)), "FP8 gradients have no effect to know"
 
 
-def test_an_effect_of_earlier_steps_is_no_news() -> None:
+def test_an_effect_of_earlier_steps_is_no_news():
     stale = window()
     stale = replace(stale, layers={**stale.layers, "a": replace(stale.layers["a"], no_effect="no logits")})
     assert drift(BOTH, stale, before=window()).unknown == ("a",)
 
 
-def test_windows_without_samples_are_refused() -> None:
+def test_windows_without_samples_are_refused():
     empty = replace(window(), sampled_steps=0)
     with pytest.raises(DataRefused, match="`after`"):
         drift(BOTH, empty)
@@ -223,7 +220,7 @@ def test_windows_without_samples_are_refused() -> None:
         drift(BOTH, window(), before=empty)
 
 
-def test_windows_that_say_nothing_open_no_valve() -> None:
+def test_windows_that_say_nothing_open_no_valve():
     closed = drift(BOTH, window(amax=16.0), before=window())
     blind = drift(BOTH, without(window(), "a", effects_alone=False), before=window())
     assert drift_guard([closed, blind, blind, blind]) == {"a"}
@@ -233,7 +230,7 @@ def test_windows_that_say_nothing_open_no_valve() -> None:
 
 
 @pytest.mark.parametrize("numbers", [{}, {"count": 0}])
-def test_a_scatter_of_no_rows_has_no_rms(numbers: dict[str, float]) -> None:
+def test_a_scatter_of_no_rows_has_no_rms(numbers):
     blind = window()
     uncounted = replace(blind.layers["a"].operands["input"], numbers=numbers)
     layer = replace(blind.layers["a"], operands={**blind.layers["a"].operands, "input": uncounted})

@@ -1,10 +1,7 @@
 """The record of a GEMM benchmark: its file, and what is read off it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -34,27 +31,27 @@ def bench() -> GemmBench:
     )
 
 
-def test_a_layer_knows_its_work() -> None:
+def test_a_layer_knows_its_work():
     assert LAYER.gflop == pytest.approx(4096 * 512 * 1024 * 2 / 1e9)
     assert LAYER.count == 5
     assert str(LAYER) == "4096x512x1024"
 
 
-def test_candidates_of_a_layer_are_one_text_and_back() -> None:
+def test_candidates_of_a_layer_are_one_text_and_back():
     several = {gemm.value: f"torch/{gemm.value}" for gemm in Gemm}
     assert parted(joined(several)) == tuple(several.values())
     assert joined({gemm.value: "hp" for gemm in Gemm}) == "hp"
     assert parted("hp") == ("hp",)
 
 
-def test_contests_are_in_the_order_of_layers() -> None:
+def test_contests_are_in_the_order_of_layers():
     assert list(bench().sites()) == ["one/output", "two/output", "two/grad_weight"]
     assert list(bench().whole_layers()) == ["two"]
     assert bench().active == ("torch",)
     assert bench().tie == 0.01
 
 
-def test_the_file_gives_the_record_back(tmp_path: Path) -> None:
+def test_the_file_gives_the_record_back(tmp_path):
     path = tmp_path / "bench.json"
     for made in (bench(), dataclasses.replace(bench(), complete=True)):
         made.save(path)
@@ -66,7 +63,7 @@ def test_the_file_gives_the_record_back(tmp_path: Path) -> None:
         GemmBench.load(path)
 
 
-def test_names_that_other_versions_wrote_are_passed_over(tmp_path: Path) -> None:
+def test_names_that_other_versions_wrote_are_passed_over(tmp_path):
     bench().save(path := tmp_path / "bench.json")
     kept = json.loads(path.read_text())
     content = {**kept["content"], "of another version": 0}

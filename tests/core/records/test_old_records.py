@@ -1,8 +1,6 @@
 """Records of older versions, which ran several layers as one: what is not used any more is dropped, each site
 runs as the plan decides for it, and a plan by which layers run together is refused."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from collections.abc import Callable
@@ -46,12 +44,12 @@ CANDIDATE = "emulated:rowwise_e4m3"
 
 
 class Gated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gate, self.up = nn.Linear(32, 48, bias=False), nn.Linear(32, 48)
         self.logit = nn.Linear(48, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.logit(torch.sigmoid(self.gate(x)) * self.up(x)).squeeze(1)
 
 
@@ -65,12 +63,12 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats: loka.Stats) -> loka.Report:
+def report(stats) -> loka.Report:
     settings = Settings(rows=64, max_draws=4)
     return loka.measure(stats, device="cpu", candidates=[CANDIDATE], settings=settings)
 
 
-def aged(file: Path, **keys: Any) -> None:
+def aged(file: Path, **keys: Any):
     """Writes a saved record again as one that has `keys` too."""
     header = json.loads(file.read_bytes())
     kind, version = header["kind"], header["version"]
@@ -78,7 +76,7 @@ def aged(file: Path, **keys: Any) -> None:
     write_record(file, kind=kind, version=version, content={**content, **keys})
 
 
-def test_stats(stats: loka.Stats, tmp_path: Path) -> None:
+def test_stats(stats, tmp_path):
     stats.save(tmp_path)
     aged(tmp_path / "stats.json", shared=[GROUP])
     old = loka.Stats.load(tmp_path)
@@ -100,7 +98,7 @@ def restored(change: Callable[[dict[str, Any]], object] = lambda layer: None) ->
     return unflatten(content, tensors)
 
 
-def test_stored_statistics_are_written_again_with_the_same_bytes() -> None:
+def test_stored_statistics_are_written_again_with_the_same_bytes():
     before = json.loads(STORED)["content"]
     del before["tensors"]  # the file of them, and its checksum
     found, tensors = flatten(restored())
@@ -114,33 +112,25 @@ def test_stored_statistics_are_written_again_with_the_same_bytes() -> None:
     ("change", "why"),
     [
         (lambda layer: layer.update(rows="many"), r"layers\.0\.rows has to be a whole number"),
-        (
-            lambda layer: layer.update(dtype="float7"),
-            r"layers\.0: a dtype or a number of rows",
-        ),
+        (lambda layer: layer.update(dtype="float7"), r"layers\.0: a dtype or a number of rows"),
         (lambda layer: layer["operands"].pop("input"), r"layers\.0: it lacks the statistics of its input"),
-        (
-            lambda layer: layer["effects"]["rowwise_e4m3"].update(count=-1),
-            r"rowwise_e4m3: .*no effect",
-        ),
+        (lambda layer: layer["effects"]["rowwise_e4m3"].update(count=-1), r"rowwise_e4m3: .*no effect"),
         (lambda layer: layer.update(colour=1), r"layers\.0 has colour, of which nothing is known"),
     ],
 )
-def test_damaged_statistics_are_refused_by_their_place(
-    change: Callable[[dict[str, Any]], object], why: str
-) -> None:
+def test_damaged_statistics_are_refused_by_their_place(change, why):
     with pytest.raises(ValueError, match=why):
         restored(change)
 
 
-def test_report(report: loka.Report, tmp_path: Path) -> None:
+def test_report(report, tmp_path):
     file = tmp_path / "report.json"
     report.save(file)
     aged(file, shared=[GROUP], shared_times={"gate+up": {"hp": NOBODY}})
     assert loka.Report.load(file) == report
 
 
-def test_plan(report: loka.Report, tmp_path: Path) -> None:
+def test_plan(report, tmp_path):
     plan, file = loka.plan(report), tmp_path / "plan.json"
     plan.save(file)
     times = {"microseconds": [50.0, 49.0, 51.0], "hp_microseconds": None, "speedup": None}
@@ -154,7 +144,7 @@ def test_plan(report: loka.Report, tmp_path: Path) -> None:
     assert ran == {f"{path}/{gemm}" for path in ("gate", "up") for gemm in ("output", "grad_weight")}
 
 
-def test_statistics_of_layers_that_feed_each_other(stats: loka.Stats, tmp_path: Path) -> None:
+def test_statistics_of_layers_that_feed_each_other(stats, tmp_path):
     stats.save(tmp_path)
     layers = json.loads((tmp_path / "stats.json").read_bytes())["content"]["layers"]
     layers["gate"]["turned"] = 8
@@ -166,7 +156,7 @@ def test_statistics_of_layers_that_feed_each_other(stats: loka.Stats, tmp_path: 
     assert set(probe.stats().layers) == set(stats.layers)
 
 
-def test_a_report_with_their_times(report: loka.Report, tmp_path: Path) -> None:
+def test_a_report_with_their_times(report, tmp_path):
     file = tmp_path / "report.json"
     report.save(file)
     aged(
@@ -183,9 +173,7 @@ def test_a_report_with_their_times(report: loka.Report, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["measured", "always", "never"])
-def test_a_plan_without_them_and_the_budget_of_before(
-    report: loka.Report, tmp_path: Path, allowed: str
-) -> None:
+def test_a_plan_without_them_and_the_budget_of_before(report, tmp_path, allowed):
     plan, file = loka.plan(report), tmp_path / "plan.json"
     plan.save(file)
     budget = {**encode(plan.budget), "chains": allowed, "chain_recipes": ["e4m3_row_z8", "e4m3_row"]}
@@ -198,15 +186,9 @@ def test_a_plan_without_them_and_the_budget_of_before(
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [
-        ("chains", "chains: up"),
-        ("crosses", "stacks of cross layers: c"),
-        ("turned", "turned layers: gate"),
-    ],
+    [("chains", "chains: up"), ("crosses", "stacks of cross layers: c"), ("turned", "turned layers: gate")],
 )
-def test_a_plan_by_which_layers_run_together_is_refused(
-    report: loka.Report, tmp_path: Path, kind: str, told: str
-) -> None:
+def test_a_plan_by_which_layers_run_together_is_refused(report, tmp_path, kind, told):
     plan, file = loka.plan(report), tmp_path / "plan.json"
     plan.save(file)
     aged(file, **{kind: TOGETHER[kind]})

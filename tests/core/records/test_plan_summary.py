@@ -1,7 +1,5 @@
 """What a plan says of its cost in KL/H: known, asked for, or neither."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -54,11 +52,11 @@ def told(plan: Plan) -> str:
         (plan(KNOWN, ne=1e-4), f" Predicted KL/H: {KNOWN}; the budget is 0.0001."),
     ],
 )
-def test_what_is_known_or_was_asked_for_is_told(made: Plan, says: str) -> None:
+def test_what_is_known_or_was_asked_for_is_told(made, says):
     assert told(made) == says
 
 
-def test_effects_add_up() -> None:
+def test_effects_add_up():
     both = plan(KNOWN, KNOWN)
     assert (both.kl.value, both.kl.high, both.kl_unknown) == (2e-5, 4e-5, ())
     assert plan(KNOWN, WILD).kl == KNOWN

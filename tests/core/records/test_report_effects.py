@@ -1,9 +1,5 @@
 """Why effects on KL/H are not known, or old, in the report and its file."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from loka.core.device import fingerprint
 from loka.core.numerics.effect import OLD
 from loka.core.records.report import Report
@@ -21,7 +17,7 @@ def made(**others: object) -> Report:
     )
 
 
-def test_reasons_are_told_once_and_kept(tmp_path: Path) -> None:
+def test_reasons_are_told_once_and_kept(tmp_path):
     report = made(
         no_effect={"a": "no logits", "b": "no logits", "c": "a norm over the batch", "d": OLD + "no logits"}
     )
@@ -35,7 +31,7 @@ def test_reasons_are_told_once_and_kept(tmp_path: Path) -> None:
     assert Report.load(tmp_path / "report.json") == report
 
 
-def test_without_reasons_the_file_is_what_it_was(tmp_path: Path) -> None:
+def test_without_reasons_the_file_is_what_it_was(tmp_path):
     made().save(tmp_path / "report.json")
     assert "no_effect" not in (tmp_path / "report.json").read_text()
     assert Report.load(tmp_path / "report.json") == made()

@@ -1,7 +1,5 @@
 """One process at a time in a folder; what a killed one leaves keeps nobody out."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -16,13 +14,13 @@ from forked import SERVER
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 
 
-def hold(folder: Path, held: Connection) -> None:
+def hold(folder: Path, held: Connection):
     with alone_in(folder, "training"):
         held.send("held")
         time.sleep(60)
 
 
-def test_another_process_is_refused_until_the_holder_is_gone(tmp_path: Path) -> None:
+def test_another_process_is_refused_until_the_holder_is_gone(tmp_path):
     ours, theirs = SERVER.Pipe()
     holder = SERVER.Process(target=hold, args=(tmp_path, theirs))
     holder.start()
@@ -45,7 +43,7 @@ def entered(folder: Path):
     return alone_in(folder, "training")
 
 
-def test_nothing_is_left_and_the_folder_is_free_again(tmp_path: Path) -> None:
+def test_nothing_is_left_and_the_folder_is_free_again(tmp_path):
     folder = tmp_path / "new" / "folder"
     for _ in range(2):
         with entered(folder):
@@ -59,7 +57,7 @@ LEFT = [b"", b"junk", b'{"pid": "x"}', b'{"pid": 1, "host": "elsewhere"}', b"[" 
 
 
 @pytest.mark.parametrize("left", LEFT)
-def test_a_file_that_is_left_is_no_lock(tmp_path: Path, left: bytes) -> None:
+def test_a_file_that_is_left_is_no_lock(tmp_path, left):
     (tmp_path / LOCK).write_bytes(left)
     with entered(tmp_path), pytest.raises(InUse), entered(tmp_path):
         pass
@@ -71,14 +69,12 @@ def test_a_file_that_is_left_is_no_lock(tmp_path: Path, left: bytes) -> None:
     os.close(handle)
 
 
-def test_a_lock_on_a_name_that_is_gone_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_on_a_name_that_is_gone_is_taken_again(tmp_path, monkeypatch):
     """Between the opening and the lock the holder removes the file: the lock would be on nothing."""
     flock = fcntl.flock
     calls: list[int] = []
 
-    def removed_first(handle: int, operation: int) -> None:
+    def removed_first(handle, operation):
         if not calls:
             (tmp_path / LOCK).unlink()
         calls.append(handle)
@@ -91,8 +87,8 @@ def test_a_lock_on_a_name_that_is_gone_is_taken_again(
             pass
 
 
-def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_here(handle: int, operation: int) -> None:
+def test_without_locks_a_warning_says_so(tmp_path, monkeypatch):
+    def none_here(handle, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none_here)
@@ -101,7 +97,7 @@ def test_without_locks_a_warning_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def count_up(folder: Path) -> None:
+def count_up(folder: Path):
     done = 0
     while done < 40:
         try:
@@ -114,7 +110,7 @@ def count_up(folder: Path) -> None:
             time.sleep(0.0003)
 
 
-def test_many_at_once_leave_one(tmp_path: Path) -> None:
+def test_many_at_once_leave_one(tmp_path):
     """Each enters when it can; a counter that two changed at once would lose counts."""
     (tmp_path / "count").write_text("0")
     started = time.monotonic()
@@ -127,7 +123,7 @@ def test_many_at_once_leave_one(tmp_path: Path) -> None:
     assert (tmp_path / "count").read_text() == "120", time.monotonic() - started
 
 
-def test_files_of_one_folder_are_locked_each_by_itself(tmp_path: Path) -> None:
+def test_files_of_one_folder_are_locked_each_by_itself(tmp_path):
     (tmp_path / ".one.json.a1b2.unfinished").touch()
     (tmp_path / ".two.json.a1b2.unfinished").touch()
     one = tmp_path / "one.json"

@@ -1,8 +1,6 @@
 """JSON of records: what is written is what was written before there was a codec; what does not fit is refused
 by its place."""
 
-from __future__ import annotations
-
 import enum
 import json
 import lzma
@@ -61,7 +59,7 @@ FULL = Record(
 )
 
 
-def test_there_and_back() -> None:
+def test_there_and_back():
     content = {
         "name": "x",
         "kind": "a",
@@ -79,19 +77,19 @@ def test_there_and_back() -> None:
     assert math.isnan(decode(float, encode(math.nan)))
 
 
-def test_numbers_stay_as_they_were_written() -> None:
+def test_numbers_stay_as_they_were_written():
     """Or digests of records would differ after reading and writing them."""
     for text in ("1", "1.0", "1e-05", "0.1"):
         assert json.dumps(encode(decode(float, json.loads(text)))) == json.dumps(json.loads(text))
 
 
-def test_values_of_any_type_have_a_bounded_depth() -> None:
+def test_values_of_any_type_have_a_bounded_depth():
     deep = {"k": json.loads("[" * 60 + "]" * 60)}
     with pytest.raises(ValueError, match="nested deeper than 50"):
         decode(Mapping[str, Any], deep)
 
 
-def test_keys_that_are_numbers_are_written_as_such() -> None:
+def test_keys_that_are_numbers_are_written_as_such():
     assert decode(Mapping[int, str], {"7": "x"}) == {7: "x"}
     for key in ("07", " 7", "x"):
         with pytest.raises(ValueError):
@@ -100,7 +98,7 @@ def test_keys_that_are_numbers_are_written_as_such() -> None:
         decode(Any, json.loads("[" * 60 + "]" * 60))
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match="name is missing"):
         decode(Record, {})
     with pytest.raises(TypeError, match="has no form in JSON"):
@@ -120,18 +118,18 @@ class Box:
     sides: Sides = inline()
 
     @property
-    def area(self) -> float:
+    def area(self):
         return self.sides.width * self.sides.height
 
 
-def test_what_follows_from_the_fields_is_written_and_passed_over_when_read() -> None:
+def test_what_follows_from_the_fields_is_written_and_passed_over_when_read():
     box = Box(name="b", sides=Sides(width=3.0))
     assert encode(box) == {"name": "b", "width": 3.0, "area": 3.0}
     assert decode(Box, {"name": "b", "width": 3.0, "area": "anything"}) == box
     assert decode(Box, {"name": "b", "width": 3.0}) == box
 
 
-def test_the_fields_of_an_inline_record_stand_among_those_of_its_owner() -> None:
+def test_the_fields_of_an_inline_record_stand_among_those_of_its_owner():
     box = Box(name="b", sides=Sides(width=3.0, height=math.inf))
     assert list(encode(box)) == ["name", "width", "height", "area"]
     assert decode(Box, json.loads(json.dumps(encode(box)))) == box
@@ -149,7 +147,7 @@ class Renamed:
     late: int | None = sparse(None, name="l")
 
 
-def test_a_field_is_called_in_json_as_it_always_was() -> None:
+def test_a_field_is_called_in_json_as_it_always_was():
     assert encode(Renamed(width=2.0)) == {"w": 2.0}
     assert encode(Renamed(width=2.0, late=1)) == {"w": 2.0, "l": 1}
     assert decode(Renamed, {"w": 2.0, "l": 1}) == Renamed(width=2.0, late=1)
@@ -159,7 +157,7 @@ def test_a_field_is_called_in_json_as_it_always_was() -> None:
         decode(Renamed, {"width": 2.0})
 
 
-def test_records_are_written_as_before_there_was_a_codec() -> None:
+def test_records_are_written_as_before_there_was_a_codec():
     machine = Fingerprint(device="d", target="cpu", driver="", cuda="", torch="2", libraries={"triton": "3"})
     problem = Problem(gemm=Gemm.OUTPUT, m=1, n=2, k=3, dtype="bfloat16", target="cpu")
     use = WeightUse(caller="c", key="w", form="f")
@@ -185,7 +183,7 @@ def test_records_are_written_as_before_there_was_a_codec() -> None:
         decode(Problem, {**encode(problem), "m": 0})
 
 
-def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path: Path) -> None:
+def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path):
     before = json.loads(lzma.decompress(STORED.read_bytes()))["content"]
     Report.load(STORED).save(tmp_path / "report.json")
     after = json.loads((tmp_path / "report.json").read_bytes())["content"]
@@ -203,7 +201,7 @@ def test_a_report_of_before_is_written_again_with_the_same_bytes(tmp_path: Path)
     assert list(after) == [name for name in before if name not in ignored]
 
 
-def test_a_file_says_where_it_does_not_fit(tmp_path: Path) -> None:
+def test_a_file_says_where_it_does_not_fit(tmp_path):
     content = json.loads(lzma.decompress(STORED.read_bytes()))["content"]
     site = next(iter(content["sites"]))
     content["sites"][site]["problem"]["m"] = "many"

@@ -1,13 +1,10 @@
 """Record files: whole or refused, never half; and nothing in them can execute."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma
 import os
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -31,18 +28,18 @@ def read(path: Path) -> object:
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Path:
+def record(tmp_path) -> Path:
     path = tmp_path / "thing.json"
     write_record(path, kind="thing", version=1, content={"value": [1, 2.5, "x"]})
     return path
 
 
-def test_round_trip(record: Path) -> None:
+def test_round_trip(record):
     assert read(record) == [1, 2.5, "x"]
 
 
 @pytest.mark.parametrize("length", [0, 1, 20, 60, -2])
-def test_truncated(record: Path, length: int) -> None:
+def test_truncated(record, length):
     record.write_bytes(record.read_bytes()[:length])
     with pytest.raises(FileRefused, match=r"truncated|lacks the fields") as caught:
         read(record)
@@ -50,7 +47,7 @@ def test_truncated(record: Path, length: int) -> None:
 
 
 @pytest.mark.parametrize("library", [gzip, lzma])
-def test_compressed(record: Path, library: ModuleType) -> None:
+def test_compressed(record, library):
     packed = record.with_name(f"thing.json.{'gz' if library is gzip else 'xz'}")
     whole = library.compress(record.read_bytes())
     packed.write_bytes(whole)
@@ -64,7 +61,7 @@ def test_compressed(record: Path, library: ModuleType) -> None:
         assert "make it again" in str(caught.value)
 
 
-def test_edited(record: Path) -> None:
+def test_edited(record):
     record.write_text(record.read_text().replace("2.5", "2.6"))
     with pytest.raises(FileRefused, match="edited or damaged"):
         read(record)
@@ -80,13 +77,13 @@ def test_edited(record: Path) -> None:
         ({"content": 3}, "checksum"),
     ],
 )
-def test_of_another_kind(record: Path, change: dict[str, object], message: str) -> None:
+def test_of_another_kind(record, change, message):
     record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
     with pytest.raises(FileRefused, match=message):
         read(record)
 
 
-def test_content_that_does_not_parse(tmp_path: Path) -> None:
+def test_content_that_does_not_parse(tmp_path):
     path = tmp_path / "thing.json"
     write_record(path, kind="thing", version=1, content={"wrong": 1})
     with pytest.raises(FileRefused, match="not that of a thing"):
@@ -97,8 +94,8 @@ def test_content_that_does_not_parse(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_failed_write_leaves_the_old_file(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
+def test_failed_write_leaves_the_old_file(record, monkeypatch):
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -112,7 +109,7 @@ def test_failed_write_leaves_the_old_file(record: Path, monkeypatch: pytest.Monk
     assert list(record.parent.iterdir()) == [record]
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path):
     """The error is an OSError too, for callers that know no other."""
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="cannot write") as caught:
@@ -120,7 +117,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert isinstance(caught.value, NotWritten)
 
 
-def test_a_reader_sees_the_old_file_or_the_new_one(record: Path) -> None:
+def test_a_reader_sees_the_old_file_or_the_new_one(record):
     """One that opened the old file goes on reading it: the new one is another file under its name."""
     old = record.read_bytes()
     with record.open("rb") as file:
@@ -129,11 +126,11 @@ def test_a_reader_sees_the_old_file_or_the_new_one(record: Path) -> None:
     assert record.read_bytes() == b"new"
 
 
-def test_the_name_is_given_while_the_new_file_is_whole(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_is_given_while_the_new_file_is_whole(record, monkeypatch):
     replace = os.replace
     seen = []
 
-    def look(temporary: Path, path: Path) -> None:
+    def look(temporary, path):
         seen.append((Path(temporary).read_bytes(), read(path)))
         replace(temporary, path)
 
@@ -142,9 +139,7 @@ def test_the_name_is_given_while_the_new_file_is_whole(record: Path, monkeypatch
     assert seen == [(b"new", [1, 2.5, "x"])]
 
 
-def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
-    record: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(record, monkeypatch):
     seen = watch_disk(monkeypatch)
     write_atomic(record, b"new")
     assert [what for what, _ in seen] == ["flush", "rename", "flush"]
@@ -152,10 +147,10 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_it_returns(
     assert folder_flushed_after(seen, record)
 
 
-def test_what_a_killed_writer_left_is_removed(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_writer_left_is_removed(record, monkeypatch):
     """Such as report.json's: its folder is locked by who comes next (core/storage/alone.py)."""
 
-    def killed(old: Path, new: Path) -> None:
+    def killed(old, new):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", killed)
@@ -169,7 +164,7 @@ def test_what_a_killed_writer_left_is_removed(record: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664)])
-def test_files_are_readable_by_whom_the_umask_says(record: Path, mask: int, mode: int) -> None:
+def test_files_are_readable_by_whom_the_umask_says(record, mask, mode):
     before = os.umask(mask)
     try:
         write_atomic(record, b"new")
@@ -178,7 +173,7 @@ def test_files_are_readable_by_whom_the_umask_says(record: Path, mask: int, mode
     assert record.stat().st_mode & 0o777 == mode
 
 
-def test_tensors_are_checked_against_the_record(tmp_path: Path) -> None:
+def test_tensors_are_checked_against_the_record(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.arange(6).view(2, 3).t()})
     digest = sha256_of_file(path)
@@ -191,7 +186,7 @@ def test_tensors_are_checked_against_the_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, '{"kind": NaN}', '{"kind": "thing", "version": 1, "sha256": "", "content": NaN}']
 )
-def test_json_that_no_record_is(tmp_path: Path, text: str) -> None:
+def test_json_that_no_record_is(tmp_path, text):
     path = tmp_path / "thing.json"
     path.write_text(text)
     with pytest.raises(FileRefused):

@@ -1,7 +1,5 @@
 """Whatever a file holds, reading it as a record ends, soon and in bounded memory, in a FileRefused."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib
@@ -58,20 +56,20 @@ def record_of(content: str) -> str:
         ('{"value": [' + "[]," * 2_000_001 + "[]]}", "more than 2000000 values"),
     ],
 )
-def test_numbers_and_depths_of_no_record(tmp_path: Path, content: str, why: str) -> None:
+def test_numbers_and_depths_of_no_record(tmp_path, content, why):
     path = tmp_path / "thing.json"
     path.write_text(record_of(content))
     assert why in refused(path)
 
 
-def test_numbers_that_records_do_hold(tmp_path: Path) -> None:
+def test_numbers_that_records_do_hold(tmp_path):
     content = {"big": 2**64 - 1, "least": -(2**63), "tiny": 5e-324, "most": 1.7976931348623157e308}
     path = tmp_path / "thing.json"
     path.write_text(record_of(json.dumps(content)))
     assert read(path) == content
 
 
-def test_a_nesting_that_is_read_and_not_written_again(tmp_path: Path) -> None:
+def test_a_nesting_that_is_read_and_not_written_again(tmp_path):
     """The parser's limit and the writer's differ; the checksum is of what the writer makes."""
     path = tmp_path / "thing.json"
     for depth in range(100, 3000, 100):
@@ -80,7 +78,7 @@ def test_a_nesting_that_is_read_and_not_written_again(tmp_path: Path) -> None:
             read(path, list)
 
 
-def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+def test_a_gzip_bomb_is_not_unpacked(tmp_path):
     path = tmp_path / "thing.json.gz"
     path.write_bytes(gzip.compress(bytes(256 << 20), compresslevel=1))
     assert "more than 64 MiB" in refused(path)
@@ -96,7 +94,7 @@ def test_a_gzip_bomb_is_not_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["thing.json", "thing.json.gz"])
-def test_pipes_and_devices_are_refused_at_once(tmp_path: Path, name: str) -> None:
+def test_pipes_and_devices_are_refused_at_once(tmp_path, name):
     pipe = tmp_path / name
     os.mkfifo(pipe)
     assert "not a regular file" in refused(pipe)
@@ -121,8 +119,8 @@ def test_pipes_and_devices_are_refused_at_once(tmp_path: Path, name: str) -> Non
         NotImplementedError("\n"),
     ],
 )
-def test_whatever_the_parser_raises_is_a_refusal(tmp_path: Path, raised: Exception) -> None:
-    def parse(content: Any) -> None:
+def test_whatever_the_parser_raises_is_a_refusal(tmp_path, raised):
+    def parse(content):
         raise raised
 
     path = tmp_path / "thing.json"
@@ -130,7 +128,7 @@ def test_whatever_the_parser_raises_is_a_refusal(tmp_path: Path, raised: Excepti
     assert type(raised).__name__ in refused(path, parse)
 
 
-def test_safetensors_data_that_are_none(tmp_path: Path) -> None:
+def test_safetensors_data_that_are_none(tmp_path):
     path = tmp_path / "t.safetensors"
     write_tensors(path, {"a": torch.zeros(3)})
     for data in (b"", b"\xff" * 100, path.read_bytes()[:-1], (1 << 62).to_bytes(8, "little") + b"{}"):
@@ -139,7 +137,7 @@ def test_safetensors_data_that_are_none(tmp_path: Path) -> None:
             read_tensors(path, sha256=sha256_of_file(path), way_out="")
 
 
-def test_limits_are_the_callers(tmp_path: Path) -> None:
+def test_limits_are_the_callers(tmp_path):
     path = tmp_path / "thing.json"
     path.write_text(record_of('{"value": [1, 2, 3]}'))
     assert "more than 5 values" in refused(path, limits=Limits(values=5))
@@ -168,7 +166,7 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-def test_memory_is_bounded(tmp_path: Path) -> None:
+def test_memory_is_bounded(tmp_path):
     """What costs most memory for each byte or for each value that is let in."""
     count = Limits().values - 10
     worst = {
@@ -188,7 +186,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path: Path, suffix: str) -> None:
+def test_a_small_file_takes_little_memory_whatever_the_limit(tmp_path, suffix):
     """A vocabulary may have 16 GiB, which `read` sets aside at once when it is asked for so many bytes."""
     path = tmp_path / f"thing.json{suffix}"
     path.write_bytes(gzip.compress(b"[1]" * 1000) if suffix else b"[1]" * 1000)

@@ -1,7 +1,5 @@
 """Programs as layers between two FP8 GEMMs need them, with leaves to run them on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,26 +18,19 @@ class Writing:
     dtypes: list[torch.dtype] = field(default_factory=list)
     steps: list[tuple[str, tuple[Argument | str, ...]]] = field(default_factory=list)
 
-    def leaf(self, kind: Kind = Kind.FULL, dtype: torch.dtype = torch.bfloat16) -> int:
+    def leaf(self, kind=Kind.FULL, dtype=torch.bfloat16):
         assert not self.steps, "leaves come first"
         self.kinds.append(kind)
         self.dtypes.append(dtype)
         return len(self.kinds) - 1
 
-    def step(self, op: str, *args: Argument) -> int:
+    def step(self, op, *args):
         self.steps.append((op, args))
         return len(self.kinds) + len(self.steps) - 1
 
     def done(
-        self,
-        gradient: int | None = None,
-        transposed: int | None = None,
-        sums: tuple[int, ...] = (),
-        row: bool = True,
-        column: bool = True,
-        values: tuple[int, ...] = (),
-        value_dtypes: tuple[str, ...] | None = None,
-    ) -> Case:
+        self, gradient=None, transposed=None, sums=(), row=True, column=True, values=(), value_dtypes=None
+    ):
         program = Program(
             features=self.features,
             block=self.block or self.features,
@@ -61,7 +52,7 @@ class Case:
     program: Program
     dtypes: tuple[torch.dtype, ...]
 
-    def leaves(self, rows: int, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
+    def leaves(self, rows, device, seed=0):
         generator = torch.Generator().manual_seed(seed)
         features = self.program.features
         shapes = {
@@ -78,9 +69,7 @@ class Case:
             found.append(value.to(device))
         return found
 
-    def given(
-        self, rows: int, device: torch.device, seed: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def given(self, rows, device, seed=0):
         """input_scale, gradient_scale and tops: powers of two, no scale above the maximum of the tops."""
         generator = torch.Generator().manual_seed(seed + 1)
         scale = torch.exp2(torch.randint(-8, 4, (rows,), generator=generator).float())

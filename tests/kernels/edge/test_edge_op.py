@@ -1,7 +1,5 @@
 """The op under compilers: shapes without data, rows that are symbols, one launch a call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from edge_programs import CASES, identity, silu
@@ -28,7 +26,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("rows", [0, 1, 40])
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_fake_promises_what_the_op_returns(name: str, rows: int) -> None:
+def test_the_fake_promises_what_the_op_returns(name, rows):
     case = CASES[name](600)
     leaves, given, text = case.leaves(rows, CPU), case.given(rows, CPU), case.program.to_text()
     real = edge(leaves, rows, *given, text)
@@ -43,26 +41,20 @@ def test_the_fake_promises_what_the_op_returns(name: str, rows: int) -> None:
         assert promised.is_contiguous()
 
 
-def test_the_op_aliases_nothing_and_keeps_its_schema() -> None:
+def test_the_op_aliases_nothing_and_keeps_its_schema():
     case = silu(24)
     text = case.program.to_text()
     arguments = (case.leaves(33, CPU), 33, *case.given(33, CPU), text)
     torch.library.opcheck(edge, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_one_graph_serves_any_number_of_rows() -> None:
+def test_one_graph_serves_any_number_of_rows():
     case = silu(24)
     text = case.program.to_text()
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
-    def run(
-        dy: torch.Tensor,
-        y: torch.Tensor,
-        bias: torch.Tensor,
-        gradient_scale: torch.Tensor,
-        tops: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def run(dy, y, bias, gradient_scale, tops):
         out = edge([dy, y, bias], dy.shape[0], None, gradient_scale, tops, text)
         return [*out[1:], out[0].float()[: dy.shape[0]].to(torch.float8_e4m3fn)]
 
@@ -75,14 +67,14 @@ def test_one_graph_serves_any_number_of_rows() -> None:
     assert counter.frame_count == 1
 
 
-def test_a_call_is_a_launch() -> None:
+def test_a_call_is_a_launch():
     case = identity(16)
     reset_launches()
     edge(case.leaves(3, CPU), 3, None, None, None, case.program.to_text())
     assert launches() == {"edge": 1}
 
 
-def test_leaves_are_laid_out_for_the_kernel() -> None:
+def test_leaves_are_laid_out_for_the_kernel():
     case = silu(24)
     dy, y, bias = case.leaves(6, CPU)
     wide = torch.randn(6, 40)[:, 8:32]

@@ -1,7 +1,5 @@
 """Programs as values: what they refuse, kinds of their values, and their text."""
 
-from __future__ import annotations
-
 import pytest
 from edge_programs import CASES
 from hypothesis import given
@@ -53,13 +51,13 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @given(programs())
-def test_the_text_of_a_program_says_all(program: Program) -> None:
+def test_the_text_of_a_program_says_all(program):
     assert program_of(program.to_text()) == program
     assert program.kinds  # computing them changes neither the text nor equality
     assert program_of(program.to_text()) == program
 
 
-def test_constants_keep_their_bits_and_may_not_be_finite() -> None:
+def test_constants_keep_their_bits_and_may_not_be_finite():
     program = Program(
         features=1,
         block=1,
@@ -102,7 +100,7 @@ def test_constants_keep_their_bits_and_may_not_be_finite() -> None:
         ({"values": (1,), "value_dtypes": ("float32",), "leaves": (Kind.FULL, Kind.ROW)}, "cannot leave"),
     ],
 )
-def test_what_makes_no_program_is_refused(changes: dict[str, object], message: str) -> None:
+def test_what_makes_no_program_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Program(**{"features": 8, "block": 8, "leaves": (Kind.FULL,), **changes})  # type: ignore[arg-type]
 
@@ -110,12 +108,12 @@ def test_what_makes_no_program_is_refused(changes: dict[str, object], message: s
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"steps":[],"leaves":["round"]}', '{"steps":[[1]]}', "[1]"]
 )
-def test_other_text_is_no_program(text: str) -> None:
+def test_other_text_is_no_program(text):
     with pytest.raises((ValueError, LookupError, TypeError)):
         program_of(text)
 
 
-def test_kinds_join_to_what_holds_both() -> None:
+def test_kinds_join_to_what_holds_both():
     full, row, column, block, scalar = Kind.FULL, Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR
     for one, other, both in [
         (full, scalar, full),
@@ -130,14 +128,14 @@ def test_kinds_join_to_what_holds_both() -> None:
     assert joined([]) == scalar
 
 
-def test_sums_are_numbers_for_rows_and_blocks() -> None:
+def test_sums_are_numbers_for_rows_and_blocks():
     program = Program(
         features=8, block=4, leaves=(Kind.FULL,), steps=(Step("row_sum", (0,)), Step("block_sum", (0,)))
     )
     assert program.kinds == (Kind.FULL, Kind.COLUMN, Kind.BLOCK)
 
 
-def test_outputs_come_in_one_order() -> None:
+def test_outputs_come_in_one_order():
     program = CASES["silu"](24).program
     assert program.outputs == ("row", "column", "r", "tops", "transposed", "top", "sum0")
     assert CASES["only_transposed"](24).program.outputs == ("transposed", "top")

@@ -1,7 +1,5 @@
 """What no interpreter sees: generated kernels as Triton compiles them for sm_90, without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -50,7 +48,7 @@ SHARED = 227 * 1024
 
 @pytest.mark.slow  # a minute
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run there, in test_triton_edge.py")
-def test_every_program_compiles_and_fits() -> None:
+def test_every_program_compiles_and_fits():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -7,8 +7,6 @@ to the next number of the format, and few do. Scales are the same for the seeds 
 have its maximum within a few units in the last place of 448 times a power of two.
 """
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -30,7 +28,7 @@ COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, exact: bool) -> None:
+def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, exact: bool):
     program = case.program
     expected = run_program(program, leaves, rows, *given)
     found = fused.run_program_fused(program, lying(program, leaves, rows), rows, *given)
@@ -58,7 +56,7 @@ def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, ex
             torch.testing.assert_close(out, twin, rtol=rtol, atol=0, equal_nan=True, msg=f"{name} {named}")
 
 
-def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) -> None:
+def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
     got, wanted = out.float(), twin.float()
     assert torch.equal(torch.isnan(got), torch.isnan(wanted)), name
     got, wanted = got.nan_to_num(), wanted.nan_to_num()
@@ -73,7 +71,7 @@ def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) 
     assert (got != wanted).sum() <= 2 + 2e-3 * got.numel(), name
 
 
-def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int) -> None:
+def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int):
     """Terms in another order, each with an error that is small beside the largest of its row.
 
     What overflows may be infinite or NaN: by an FMA, less infinities meet.
@@ -85,7 +83,7 @@ def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows:
     assert (((out - twin).abs() <= bound) | ~finite).all()
 
 
-def check_values(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool) -> None:
+def check_values(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
     """Rounded to fewer digits, a value may cross over to its neighbour."""
     one = 0.0 if exact else 4e-5 + (0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps)
     torch.testing.assert_close(out.float(), twin.float(), rtol=one, atol=one, equal_nan=True, msg=name)
@@ -107,19 +105,15 @@ def all_of(case: Case, rows: int, device: torch.device) -> tuple[list[torch.Tens
     return case.leaves(rows, device), case.given(rows, device)
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "features"),
-    sweep(COMBINED, COMBINED[::3]),
-    ids=str,
-)
-def test_programs_match_the_twin(name: str, rows: int, features: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "rows", "features"), sweep(COMBINED, COMBINED[::3]), ids=str)
+def test_programs_match_the_twin(name, rows, features, device):
     case = CASES[name](features)
     leaves, given = all_of(case, rows, device)
     check(case, leaves, rows, given, exact=name in EXACT)
 
 
 @pytest.mark.parametrize("name", sweep(CASES, list(CASES)[1::2]))
-def test_rows_that_are_not_ordinary_stay_apart(name: str, device: torch.device) -> None:
+def test_rows_that_are_not_ordinary_stay_apart(name, device):
     """What is not finite makes its row NaN and no other; huge and tiny rows have scales of their own."""
     for rows, features in ((50, 600), (64, 64)):
         case = CASES[name](features)
@@ -127,7 +121,7 @@ def test_rows_that_are_not_ordinary_stay_apart(name: str, device: torch.device) 
         check(case, leaves, rows, given, exact=name in EXACT)
 
 
-def test_a_row_that_is_not_finite_is_nan_bytes(device: torch.device) -> None:
+def test_a_row_that_is_not_finite_is_nan_bytes(device):
     case = identity(40)
     (x,) = case.leaves(33, device)
     x[3, 5], x[17, 0], x[32, 39] = float("nan"), float("inf"), -float("inf")
@@ -144,7 +138,7 @@ def test_a_row_that_is_not_finite_is_nan_bytes(device: torch.device) -> None:
     assert (column.view(torch.uint8)[:, 33:] == 0).all()
 
 
-def test_units_and_tops_that_are_not_numbers_show(device: torch.device) -> None:
+def test_units_and_tops_that_are_not_numbers_show(device):
     case = CASES["only_transposed"](32)
     leaves, (_, gradient_scale, tops) = all_of(case, 70, device)
     assert gradient_scale is not None
@@ -157,7 +151,7 @@ def test_units_and_tops_that_are_not_numbers_show(device: torch.device) -> None:
     assert torch.isnan(transposed.float()[:32, :70]).all()
 
 
-def test_many_tops_have_one_maximum(device: torch.device) -> None:
+def test_many_tops_have_one_maximum(device):
     """More than a program loads at a time; how many there are does not depend on the rows here."""
     case = CASES["only_transposed"](16)
     leaves, (_, gradient_scale, _) = all_of(case, 33, device)
@@ -167,7 +161,7 @@ def test_many_tops_have_one_maximum(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["identity", "only_transposed"])
-def test_casts_round_to_the_nearest_even(name: str, device: torch.device) -> None:
+def test_casts_round_to_the_nearest_even(name, device):
     """All numbers of the format, the middles between them, and what lies next to those on both sides."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (numbers[1:] + numbers[:-1]) / 2
@@ -183,7 +177,7 @@ def test_casts_round_to_the_nearest_even(name: str, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("scales", [0, 1, 2])
-def test_the_scales_of_the_input_enter_the_maxima(scales: int, device: torch.device) -> None:
+def test_the_scales_of_the_input_enter_the_maxima(scales, device):
     case = identity(32)
     leaves, (scale, _, _) = all_of(case, 70, device)
     assert scale is not None
@@ -191,7 +185,7 @@ def test_the_scales_of_the_input_enter_the_maxima(scales: int, device: torch.dev
     check(case, leaves, 70, (given, None, None), exact=True)
 
 
-def test_leaves_may_lie_apart(device: torch.device) -> None:
+def test_leaves_may_lie_apart(device):
     """Columns of a wider matrix, every other row, one row for all: strides of their own."""
     case = silu(48)
     (dy, y, bias), given = all_of(case, 40, device)
@@ -207,7 +201,7 @@ def test_leaves_may_lie_apart(device: torch.device) -> None:
     "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bool, torch.uint8, torch.float64]
 )
 @pytest.mark.parametrize("kind", sweep(Kind, (Kind.FULL, Kind.COLUMN, Kind.BLOCK)))
-def test_leaves_of_all_dtypes_and_kinds(kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
+def test_leaves_of_all_dtypes_and_kinds(kind, dtype, device):
     w = Writing(24, block=8)
     x, other = w.leaf(dtype=torch.float32), w.leaf(kind, dtype)
     chosen = w.step("where", other, x, 0.0)
@@ -220,7 +214,7 @@ def test_leaves_of_all_dtypes_and_kinds(kind: Kind, dtype: torch.dtype, device: 
 @pytest.mark.parametrize(
     "kind", sweep((Kind.ROW, Kind.COLUMN, Kind.BLOCK, Kind.SCALAR), (Kind.COLUMN, Kind.SCALAR))
 )
-def test_results_need_not_be_elements(kind: Kind, device: torch.device) -> None:
+def test_results_need_not_be_elements(kind, device):
     """Copies and sums of what is one number for several elements, as the gradient of a mean is.
 
     Sums of small integers are exact in any order; of others they differ in the last place.
@@ -240,7 +234,7 @@ def test_results_need_not_be_elements(kind: Kind, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("features", "stages"), [(1024, 3), (8192, 2), (16384, 1)])
-def test_what_is_read_ahead_fits_into_memory(features: int, stages: int) -> None:
+def test_what_is_read_ahead_fits_into_memory(features, stages):
     """A kernel that asks for more than a multiprocessor has would not start."""
     w = Writing(features)
     places = [w.leaf(dtype=torch.float32) for _ in range(4)]
@@ -249,7 +243,7 @@ def test_what_is_read_ahead_fits_into_memory(features: int, stages: int) -> None
     assert f"num_stages={stages})" in inspect.getsource(plan.rows.kernel.fn)
 
 
-def test_every_number_of_an_fp8_leaf_is_read(device: torch.device) -> None:
+def test_every_number_of_an_fp8_leaf_is_read(device):
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         x = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype).to(device)
         case = identity(16, dtype)
@@ -257,7 +251,7 @@ def test_every_number_of_an_fp8_leaf_is_read(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("block", sweep((4, 5, 8, 30, 120, 300, 600), (5, 30, 600)))
-def test_blocks_of_all_sizes(block: int, device: torch.device) -> None:
+def test_blocks_of_all_sizes(block, device):
     """Powers of two and others, many and one to a chunk, all features; the last is a row."""
     case = block_norm(600, block)
     leaves, given = all_of(case, 33, device)
@@ -276,9 +270,7 @@ def test_blocks_of_all_sizes(block: int, device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_tiles_change_nothing(
-    tile: dict[str, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_change_nothing(tile, device, monkeypatch):
     for key, value in tile.items():
         monkeypatch.setitem(fused.TILE, key, value)
     for case, exact in ((relu(80), True), (layer_norm(80), False), (block_norm(128, 64), False)):
@@ -287,7 +279,7 @@ def test_tiles_change_nothing(
             check(case, leaves, rows, given, exact=exact)
 
 
-def test_every_step_does_what_pytorch_does(device: torch.device) -> None:
+def test_every_step_does_what_pytorch_does(device):
     """On values where steps have edges of their own: zeros, infinities, NaN, overflow, tiny ones."""
     special = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e-30, -1e-30, 100.0, -100.0, 1e30, -1e30]
     special += [float("inf"), -float("inf"), float("nan"), 0.62, 0.63, -0.3, 20.0, -20.0, 1e-3]
@@ -323,7 +315,7 @@ def test_every_step_does_what_pytorch_does(device: torch.device) -> None:
         )
 
 
-def test_booleans_count_as_pytorch_has_them(device: torch.device) -> None:
+def test_booleans_count_as_pytorch_has_them(device):
     """Sums and products of two booleans are booleans; with a float they are numbers."""
     for op in ("add", "mul", "maximum", "minimum", "and", "or", "eq", "lt", "div"):
         w = Writing(16)
@@ -335,7 +327,7 @@ def test_booleans_count_as_pytorch_has_them(device: torch.device) -> None:
         check(case, leaves, 33, given, exact=op != "div")
 
 
-def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device: torch.device) -> None:
+def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device):
     plans = []
     for _ in range(2):
         case = silu(32)
@@ -348,7 +340,7 @@ def test_equal_programs_share_a_kernel_and_its_text_is_a_source(device: torch.de
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_no_rows_launch_nothing(name: str, device: torch.device) -> None:
+def test_no_rows_launch_nothing(name, device):
     case = CASES[name](24)
     leaves, given = all_of(case, 0, device)
     found = fused.run_program_fused(case.program, leaves, 0, *given)
@@ -359,7 +351,7 @@ def test_no_rows_launch_nothing(name: str, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 1024), (4100, 2048), (1000, 3456), (300, 512), (8191, 136)])
 @pytest.mark.parametrize("name", list(CASES))
-def test_large_shapes_on_the_gpu(name: str, shape: tuple[int, int]) -> None:
+def test_large_shapes_on_the_gpu(name, shape):
     rows, features = shape
     case = CASES[name](features)
     leaves, given = all_of(case, rows, torch.device("cuda"))
@@ -367,7 +359,7 @@ def test_large_shapes_on_the_gpu(name: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_32_bits_on_the_gpu() -> None:
+def test_offsets_beyond_32_bits_on_the_gpu():
     case = identity(4096)
     rows = 2**31 // 4096 + 100
     x = torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda")
@@ -380,7 +372,7 @@ def test_offsets_beyond_32_bits_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "block_norm", "int8-forward_norm"])
-def test_a_second_call_computes_with_its_own_tensors(name: str, device: torch.device) -> None:
+def test_a_second_call_computes_with_its_own_tensors(name, device):
     """On a GPU its allocations and launches are those of the first call, made again."""
     case = CASES[name](64)
     for seed in (0, 1, 2):
@@ -390,7 +382,7 @@ def test_a_second_call_computes_with_its_own_tensors(name: str, device: torch.de
     assert held
 
 
-def test_one_tensor_in_two_places_is_not_taken_for_two(device: torch.device) -> None:
+def test_one_tensor_in_two_places_is_not_taken_for_two(device):
     w = Writing(32)
     a, b = w.leaf(), w.leaf()
     case = w.done(gradient=w.step("sub", a, b))

@@ -1,7 +1,5 @@
 """A stand-in for nvmath's bindings of cuBLASLt, on CPU tensors; see fake_libraries.py."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import sys
@@ -63,53 +61,51 @@ class FakeCublasLt(ModuleType):
         ]
     )
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("nvmath.bindings.cublasLt")
         self.objects: dict[int, dict[Any, Any]] = {}
         self.searches = 0
         self.calls: list[tuple[int, bool, int]] = []
         self.found = 3
 
-    def get_version(self) -> int:
+    def get_version(self):
         return 130000
 
-    def create(self) -> int:
+    def create(self):
         return 99
 
-    def _new(self, **content: Any) -> int:
+    def _new(self, **content):
         number = 1000 + self.searches * 100 + len(self.objects)
         while number in self.objects:
             number += 1
         self.objects[number] = content
         return number
 
-    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
+    def matmul_desc_create(self, compute_type, scale_type):
         assert (compute_type, scale_type) == (68, 0)
         return self._new()
 
-    def matrix_layout_create(self, type: int, rows: int, cols: int, ld: int) -> int:
+    def matrix_layout_create(self, type, rows, cols, ld):
         assert ld == rows
         return self._new(dtype=_TYPES[type], rows=rows, columns=cols)
 
-    def matmul_preference_create(self) -> int:
+    def matmul_preference_create(self):
         return self._new()
 
-    def matmul_desc_destroy(self, owner: int) -> None:
+    def matmul_desc_destroy(self, owner):
         del self.objects[owner]
 
     matrix_layout_destroy = matmul_preference_destroy = matmul_desc_destroy
 
-    def matmul_desc_set_attribute(self, owner: int, attribute: int, buffer: int, size: int) -> None:
+    def matmul_desc_set_attribute(self, owner, attribute, buffer, size):
         assert size == _SIZES[_Desc(attribute)]
         self.objects[owner][_Desc(attribute)] = int.from_bytes(ctypes.string_at(buffer, size), "little")
 
-    def matmul_preference_set_attribute(self, owner: int, attribute: int, buffer: int, size: int) -> None:
+    def matmul_preference_set_attribute(self, owner, attribute, buffer, size):
         assert size == (8 if attribute == _Preference.MAX_WORKSPACE_BYTES else 4)
         self.objects[owner][_Preference(attribute)] = int.from_bytes(ctypes.string_at(buffer, size), "little")
 
-    def matmul_algo_get_heuristic(
-        self, handle: int, desc: int, a: int, b: int, c: int, d: int, preference: int, asked: int, *into: int
-    ) -> None:
+    def matmul_algo_get_heuristic(self, handle, desc, a, b, c, d, preference, asked, *into):
         assert handle == 99
         self.searches += 1
         wishes = self.objects[preference]
@@ -127,7 +123,7 @@ class FakeCublasLt(ModuleType):
             results["state"][index] = 15 if index == 1 else 0  # the second one fails its check
         ctypes.c_int.from_address(into[1]).value = self.found
 
-    def _scaled(self, layout: int, address: int, mode: int, pointer: int) -> torch.Tensor:
+    def _scaled(self, layout, address, mode, pointer):
         """A matrix [K, side] in float32 with its scales on, read from memory as cuBLASLt documents."""
         matrix = self.objects[layout]
         k, side = matrix["rows"], matrix["columns"]
@@ -148,23 +144,23 @@ class FakeCublasLt(ModuleType):
 
     def matmul(
         self,
-        handle: int,
-        desc: int,
-        alpha: int,
-        a: int,
-        adesc: int,
-        b: int,
-        bdesc: int,
-        beta: int,
-        c: int,
-        cdesc: int,
-        d: int,
-        ddesc: int,
-        algo: int,
-        workspace: int,
-        workspace_size: int,
-        stream: int,
-    ) -> None:
+        handle,
+        desc,
+        alpha,
+        a,
+        adesc,
+        b,
+        bdesc,
+        beta,
+        c,
+        cdesc,
+        d,
+        ddesc,
+        algo,
+        workspace,
+        workspace_size,
+        stream,
+    ):
         assert (handle, stream) == (99, 7)
         settings = self.objects[desc]
         assert settings[_Desc.TRANSA] == 1, "FP8 needs the first operand transposed"

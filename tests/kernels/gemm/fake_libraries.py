@@ -4,8 +4,6 @@ Each checks what the real one checks (types, shapes, strides, alignment) and rea
 way the real one documents, so an adapter that swaps arguments or lays scales out wrongly fails.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -37,17 +35,10 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: to
     return (a.float() * scale_a) @ (b.float() * scale_b).t()
 
 
-def fake_torchao(patch: pytest.MonkeyPatch) -> None:
+def fake_torchao(patch: pytest.MonkeyPatch):
     def addmm_float8_unwrapped(
-        a_data: torch.Tensor,
-        a_scale: torch.Tensor,
-        b_data: torch.Tensor,
-        b_scale: torch.Tensor,
-        output_dtype: torch.dtype,
-        output_scale: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        use_fast_accum: bool = False,
-    ) -> torch.Tensor:
+        a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False
+    ):
         assert output_scale is None
         assert bias is None
         assert a_data.stride(1) == 1
@@ -57,18 +48,11 @@ def fake_torchao(patch: pytest.MonkeyPatch) -> None:
         out = product(a_data, b_data.t(), 1 / a_scale, (1 / b_scale).t() if rowwise else 1 / b_scale)
         return (out.bfloat16() if rowwise else out).to(output_dtype)
 
-    def readable(scale: torch.Tensor, rows: int, row_stride: int, columns: int, column_stride: int) -> None:
+    def readable(scale, rows, row_stride, columns, column_stride):
         last = scale.storage_offset() + (rows - 1) * row_stride + (columns - 1) * column_stride
         assert last < scale.untyped_storage().nbytes() // 4, "a tile's scales lie outside of memory"
 
-    def gemm_128x128(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        a_s: torch.Tensor,
-        b_s: torch.Tensor,
-        block_size: int = 128,
-        out_dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
+    def gemm_128x128(a, b, a_s, b_s, block_size=128, out_dtype=torch.float32):
         (m, k), n = a.shape, b.shape[1]
         assert a.stride(1) == b.stride(0) == a_s.stride(0) == b_s.stride(0) == 1
         assert a_s.shape == (m, k // 128)
@@ -77,14 +61,7 @@ def fake_torchao(patch: pytest.MonkeyPatch) -> None:
         readable(b_s, k // 128, b_s.stride(0), -(-n // 256) * 2, b_s.stride(1))
         return product(a, b.t(), grouped(a_s, m, k), grouped(b_s.t(), n, k)).to(out_dtype)
 
-    def gemm_128x1(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        a_s: torch.Tensor,
-        b_s: torch.Tensor,
-        block_size: int = 128,
-        out_dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
+    def gemm_128x1(a, b, a_s, b_s, block_size=128, out_dtype=torch.float32):
         (m, k), n = a.shape, b.shape[1]
         assert a.stride(1) == b.stride(0) == a_s.stride(0) == b_s.stride(1) == 1
         assert a_s.shape == (m, k // 128)
@@ -116,7 +93,7 @@ _FBGEMM = {  # schemas read from fbgemm-gpu-genai 1.6.0
 def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]]) -> Any:
     """The ops on CPU tensors, noting (op, use_fast_accum). Keep what is returned alive."""
 
-    def operands(a: torch.Tensor, b: torch.Tensor, n_multiple: int = 8) -> None:
+    def operands(a, b, n_multiple=8):
         assert a.dtype == b.dtype == E4M3
         assert a.is_contiguous()
         assert b.is_contiguous()
@@ -124,22 +101,13 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
         assert a.shape[1] % 16 == 0, "cutlass cannot implement"
         assert b.shape[0] % n_multiple == 0, "cutlass cannot implement"
 
-    def tensorwise(
-        a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, use_fast_accum: bool = True
-    ) -> torch.Tensor:
+    def tensorwise(a, b, scale, use_fast_accum=True):
         operands(a, b)
         assert scale.numel() == 1
         calls.append(("f8f8bf16", use_fast_accum))
         return (a.float() @ b.float().t() * scale).bfloat16()
 
-    def rowwise(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        x_scale: torch.Tensor,
-        w_scale: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        use_fast_accum: bool = True,
-    ) -> torch.Tensor:
+    def rowwise(a, b, x_scale, w_scale, bias=None, use_fast_accum=True):
         operands(a, b)
         assert bias is None
         assert (x_scale.shape, w_scale.shape) == ((a.shape[0],), (b.shape[0],))
@@ -148,15 +116,7 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
         calls.append(("f8f8bf16_rowwise", use_fast_accum))
         return product(a, b, x_scale[:, None], w_scale[:, None]).bfloat16()
 
-    def blockwise(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        x_scale: torch.Tensor,
-        w_scale: torch.Tensor,
-        block_m: int = 128,
-        block_n: int = 128,
-        block_k: int = 128,
-    ) -> torch.Tensor:
+    def blockwise(a, b, x_scale, w_scale, block_m=128, block_n=128, block_k=128):
         operands(a, b)
         assert (block_m, block_n, block_k) == (128, 128, 128)
         groups = a.shape[1] // 128
@@ -168,9 +128,7 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
         scale_a, scale_b = (s.repeat_interleave(128, 1) for s in blocks)
         return product(a, b, scale_a, scale_b).bfloat16()
 
-    def groupwise(
-        a: torch.Tensor, b: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def groupwise(a, b, x_scale, w_scale):
         operands(a, b)
         (m, k), n = a.shape, b.shape[0]
         assert m % 4 == 0, "TMA"
@@ -194,22 +152,14 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
     return library
 
 
-def fake_deep_gemm(patch: pytest.MonkeyPatch, calls: list[tuple[tuple[int, ...], str]]) -> None:
-    def tma_aligned(scale: torch.Tensor, rows: int) -> None:
+def fake_deep_gemm(patch: pytest.MonkeyPatch, calls: list[tuple[tuple[int, ...], str]]):
+    def tma_aligned(scale, rows):
         assert scale.stride() == (1, -(-rows // 4) * 4), "the library would launch a transpose"
         assert scale.data_ptr() % 16 == 0
 
     def fp8_gemm_nt(
-        a: tuple[torch.Tensor, torch.Tensor],
-        b: tuple[torch.Tensor, torch.Tensor],
-        d: torch.Tensor,
-        c: torch.Tensor | None = None,
-        recipe: tuple[int, int, int] | None = None,
-        recipe_a: object = None,
-        recipe_b: object = None,
-        compiled_dims: str = "",
-        disable_ue8m0_cast: bool = False,
-    ) -> None:
+        a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="", disable_ue8m0_cast=False
+    ):
         (m, k), n = a[0].shape, b[0].shape[0]
         assert a[0].dtype == b[0].dtype == E4M3
         assert a[0].stride(1) == b[0].stride(1) == 1

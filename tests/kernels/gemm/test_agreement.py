@@ -4,8 +4,6 @@ On a CPU the bound is that of float32 summation in another order; on a GPU it is
 `accumulation_bound`, derived from how Hopper's tensor cores add.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -52,9 +50,7 @@ def supported(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("gemm", list(Gemm))
 @pytest.mark.parametrize("name", REAL)
-def test_agrees_with_the_reference(
-    name: str, gemm: Gemm, dtype: torch.dtype, kind: str, device: torch.device
-) -> None:
+def test_agrees_with_the_reference(name, gemm, dtype, kind, device):
     candidate = candidate_named(name)
     casts = candidate.recipe.casts(gemm)
     ran = 0
@@ -88,7 +84,7 @@ def test_agrees_with_the_reference(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("gemm", list(Gemm))
 @pytest.mark.parametrize("name", [c.name for c in all_candidates()])
-def test_non_finite_surfaces_and_is_flagged(name: str, gemm: Gemm, bad: float, device: torch.device) -> None:
+def test_non_finite_surfaces_and_is_flagged(name, gemm, bad, device):
     if not supported(name, gemm, (32, 48, 64), torch.bfloat16, device):
         pytest.skip(f"{name} does not run {gemm} on {device}")
     a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -106,7 +102,7 @@ def test_non_finite_surfaces_and_is_flagged(name: str, gemm: Gemm, bad: float, d
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 16, 0)])
-def test_empty_problems_give_zeros(shape: tuple[int, int, int], device: torch.device) -> None:
+def test_empty_problems_give_zeros(shape, device):
     m, n, k = shape
     a, b = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     out = run_gemm("torch:rowwise_e4m3", a, b, gemm=Gemm.OUTPUT, dtype=torch.bfloat16)

@@ -4,8 +4,6 @@ The compiler refuses what the interpreter lets pass (types that differ between b
 inline assembly), and tells how much shared memory a program takes, of which a multiprocessor has 227 KiB.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -69,7 +67,7 @@ CHOSEN = [  # all that `choose` may give: name, block, is Z kept, are scales of 
 
 @pytest.mark.slow  # half a minute
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs there, in test_triton_gemm.py")
-def test_each_chosen_configuration_compiles_and_fits() -> None:
+def test_each_chosen_configuration_compiles_and_fits():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(CHOSEN)], env=environment, capture_output=True, text=True

@@ -1,7 +1,5 @@
 """The twin of the epilogue against PyTorch's own modules, and Z in eight bits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,14 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loka.core.recipe import Format
-from loka.kernels.gemm.epilogue import (
-    Activation,
-    Epilogue,
-    apply_epilogue,
-    inverse_rms,
-    restored,
-    rounded,
-)
+from loka.kernels.gemm.epilogue import Activation, Epilogue, apply_epilogue, inverse_rms, restored, rounded
 from loka.kernels.gemm.normed_gemm import BLOCKS, normed_data
 from loka.nn import BlockNorm
 
@@ -36,7 +27,7 @@ def of_block(block: int, activation: Activation = Activation.NONE) -> Epilogue:
 
 
 @pytest.mark.parametrize("activation", list(Activation), ids=str)
-def test_it_computes_what_the_modules_do(activation: Activation) -> None:
+def test_it_computes_what_the_modules_do(activation):
     torch.manual_seed(0)
     z = torch.randn(11, 72)  # three blocks of 24
     expected = ACTIVATED[activation](BlockNorm(72, 24, eps=1e-6)(z))
@@ -45,9 +36,7 @@ def test_it_computes_what_the_modules_do(activation: Activation) -> None:
 
 @given(st.integers(0, 2**31), st.sampled_from(BLOCKS), st.sampled_from(Activation))
 @settings(max_examples=60)
-def test_the_scale_is_of_a_bound_that_holds_whatever_the_data(
-    seed: int, block: int, activation: Activation
-) -> None:
+def test_the_scale_is_of_a_bound_that_holds_whatever_the_data(seed, block, activation):
     """|x| <= sqrt(b) up to float32's rounding of the norm, and so nothing saturates."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(5, 2 * block, generator=generator)
@@ -65,7 +54,7 @@ def test_the_scale_is_of_a_bound_that_holds_whatever_the_data(
 
 @settings(max_examples=60)
 @given(st.integers(-60, 60), st.integers(0, 2**32 - 1), st.sampled_from([16, 64, 112]))
-def test_restored_within_half_a_step_and_with_its_sign(exponent: int, seed: int, features: int) -> None:
+def test_restored_within_half_a_step_and_with_its_sign(exponent, seed, features):
     """Half a step, and a 512th for the rounding to 256ths; the largest of a block has 63.5 to 127 steps."""
     z = torch.randn(3, features, generator=torch.Generator().manual_seed(seed)).double().mul(2.0**exponent)
     z = z.float()
@@ -85,7 +74,7 @@ def test_restored_within_half_a_step_and_with_its_sign(exponent: int, seed: int,
         assert (torch.frexp(step[some])[0] == 0.5).all()
 
 
-def test_normal_values_lie_41_db_above_the_noise() -> None:
+def test_normal_values_lie_41_db_above_the_noise():
     """The largest of a block of 256 is between 2 and 4: steps of 2^-5, and s^2 / 12 of noise."""
     y = torch.randn(8000, 256, generator=torch.Generator().manual_seed(0)).clamp(-3.9, 3.9)
     y[:, 0] = 3
@@ -95,7 +84,7 @@ def test_normal_values_lie_41_db_above_the_noise() -> None:
     assert -10 * math.log10(noise) == pytest.approx(41, abs=0.2)
 
 
-def test_what_is_not_finite_is_nan_in_its_block_alone() -> None:
+def test_what_is_not_finite_is_nan_in_its_block_alone():
     """1e36 is finite, and its square is not."""
     z = torch.randn(4, 128)
     z[1, 70], z[2, 5], z[3, 5] = math.nan, math.inf, 1e36

@@ -1,7 +1,5 @@
 """The self-check passes every right kernel and convicts every planted bug."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace
@@ -12,7 +10,7 @@ from planted import BUGS, Plant, broken, neighbour, plant  # noqa: F401  (a fixt
 
 from loka.core.numerics.reference import Quantized, accumulation_bound, quantize, scaled_mm
 from loka.core.problem import Problem
-from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity, Recipe
+from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
 from loka.kernels.gemm import self_check as module
 from loka.kernels.gemm.adapters.emulated import EMULATED
 from loka.kernels.gemm.registry import all_candidates, candidate_named
@@ -26,7 +24,7 @@ IDS = [f"{recipe.name}-{gemm}" for recipe, gemm in SITES]
 
 @pytest.mark.parametrize("gemm", list(Gemm))
 @pytest.mark.parametrize("name", [candidate.name for candidate in all_candidates()])
-def test_every_kernel_passes(name: str, gemm: Gemm, device: torch.device) -> None:
+def test_every_kernel_passes(name, gemm, device):
     if not module._problems(candidate_named(name), gemm, device):
         pytest.skip(f"{name} does not run {gemm} on {device}")
     reset_kernel_runs()
@@ -35,7 +33,7 @@ def test_every_kernel_passes(name: str, gemm: Gemm, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(("recipe", "gemm"), SITES, ids=IDS)
-def test_every_planted_bug_is_convicted(recipe: Recipe, gemm: Gemm, plant: Plant) -> None:  # noqa: F811
+def test_every_planted_bug_is_convicted(recipe, gemm, plant):  # noqa: F811
     a, b = operands(Problem(gemm=gemm, m=389, n=333, k=601, dtype="bfloat16", target="cpu"), CPU)
     casts = recipe.casts(gemm)
     right = quantize(a, casts[0]), quantize(b, casts[1])
@@ -58,16 +56,16 @@ def changed(before: Quantized, after: Quantized) -> bool:
 
 
 @pytest.mark.parametrize("shape", module._SIDES)
-def test_neighbours_are_as_far_apart_as_the_docstring_says(shape: tuple[int, int, int]) -> None:
+def test_neighbours_are_as_far_apart_as_the_docstring_says(shape):
     m, n, k = shape
     problem = Problem(gemm=Gemm.OUTPUT, m=m, n=n, k=k, dtype="bfloat16", target="cpu")
     a, b = operands(problem, CPU)
 
-    def octaves(operand: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+    def octaves(operand, granularity):
         scale = quantize(operand, Cast(Format.E4M3, granularity)).scale.log2()
         return scale.where(scale > -100, torch.nan)  # a zero group has no neighbours
 
-    def nearest(gaps: torch.Tensor) -> float:
+    def nearest(gaps):
         return float(gaps.abs()[~gaps.isnan()].min())
 
     for operand in (a, b):
@@ -96,9 +94,7 @@ def test_neighbours_are_as_far_apart_as_the_docstring_says(shape: tuple[int, int
 
 @pytest.mark.parametrize("shape", [*module._SIDES, max(module._OTHER_SIDES)])
 @pytest.mark.parametrize(("fast", "largest"), [(True, 0.044), (False, 0.012)])
-def test_the_bound_on_tensor_cores_is_what_the_docstring_says(
-    shape: tuple[int, int, int], fast: bool, largest: float
-) -> None:
+def test_the_bound_on_tensor_cores_is_what_the_docstring_says(shape, fast, largest):
     m, n, k = shape
     problem = Problem(gemm=Gemm.OUTPUT, m=m, n=n, k=k, dtype="bfloat16", target="sm_90")
     for granularity in Granularity:
@@ -112,10 +108,10 @@ def test_the_bound_on_tensor_cores_is_what_the_docstring_says(
             assert alone or not candidate.kernel.fast, "the margin of blocks is for float32 accumulation"
 
 
-def test_inexact_sums_are_outside_the_bound(plant: Plant) -> None:  # noqa: F811
+def test_inexact_sums_are_outside_the_bound(plant):  # noqa: F811
     """A sum kept in bfloat16 between blocks of K loses 2^-9 a block: more than one rounding."""
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.bfloat16)
         for start in range(0, a.shape[1], 32):
             part = slice(start, start + 32)
@@ -132,7 +128,7 @@ def test_inexact_sums_are_outside_the_bound(plant: Plant) -> None:  # noqa: F811
 
 
 def damaged(change):
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         return change(scaled_mm(a, b, dtype=dtype))
 
     return run
@@ -160,22 +156,22 @@ def poke(out: torch.Tensor, where, value: float) -> torch.Tensor:
     ],
     ids=["nan", "inf", "unwritten", "zero row", "factor", "columns", "transposed", "dtype"],
 )
-def test_the_evidence_says_what_it_looks_like(change, shown: str, plant: Plant) -> None:  # noqa: F811
+def test_the_evidence_says_what_it_looks_like(change, shown, plant):  # noqa: F811
     plant(replace(EMULATED, name="damaged", run=damaged(change)))
     evidence = self_check("damaged:tensorwise_e4m3", gemm=Gemm.OUTPUT, device=CPU)
     assert evidence is not None
     assert re.search(shown, evidence), evidence
 
 
-def test_scales_of_rows_and_columns_are_recognised(plant: Plant) -> None:  # noqa: F811
+def test_scales_of_rows_and_columns_are_recognised(plant):  # noqa: F811
     for bug, shown in (("A", "each row is off"), ("B", "each column is off")):
         plant(broken(EMULATED, BUGS[f"{bug}'s scales from the neighbouring row"], name="broken"))
         assert shown in str(self_check("broken:rowwise_e4m3", gemm=Gemm.OUTPUT, device=CPU))
 
 
-def test_an_exception_is_evidence_but_a_full_gpu_is_not(plant: Plant) -> None:  # noqa: F811
-    def raising(error: Exception):
-        def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+def test_an_exception_is_evidence_but_a_full_gpu_is_not(plant):  # noqa: F811
+    def raising(error):
+        def run(a, b, dtype, *, algorithm=0):
             raise error
 
         return run
@@ -188,7 +184,7 @@ def test_an_exception_is_evidence_but_a_full_gpu_is_not(plant: Plant) -> None:  
         self_check("full:rowwise_e4m3", gemm=Gemm.OUTPUT, device=CPU)
 
 
-def test_a_wrong_quantizer_is_convicted() -> None:
+def test_a_wrong_quantizer_is_convicted():
     a, _ = operands(Problem(gemm=Gemm.OUTPUT, m=132, n=272, k=384, dtype="float32", target="cpu"), CPU)
     right = quantize(a, Cast(Format.E4M3, Granularity.GROUP_1X128))
     assert module._quantizer_evidence("A", a, right) is None
@@ -197,13 +193,13 @@ def test_a_wrong_quantizer_is_convicted() -> None:
     assert "wrong for operand A (e4m3_group_1x128)" in found
 
 
-def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant: Plant) -> None:  # noqa: F811
+def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant):  # noqa: F811
     seen = []
 
-    def picky(problem: Problem, recipe) -> str | None:
+    def picky(problem, recipe):
         return None if problem.m <= 4 and problem.dtype == "bfloat16" else "M is above 4"
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         seen.append((a.shape, dtype))
         return scaled_mm(a, b, dtype=dtype)
 
@@ -215,10 +211,10 @@ def test_other_shapes_are_tried_where_the_usual_ones_do_not_fit(plant: Plant) ->
         self_check("none:rowwise_e4m3", gemm=Gemm.OUTPUT, device=CPU)
 
 
-def test_it_runs_once(plant: Plant) -> None:  # noqa: F811
+def test_it_runs_once(plant):  # noqa: F811
     calls = []
 
-    def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, algorithm: int = 0) -> torch.Tensor:
+    def run(a, b, dtype, *, algorithm=0):
         calls.append(algorithm)
         return scaled_mm(a, b, dtype=dtype)
 
@@ -230,7 +226,7 @@ def test_it_runs_once(plant: Plant) -> None:  # noqa: F811
     assert calls == [0] * 4 + [3] * 4
 
 
-def test_compare_is_elementwise() -> None:
+def test_compare_is_elementwise():
     expected = torch.tensor([[1.0, 2.0], [0.0, 4.0]])
     bound = torch.tensor([[0.1, 0.1], [0.0, 0.1]])
     assert compare(expected + torch.tensor([[0.1, -0.09], [0.0, 0.05]]), expected, bound + 1e-6) is None
@@ -240,7 +236,7 @@ def test_compare_is_elementwise() -> None:
 
 
 @pytest.mark.gpu
-def test_it_is_cheap_on_a_gpu() -> None:
+def test_it_is_cheap_on_a_gpu():
     """Well under 50 ms a candidate and GEMM, once Triton has compiled the quantizer."""
     name, cuda = "torch:rowwise_e4m3", torch.device("cuda")
     assert self_check(name, gemm=Gemm.OUTPUT, device=cuda) is None

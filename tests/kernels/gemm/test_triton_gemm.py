@@ -8,8 +8,6 @@ of what its values move by. And the result is the twin's of a normalized value h
 activation's slope, at most 1.5 (hard swish at 3), plus half a step of e4m3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -78,9 +76,7 @@ def _wide(of_blocks: torch.Tensor, of: Epilogue) -> torch.Tensor:
     return of_blocks.double().repeat_interleave(of.block, dim=1)
 
 
-def check(
-    found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool, device: torch.device
-) -> None:
+def check(found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool, device: torch.device):
     """Z, 1 / rms and the result, each within what the top of the file derives."""
     assert found.z is not None
     left, right = dequantize(a).double(), dequantize(w).double()
@@ -104,7 +100,7 @@ def check(
     check_data(found.data, found, of)
 
 
-def check_data(data: torch.Tensor, found: Normed, of: Epilogue) -> None:
+def check_data(data: torch.Tensor, found: Normed, of: Epilogue):
     """`data` against the Z and 1 / rms of `found`."""
     assert found.z is not None
     inverse = _wide(found.inverse_rms, of)
@@ -133,9 +129,7 @@ def with_z(name: str, options: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", [*CONFIGS, *EXACT])
-def test_every_configuration_matches_the_twin(
-    name: str, shape: tuple[int, int, int, int], device: torch.device
-) -> None:
+def test_every_configuration_matches_the_twin(name, shape, device):
     rows, inner, columns, block = shape
     fast = name not in EXACT
     a, w = operands(rows, inner, columns)
@@ -154,9 +148,7 @@ def test_every_configuration_matches_the_twin(
     combinations(list(Activation), [128, 256], [False, True], together=2),
     ids=str,
 )
-def test_every_activation_matches_the_twin(
-    activation: Activation, block: int, by_rows: bool, device: torch.device
-) -> None:
+def test_every_activation_matches_the_twin(activation, block, by_rows, device):
     """With eps of the size of z^2, so that a scale of rows does not cancel."""
     a, w = operands(*on_gpu_or_cpu((150, 208, 512), (70, 144, 256)), by_rows=by_rows)
     of = epilogue(block, activation, eps=0.5)
@@ -168,7 +160,7 @@ def test_every_activation_matches_the_twin(
 
 @pytest.mark.parametrize("name", [*CONFIGS, *EXACT])
 @pytest.mark.parametrize("block", [64, 256])
-def test_small_integers_leave_nothing_to_rounding(name: str, block: int, device: torch.device) -> None:
+def test_small_integers_leave_nothing_to_rounding(name, block, device):
     """Z up to 96 is exact on the way: the results are the twin's, but for ties of the mean."""
     generator = torch.Generator().manual_seed(0)
     a, w = (
@@ -190,7 +182,7 @@ def test_small_integers_leave_nothing_to_rounding(name: str, block: int, device:
     assert (found.data.float() != twin.data.float()).float().mean() < 1e-3
 
 
-def test_the_largest_operands_normalize_to_one(device: torch.device) -> None:
+def test_the_largest_operands_normalize_to_one(device):
     """|Z| = 448 * 448 * K everywhere; its square is far from float32's limit, and y = +-1."""
     signs = torch.where(torch.arange(256) % 3 == 0, -1.0, 1.0)
     a = Quantized(torch.full((70, 400), 448.0).to(torch.float8_e4m3fn), torch.ones(1, 1), TENSOR)
@@ -204,7 +196,7 @@ def test_the_largest_operands_normalize_to_one(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-30])
-def test_the_smallest_operands_do_not_vanish(eps: float, device: torch.device) -> None:
+def test_the_smallest_operands_do_not_vanish(eps, device):
     """z = K 2^-38: under eps = 1e-6 its norm is z * 1000, under 1e-30 it is 1."""
     tiny = torch.tensor([[2.0**-10]])
     a = Quantized(torch.full((70, 400), 2.0**-9).to(torch.float8_e4m3fn), tiny, TENSOR)
@@ -217,7 +209,7 @@ def test_the_smallest_operands_do_not_vanish(eps: float, device: torch.device) -
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_row_or_its_block(bad: float, device: torch.device) -> None:
+def test_what_is_not_finite_stays_in_its_row_or_its_block(bad, device):
     """An infinite scale of a row makes its products infinite, or NaN where they are 0."""
     rows = on_gpu_or_cpu(150, 70)
     a, w = operands(rows, 208, 512, by_rows=True)
@@ -241,7 +233,7 @@ def test_what_is_not_finite_stays_in_its_row_or_its_block(bad: float, device: to
 
 @pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_the_public_function_runs_on_every_device(by_rows: bool, device_type: str) -> None:
+def test_the_public_function_runs_on_every_device(by_rows, device_type):
     a, w = operands(150, 208, 512, by_rows=by_rows)
     of, place = epilogue(256), torch.device(device_type)
     data = (a.data.to(place), w.data.to(place), a.scale.view(-1).to(place), w.scale.view(1).to(place))
@@ -251,7 +243,7 @@ def test_the_public_function_runs_on_every_device(by_rows: bool, device_type: st
     check(Normed(found.data.cpu(), found.inverse_rms.cpu(), z), a, w, of, fast=True, device=place)
 
 
-def test_the_twin_is_the_modules_and_the_reference_cast() -> None:
+def test_the_twin_is_the_modules_and_the_reference_cast():
     z = torch.randn(70, 512, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.Hardswish()(BlockNorm(512, 128)(z))
     torch.testing.assert_close(apply_epilogue(z, epilogue(128)), expected)
@@ -260,8 +252,8 @@ def test_the_twin_is_the_modules_and_the_reference_cast() -> None:
     assert torch.equal(normed_data(z, of).float(), cast.float())
 
 
-def test_what_is_refused_says_why() -> None:
-    def reason(of: Epilogue, columns: int = 512, inner: int = 512, target: str = "sm_90") -> str | None:
+def test_what_is_refused_says_why():
+    def reason(of, columns=512, inner=512, target="sm_90"):
         return unsupported(of, columns=columns, inner=inner, target=target)
 
     assert reason(epilogue(256)) is None
@@ -273,7 +265,7 @@ def test_what_is_refused_says_why() -> None:
     assert "sm_100" in (reason(epilogue(256), target="sm_100") or "")
 
 
-def test_operands_that_do_not_fit_are_refused() -> None:
+def test_operands_that_do_not_fit_are_refused():
     a, w = operands(70, 208, 512)
     one = torch.ones(1)
     for left, right, scale, of, part in (
@@ -287,7 +279,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             gemm_normed(left, right, scale, one, of, keep=False)
 
 
-def test_no_rows_are_no_work(device: torch.device) -> None:
+def test_no_rows_are_no_work(device):
     a, w = operands(1, 208, 512)
     found = run(replace(a, data=a.data[:0]), w, epilogue(256), device)
     assert found.z is not None
@@ -300,7 +292,7 @@ def test_no_rows_are_no_work(device: torch.device) -> None:
     "shape", [(2048, 512, 512), (1001, 608, 768), (4096, 1024, 1024), (6145, 2048, 2048)], ids=str
 )
 @pytest.mark.parametrize("name", [*CONFIGS, *EXACT])
-def test_real_sizes(name: str, shape: tuple[int, int, int]) -> None:
+def test_real_sizes(name, shape):
     rows, inner, columns = shape
     fast, device = name not in EXACT, torch.device("cuda")
     config = {**CONFIGS, **EXACT}[name]

@@ -1,7 +1,5 @@
 """The INT8 GEMM against the reference, bit for bit: on a GPU, and in triton's interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -41,7 +39,7 @@ def operands(m: int, n: int, k: int, device: torch.device) -> tuple[Quantized, Q
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_twin(shape: tuple[int, int, int], config: str, device: torch.device) -> None:
+def test_it_is_the_twin(shape, config, device):
     a, b = operands(*shape, device)
     for dtype in (torch.bfloat16, torch.float32) if config != "wide" else (torch.bfloat16,):
         out = kernel.int8_gemm(a.data, b.data, a.scale, b.scale, dtype, config=CONFIGS[config])
@@ -52,7 +50,7 @@ def test_it_is_the_twin(shape: tuple[int, int, int], config: str, device: torch.
         assert out[5].isnan().all()
 
 
-def test_the_largest_sum_there_can_be_is_exact(device: torch.device) -> None:
+def test_the_largest_sum_there_can_be_is_exact(device):
     """K = 131,072 of 127 * 127, the bound of core/recipe.Format.max_terms: 2^31 less 34 million."""
     k = 131_072
     a = Quantized(
@@ -75,14 +73,14 @@ def test_the_largest_sum_there_can_be_is_exact(device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_layouts_are_those_that_were_fastest(sides: tuple[int, int, int], expected: object) -> None:
+def test_layouts_are_those_that_were_fastest(sides, expected):
     assert kernel.choose(*sides) is expected
 
 
-def test_where_it_runs_and_where_it_says_why_not() -> None:
+def test_where_it_runs_and_where_it_says_why_not():
     candidate = candidate_named("loka_int8:int8_row")
 
-    def reason(k: int = 64, target: str = "sm_90", gemm: Gemm = Gemm.OUTPUT) -> str | None:
+    def reason(k=64, target="sm_90", gemm=Gemm.OUTPUT):
         return candidate.illegal(Problem(gemm=gemm, m=64, n=50, k=k, dtype="bfloat16", target=target))
 
     assert reason() is None
@@ -94,7 +92,7 @@ def test_where_it_runs_and_where_it_says_why_not() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_by_it_runs_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_by_it_runs_no_other_kernel(monkeypatch):
     device = torch.device("cuda")
     monkeypatch.setattr(quantizer, "_reference", lambda *a, **k: pytest.fail("quantized by the reference"))
     generator = torch.Generator(device).manual_seed(0)

@@ -4,8 +4,6 @@ Steps are powers of two and a value's place in one is rounded to a 256th of it, 
 keep the same bytes of the same Z.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -35,7 +33,7 @@ def _round(z_ptr, values_ptr, steps_ptr, BLOCK: tl.constexpr):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, and what is tested
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
-def test_bytes_and_steps_are_those_of_the_twin(device: torch.device) -> None:
+def test_bytes_and_steps_are_those_of_the_twin(device):
     """A NaN and an infinity make their block NaN; zeros stay zeros."""
     z = torch.randn(13, 128, generator=torch.Generator().manual_seed(0)).to(device)
     z[3], z[5], z[7] = 0, z[5] * 1e17, z[7] * 1e-30

@@ -5,8 +5,6 @@ float32 in another order, so there the bound is K 2^-24 of sum |a||b| and the re
 is what is left of `accumulation_bound` without the tensor cores' register.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -71,7 +69,7 @@ def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool, config: o
     return out
 
 
-def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool) -> None:
+def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool):
     left, right = a.data.double() * a.scale.double(), b.data.double() * b.scale.double()
     exact = left @ right.t()
     if out.is_cuda:
@@ -86,14 +84,8 @@ def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool) -> None:
 CUTS = combinations(list(CONFIGS), [False, True], SHAPES, together=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "fast", "shape"),
-    sweep(CUTS, CUTS[::2]),
-    ids=str,
-)
-def test_every_cut_matches_the_reference(
-    name: str, fast: bool, shape: tuple[int, int, int], device: torch.device
-) -> None:
+@pytest.mark.parametrize(("name", "fast", "shape"), sweep(CUTS, CUTS[::2]), ids=str)
+def test_every_cut_matches_the_reference(name, fast, shape, device):
     a, b = operands(*shape, device)
     out = run(a, b, torch.float32, fast=fast, config=CONFIGS[name])
     check(out, a, b, fast=fast)
@@ -104,7 +96,7 @@ def test_every_cut_matches_the_reference(
 @pytest.mark.parametrize("cast", [E4M3, E5M2], ids=lambda cast: cast.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_every_dtype_and_format(splits: int, dtype: torch.dtype, cast: Cast, device: torch.device) -> None:
+def test_every_dtype_and_format(splits, dtype, cast, device):
     a, b = operands(*FEW_TILES, device, cast)
     for fast in (False, True):
         check(run(a, b, dtype, fast=fast, config=replace(SMALL, splits=splits)), a, b, fast=fast)
@@ -120,9 +112,7 @@ def test_every_dtype_and_format(splits: int, dtype: torch.dtype, cast: Cast, dev
     ),
     ids=str,
 )
-def test_every_algorithm_matches_the_reference(
-    name: str, recipe: str, shape: tuple[int, int, int], device: torch.device
-) -> None:
+def test_every_algorithm_matches_the_reference(name, recipe, shape, device):
     kernel = KERNELS[name]
     m, n, k = shape
     candidate = candidate_named(f"{name}:{recipe}")
@@ -135,7 +125,7 @@ def test_every_algorithm_matches_the_reference(
         check(out, a, b, fast=kernel.fast)
 
 
-def test_small_integers_leave_nothing_to_rounding(device: torch.device) -> None:
+def test_small_integers_leave_nothing_to_rounding(device):
     """Products of -1, 0 and 1 sum exactly in every register on the way, so no step is lost or doubled."""
     generator = torch.Generator().manual_seed(0)
     a, b = (
@@ -153,7 +143,7 @@ def test_small_integers_leave_nothing_to_rounding(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_a_nan_stays_in_its_row_or_its_column(splits: int, device: torch.device) -> None:
+def test_a_nan_stays_in_its_row_or_its_column(splits, device):
     config = replace(SMALL, splits=splits)
     for side, dim in ((0, 1), (1, 0)):
         pair = operands(*FEW_TILES, device)
@@ -165,7 +155,7 @@ def test_a_nan_stays_in_its_row_or_its_column(splits: int, device: torch.device)
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, and what is tested
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_the_largest_and_the_smallest_operands(splits: int, device: torch.device) -> None:
+def test_the_largest_and_the_smallest_operands(splits, device):
     """448 * 448 * K is far from float32's limit; the scales then take it beyond, or near zero."""
     config = replace(SMALL, splits=splits)
     inner = on_gpu_or_cpu(1024, 256)
@@ -184,7 +174,7 @@ def test_the_largest_and_the_smallest_operands(splits: int, device: torch.device
     assert run(one, one, torch.float16, fast=True, config=config).isinf().all(), "65504 is its largest"
 
 
-def test_zeros_and_nothing(device: torch.device) -> None:
+def test_zeros_and_nothing(device):
     zero = quantize(torch.zeros(80, 208, device=device), E4M3)
     assert (run(zero, zero, torch.bfloat16, fast=True) == 0).all()
     for m, n, k in ((0, 16, 32), (16, 0, 32), (16, 32, 0)):
@@ -209,15 +199,15 @@ def test_zeros_and_nothing(device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_the_rule_fills_132_multiprocessors(sides: tuple[int, int, int], fast: bool, splits: int) -> None:
+def test_the_rule_fills_132_multiprocessors(sides, fast, splits):
     m, n, k = sides
     config = split.choose(m, n, fast=fast)
     tiles = split._tiles(m, n, config.block_m, config.block_n)
     assert split.cut(tiles, -(-k // config.block_k), 132) == splits
 
 
-def test_a_tile_is_turned_where_that_pads_less() -> None:
-    def tile(m: int, n: int) -> tuple[int, int]:
+def test_a_tile_is_turned_where_that_pads_less():
+    def tile(m, n):
         config = split.choose(m, n, fast=True)
         return config.block_m, config.block_n
 
@@ -227,7 +217,7 @@ def test_a_tile_is_turned_where_that_pads_less() -> None:
     assert split.choose(512, 512, fast=True, algorithm=99) == split.FAST[-1]
 
 
-def test_it_is_listed_for_weight_gradients_only() -> None:
+def test_it_is_listed_for_weight_gradients_only():
     names = {each.name for each in all_candidates() if each.kernel.name.startswith("loka_split")}
     assert names == {
         f"{kernel}:{recipe}"
@@ -237,7 +227,7 @@ def test_it_is_listed_for_weight_gradients_only() -> None:
     assert KERNELS["loka_split_fast"].fast
     assert not KERNELS["loka_split"].fast
 
-    def reason(gemm: Gemm = Gemm.GRAD_WEIGHT, k: int = 4096, dtype: str = "bfloat16", target: str = "sm_90"):
+    def reason(gemm=Gemm.GRAD_WEIGHT, k=4096, dtype="bfloat16", target="sm_90"):
         problem = Problem(gemm=gemm, m=33, n=479, k=k, dtype=dtype, target=target)
         kernel = KERNELS["loka_split"]
         return kernel.unsupported(problem, candidate_named("loka_split:tensorwise_e4m3").recipe)
@@ -257,9 +247,7 @@ def test_it_is_listed_for_weight_gradients_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["loka_split:tensorwise_e4m3", "loka_split_fast:tensorwise_e5m2"])
-def test_run_gemm_launches_and_counts_it(
-    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_gemm_launches_and_counts_it(name, device, monkeypatch):
     if device.type == "cpu":
         with pytest.raises(NoKernelFits):
             run_gemm(name, torch.ones(16, 16), torch.ones(16, 16), gemm=Gemm.GRAD_WEIGHT, dtype=torch.float32)
@@ -285,7 +273,7 @@ def test_run_gemm_launches_and_counts_it(
 @pytest.mark.parametrize("cast", [E4M3, E5M2], ids=lambda cast: cast.name)
 @pytest.mark.parametrize("shape", [(512, 512, 65536), (3456, 512, 8192), (1040, 528, 6160)], ids=str)
 @pytest.mark.parametrize("name", ["loka_split", "loka_split_fast"])
-def test_real_sizes(name: str, shape: tuple[int, int, int], cast: Cast) -> None:
+def test_real_sizes(name, shape, cast):
     fast = KERNELS[name].fast
     a, b = operands(*shape, torch.device("cuda"), cast)
     # The bound of fast accumulation is wide for a K of 65536; sums of -1, 0 and 1 are exact below 2^13.
@@ -304,7 +292,7 @@ def test_real_sizes(name: str, shape: tuple[int, int, int], cast: Cast) -> None:
 
 
 @pytest.mark.gpu
-def test_it_can_be_captured() -> None:
+def test_it_can_be_captured():
     """A graph's replay reads new operands and writes the same result as a call."""
     a, b = operands(512, 512, 8192, torch.device("cuda"))
     run(a, b, torch.bfloat16, fast=True)

@@ -5,8 +5,6 @@ others lie within the faults of the interpreter's cast, which tests/kernels/quan
 describes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -27,7 +25,7 @@ NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(
 
 
 @pytest.fixture
-def fused(poisoned_memory: None) -> ModuleType:
+def fused(poisoned_memory) -> ModuleType:
     pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
     return pytest.importorskip("loka.kernels.quantize.triton.fp8_weights")
 
@@ -36,7 +34,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().view(torch.uint8)
 
 
-def same(got: Copies, expected: Copies) -> None:
+def same(got: Copies, expected: Copies):
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == other.dtype
         assert one.is_contiguous()
@@ -96,9 +94,7 @@ def run_fused(
     transposed=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_the_twin_is_plain_arithmetic(
-    shape: tuple[int, int], dtype: torch.dtype, layout: str, size: int, transposed: bool, seed: int
-) -> None:
+def test_the_twin_is_plain_arithmetic(shape, dtype, layout, size, transposed, seed):
     """Of sizes from beyond the smallest number of a dtype to beyond its largest."""
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     limit = torch.finfo(dtype).max
@@ -132,9 +128,7 @@ def test_the_twin_is_plain_arithmetic(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "a NaN with a sign"], ids=str)
-def test_what_is_not_finite_makes_all_of_its_weight_nan(
-    bad: float | str, dtype: torch.dtype, fused: ModuleType, device: torch.device
-) -> None:
+def test_what_is_not_finite_makes_all_of_its_weight_nan(bad, dtype, fused, device):
     """Wherever it lies; and no weight beside it is touched."""
     weights = [representable(20, 70, dtype, exponent=0, seed=place) for place in range(3)]
     number = -torch.tensor(math.nan) if isinstance(bad, str) else torch.tensor(bad)
@@ -150,9 +144,7 @@ def test_what_is_not_finite_makes_all_of_its_weight_nan(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_weights_match_the_twin_bit_for_bit(
-    dtype: torch.dtype, fused: ModuleType, device: torch.device
-) -> None:
+def test_exact_weights_match_the_twin_bit_for_bit(dtype, fused, device):
     """Sides that are no multiples of 16, single rows and columns, several tiles, every layout."""
     shapes = [(13, 1), (1, 13), (1, 1), (70, 150), (64, 128), (3, 200), (65, 16), (48, 80)]
     weights = [representable(*shape, dtype, exponent=i - 3, seed=i) for i, shape in enumerate(shapes)]
@@ -172,9 +164,7 @@ def test_exact_weights_match_the_twin_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_rounded_weights_match_the_twin(
-    dtype: torch.dtype, layout: str, fused: ModuleType, device: torch.device
-) -> None:
+def test_rounded_weights_match_the_twin(dtype, layout, fused, device):
     weight = torch.randn(70, 152, generator=torch.Generator().manual_seed(0))
     weight[3], weight[5], weight[:, 7] = 0, weight[5] * 2.0**10, weight[:, 7] * 2.0**-10
     weight = LAYOUTS[layout](weight.to(dtype))
@@ -191,7 +181,7 @@ def test_rounded_weights_match_the_twin(
     assert (lost_carry & ~off_by_a_step).float().mean() < 0.05
 
 
-def test_scales_match_the_twin_at_every_edge(fused: ModuleType, device: torch.device) -> None:
+def test_scales_match_the_twin_at_every_edge(fused, device):
     """Powers of two and their neighbours, where the exponent steps; subnormals, limits, and zero."""
     edges = [2.0**-149, 2.0**-126, 2.0**-92, 2.0**-91, 1.0, 3.0, 256.0, 448.0, 2.0**120, 2.0**127]
     numbers = torch.tensor([0.0, *edges])
@@ -205,9 +195,7 @@ def test_scales_match_the_twin_at_every_edge(fused: ModuleType, device: torch.de
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "wide", "shifted"])
-def test_the_largest_element_may_lie_anywhere(
-    layout: str, fused: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_element_may_lie_anywhere(layout, fused, device, monkeypatch):
     """Four programs take several tiles each, the last one less than a whole tile."""
     monkeypatch.setattr(fused, "_PARTIALS", 4)
     rows, columns = on_gpu_or_cpu((150, 333), (90, 300))
@@ -222,7 +210,7 @@ def test_the_largest_element_may_lie_anywhere(
 
 
 @pytest.mark.usefixtures("overflow_is_an_error")
-def test_a_weight_may_span_more_than_32_bits(fused: ModuleType, device: torch.device) -> None:
+def test_a_weight_may_span_more_than_32_bits(fused, device):
     """Rows 2^29 elements apart; of the 5 GiB between them a CPU never touches a page."""
     stride = 2**29 + 8
     memory = torch.empty_strided((5 * stride,), (1,), dtype=torch.bfloat16, device=device)
@@ -233,7 +221,7 @@ def test_a_weight_may_span_more_than_32_bits(fused: ModuleType, device: torch.de
     same(copies, quantize_weight(weight.cpu(), transposed=True))
 
 
-def test_a_weight_without_elements_has_copies(device: torch.device) -> None:
+def test_a_weight_without_elements_has_copies(device):
     """They are padding alone, and its scale is that of zeros."""
     weights = [torch.ones(shape, device=device) for shape in ((0, 20), (4, 4), (20, 0), (0, 0))]
     got = in_threes(fp8_weights(weights, [True] * 4))
@@ -242,7 +230,7 @@ def test_a_weight_without_elements_has_copies(device: torch.device) -> None:
     assert [each.scale.tolist() for each in got] == [[2.0**-100] * 32, [2.0**-8] * 16, [2.0**-100] * 32, []]
 
 
-def test_a_launch_serves_a_group_of_one_dtype(device: torch.device) -> None:
+def test_a_launch_serves_a_group_of_one_dtype(device):
     weights = [torch.full((2, 2), 1.0 + place, device=device) for place in range(GROUP + 1)]
     weights[3:3] = [torch.full((2, 2), 100.0, dtype=torch.bfloat16, device=device)] * 2
     weights.append(torch.empty(0, 3, device=device))
@@ -253,7 +241,7 @@ def test_a_launch_serves_a_group_of_one_dtype(device: torch.device) -> None:
         same(one, quantize_weight(weight.cpu(), transposed=False))
 
 
-def test_results_share_no_memory() -> None:
+def test_results_share_no_memory():
     weight = torch.randn(16, 16)
     got = fp8_weights([weight, weight, weight.t()], [True, False, True])
     storages = {tensor.untyped_storage().data_ptr() for tensor in got if tensor.numel()}
@@ -271,15 +259,15 @@ def test_results_share_no_memory() -> None:
         ([torch.ones(2, 2), torch.ones(2, 2, device="meta")], [True, True], "weight 1 is on meta"),
     ],
 )
-def test_what_the_op_refuses(weights: list[torch.Tensor], transposed: list[bool], reason: str) -> None:
+def test_what_the_op_refuses(weights, transposed, reason):
     with pytest.raises(ValueError, match=reason):
         fp8_weights(weights, transposed)
 
 
-def test_a_compiled_graph_has_it_whole_with_symbolic_sizes() -> None:
+def test_a_compiled_graph_has_it_whole_with_symbolic_sizes():
     """As a graph uses it: slices of one scale for rows, columns and the tensor."""
 
-    def low(first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+    def low(first, second):
         row, column, scale, other, _, other_scale = fp8_weights([first, second.t()], [True, False])
         rows, columns = row.shape
         return [
@@ -298,7 +286,7 @@ def test_a_compiled_graph_has_it_whole_with_symbolic_sizes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, None], ids=str)
-def test_many_weights_on_the_gpu(dtype: torch.dtype | None) -> None:
+def test_many_weights_on_the_gpu(dtype):
     """Bit for bit; None: every dtype in one list."""
     shapes = [
         (1, 8192),
@@ -321,7 +309,7 @@ def test_many_weights_on_the_gpu(dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_weights_that_change_in_place() -> None:
+def test_a_graph_follows_weights_that_change_in_place():
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(64, 64), (100, 30), (512, 1024), (256, 13)] * 5
     weights = [
@@ -344,7 +332,7 @@ def test_a_graph_follows_weights_that_change_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_integers_of_several_weights_are_the_twin_s(dtype: torch.dtype, device: torch.device) -> None:
+def test_integers_of_several_weights_are_the_twin_s(dtype, device):
     """By one launch: ragged sides, rows with gaps behind them, of zeros, huge, tiny, not finite."""
     triton_weights = pytest.importorskip("loka.kernels.quantize.triton.int8_weights")
     generator = torch.Generator().manual_seed(0)
@@ -362,7 +350,7 @@ def test_integers_of_several_weights_are_the_twin_s(dtype: torch.dtype, device: 
         assert torch.equal(row, twin.data)
 
 
-def test_an_op_gives_the_integers_of_weights_that_lie_in_any_way(device: torch.device) -> None:
+def test_an_op_gives_the_integers_of_weights_that_lie_in_any_way(device):
     weights = [torch.randn(48, 32), torch.randn(64, 32).t(), torch.randn(16, 8).expand(2, 16, 8)[0]]
     found = int8_module.int8_weights([weight.to(device) for weight in weights])
     for weight, row, scale in zip(weights, found[::2], found[1::2], strict=True):

@@ -5,8 +5,6 @@ where rounding carries into the next power of two it forgets the carry (124.7 gi
 128; triton 3.9). Both are allowed here and nothing else.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import combinations, on_gpu_or_cpu
@@ -30,7 +28,7 @@ CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
-def check(out: Quantized, twin: Quantized, inner: tuple[int, int]) -> None:
+def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
     """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
     cast = twin.cast
     assert out.cast == cast
@@ -59,7 +57,7 @@ def check_pair(
     padded: tuple[int, int],
     device: torch.device,
     given: torch.Tensor | None = None,
-) -> None:
+):
     placed = hp.to(device)
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])
@@ -88,28 +86,14 @@ def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> t
 
 
 COPIES = combinations(
-    list(FP8),
-    list(Granularity),
-    [False, True],
-    [False, True],
-    [torch.bfloat16, torch.float32],
-    together=3,
+    list(FP8), list(Granularity), [False, True], [False, True], [torch.bfloat16, torch.float32], together=3
 )
 
 
 @pytest.mark.parametrize(
-    ("format", "granularity", "power_of_two", "transposed", "dtype"),
-    sweep(COPIES, COPIES[::2]),
-    ids=str,
+    ("format", "granularity", "power_of_two", "transposed", "dtype"), sweep(COPIES, COPIES[::2]), ids=str
 )
-def test_one_copy_matches_the_twin(
-    format: Format,
-    granularity: Granularity,
-    power_of_two: bool,
-    transposed: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def test_one_copy_matches_the_twin(format, granularity, power_of_two, transposed, dtype, device):
     cast = Cast(format, granularity, power_of_two)
     hp = nasty(70, 150, dtype, transposed=transposed)
     check_pair(hp, cast, None, (80, 256), device)
@@ -118,9 +102,7 @@ def test_one_copy_matches_the_twin(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_integers_are_the_twin_s_to_the_last_bit(
-    dtype: torch.dtype, transposed: bool, device: torch.device
-) -> None:
+def test_integers_are_the_twin_s_to_the_last_bit(dtype, transposed, device):
     """By themselves, and beside an e4m3 transpose for `grad_weight`, as a site quantizes its input."""
     hp = nasty(70, 150, dtype, transposed=transposed)
     hp[15] = torch.arange(150) / 2 * (127 / 74.5)  # ends of steps: halves go to the even
@@ -133,7 +115,7 @@ def test_integers_are_the_twin_s_to_the_last_bit(
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, and what is tested
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_residuals_of_hot_columns(transposed: bool, second: bool, device: torch.device) -> None:
+def test_residuals_of_hot_columns(transposed, second, device):
     """Behind the columns of a wider row copy, beside a transpose, as a site quantizes its input."""
     dtype = torch.bfloat16 if second else torch.float32
     hp = nasty(70, 150, dtype, transposed=transposed)
@@ -153,7 +135,7 @@ def test_residuals_of_hot_columns(transposed: bool, second: bool, device: torch.
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_the_scale_of_its_row(bad: float, device: torch.device) -> None:
+def test_what_is_not_finite_shows_in_the_scale_of_its_row(bad, device):
     hp = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     hp[5, 9] = bad
     health = torch.zeros(3, dtype=torch.int64, device=device)
@@ -173,29 +155,24 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("row", "column", "transposed", "format"), list(dict.fromkeys(PAIRS)), ids=str)
-def test_a_pair_matches_two_twins(
-    row: Granularity, column: Granularity, transposed: bool, format: Format, device: torch.device
-) -> None:
+def test_a_pair_matches_two_twins(row, column, transposed, format, device):
     """Every granularity with every other, and the two copies in different formats."""
     hp = nasty(*on_gpu_or_cpu((150, 300), (150, 70)), torch.bfloat16, transposed=transposed)
     padded = on_gpu_or_cpu((160, 384), (160, 128)) if format is Format.E5M2 else tuple(hp.shape)
     check_pair(hp, E4M3[row], Cast(format, column), padded, device)
 
 
-def test_copies_may_be_padded_differently(device: torch.device) -> None:
+def test_copies_may_be_padded_differently(device):
     hp = nasty(70, 150, torch.bfloat16, transposed=False)
     for row, column in ((Granularity.TENSOR, Granularity.ROW), (Granularity.GROUP_1X128,) * 2):
-        sides = (
-            Side(cast=E4M3[row], padded=(72, 512)),
-            Side(cast=E4M3[column], padded=(160, 384)),
-        )
+        sides = (Side(cast=E4M3[row], padded=(72, 512)), Side(cast=E4M3[column], padded=(160, 384)))
         first, second = fused.quantize_pair_fused(hp.to(device), row=sides[0], column=sides[1])
         check(first, quantize(hp, E4M3[row], padded=(72, 512)), (70, 150))
         check(second, quantize(hp.t(), E4M3[column], padded=(160, 384)), (150, 70))
 
 
 @pytest.mark.parametrize("cast", [c for c in CASTS if c.granularity is Granularity.TENSOR], ids=str)
-def test_a_given_scale_saturates(cast: Cast, device: torch.device) -> None:
+def test_a_given_scale_saturates(cast, device):
     """Half of the true scale, so that the largest elements lie beyond the format."""
     hp = torch.randn(70, 150, generator=torch.Generator().manual_seed(0))
     given = hp.abs().amax().view(1) / cast.format.max / 2
@@ -206,7 +183,7 @@ def test_a_given_scale_saturates(cast: Cast, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_given_scale_hides_nothing(bad: float, device: torch.device) -> None:
+def test_a_given_scale_hides_nothing(bad, device):
     hp = torch.randn(70, 150)
     hp[40, 130] = bad
     cast = E4M3[Granularity.TENSOR]
@@ -230,7 +207,7 @@ EVEN = [(16, 16), (48, 80), (80, 2064), (2048, 512), (8192, 480), (512, 3456), (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ODD + EVEN)
-def test_many_shapes_on_the_gpu(shape: tuple[int, int]) -> None:
+def test_many_shapes_on_the_gpu(shape):
     """Bit for bit, for all pairs of casts. Multiples of 16 take the launch that serves both copies."""
     hp = torch.randn(*shape) * torch.exp(2 * torch.randn(*shape))
     padded = (-(-shape[0] // 16) * 16, -(-shape[1] // 128) * 128)
@@ -243,9 +220,7 @@ def test_many_shapes_on_the_gpu(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("granularity", list(Granularity), ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nan_stays_and_raises_the_flag(
-    granularity: Granularity, transposed: bool, device: torch.device
-) -> None:
+def test_nan_stays_and_raises_the_flag(granularity, transposed, device):
     hp = torch.randn(40, 200, device=device)
     hp = hp.t().contiguous().t() if transposed else hp
     row = Side(cast=E4M3[granularity], padded=(48, 256), flag=2)
@@ -278,9 +253,7 @@ def test_nan_stays_and_raises_the_flag(
     ],
     ids=str,
 )
-def test_the_largest_element_may_lie_anywhere(
-    granularity: Granularity, transposed: bool, places: tuple[int, ...], device: torch.device
-) -> None:
+def test_the_largest_element_may_lie_anywhere(granularity, transposed, places, device):
     columns = places[-1] + 1
     side = Side(cast=E4M3[granularity], padded=(16, -(-columns // 16) * 16))
     for place in places:
@@ -293,7 +266,7 @@ def test_the_largest_element_may_lie_anywhere(
 
 
 @pytest.mark.gpu
-def test_scales_lie_as_the_libraries_read_them() -> None:
+def test_scales_lie_as_the_libraries_read_them():
     """1x128 column-major with rows padded to 4; 128x128 with columns padded to 4
     (kernels/gemm/layouts.py)."""
     hp = torch.randn(90, 640, device="cuda")
@@ -307,7 +280,7 @@ def test_scales_lie_as_the_libraries_read_them() -> None:
 
 
 @pytest.mark.parametrize("format", list(FP8), ids=str)
-def test_the_largest_numbers_have_the_scales_of_the_twin(format: Format, device: torch.device) -> None:
+def test_the_largest_numbers_have_the_scales_of_the_twin(format, device):
     hp = torch.tensor([[2.9e38], [2.99e38], [3.3e38], [-3.4e38], [1e30]]).expand(5, 16).contiguous()
     cast = Cast(format, Granularity.ROW, power_of_two=True)
     side = Side(cast=cast, padded=(5, 16))

@@ -1,7 +1,5 @@
 """Models whose effects are known, samples of them, and what a probe of them predicts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -40,13 +38,13 @@ def probed(model: nn.Module, *inputs: torch.Tensor, steps: int = 1, **options: o
 class Tokens(nn.Module):
     """Samples with several rows each, laid out in three ways."""
 
-    def __init__(self, lay: Callable[[torch.Tensor], torch.Tensor], dim: int) -> None:
+    def __init__(self, lay, dim):
         super().__init__()
         torch.manual_seed(3)
         self.lay, self.dim = lay, dim
         self.fc, self.head = nn.Linear(24, 40), nn.Linear(40, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         h = self.fc(self.lay(x)).tanh()
         if h.ndim == 2:
             h = h.view((BATCH, 7, 40) if self.dim == 1 else (7, BATCH, 40))
@@ -56,12 +54,12 @@ class Tokens(nn.Module):
 class Fancy(nn.Module):
     """Returns no logits as such; its dropout draws random numbers in training, and in recomputing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.body = nn.Sequential(nn.Linear(13, 64), nn.Dropout(0.2), nn.SiLU(), nn.Linear(64, 1))
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         return {"click": checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)}
 
 

@@ -1,9 +1,6 @@
 """KL/H is of clicks: an output that is none is refused by its graph, or told by the gradient of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,12 +59,12 @@ OF_NONE: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", OF_CLICKS)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_labels_of_clicks_send_a_gradient_of_one_constant(name: str, autocast: bool) -> None:
+def test_labels_of_clicks_send_a_gradient_of_one_constant(name, autocast):
     assert not probed(tower(), OF_CLICKS[name], autocast=autocast).not_clicks
 
 
 @pytest.mark.parametrize("name", OF_NONE)
-def test_another_loss_is_told_in_the_plan(name: str) -> None:
+def test_another_loss_is_told_in_the_plan(name):
     found = report(probed(tower(), OF_NONE[name]))
     assert NOT_CLICKS in str(found)
     assert NOT_CLICKS in loka.plan(found, loka.Budget(ne=1e-3)).notes
@@ -76,7 +73,7 @@ def test_another_loss_is_told_in_the_plan(name: str) -> None:
     assert not probed(tower(), OF_NONE[name], rows=7).not_clicks, "too few rows tell nothing"
 
 
-def test_probabilities_are_judged_by_their_logits() -> None:
+def test_probabilities_are_judged_by_their_logits():
     model = tower(nn.Sigmoid())
     with torch.no_grad():
         model[2].weight *= 20  # so that p (1 - p) differs from row to row
@@ -84,14 +81,14 @@ def test_probabilities_are_judged_by_their_logits() -> None:
     assert probed(model, lambda p, y: F.mse_loss(p, torch.rand(len(p)))).not_clicks
 
 
-def test_rows_whose_gradient_is_rounded_away_say_nothing() -> None:
+def test_rows_whose_gradient_is_rounded_away_say_nothing():
     model = tower()
     with torch.no_grad():
         model[2].bias += 15  # p - 1 is of the size of float32's rounding
     assert not probed(model, bce).not_clicks
 
 
-def test_one_step_that_tells_is_kept_through_files_merging_and_resuming(tmp_path: Path) -> None:
+def test_one_step_that_tells_is_kept_through_files_merging_and_resuming(tmp_path):
     other, clicks = probed(tower(), F.mse_loss), probed(tower(), bce)
     other.save(tmp_path)
     assert loka.Stats.load(tmp_path).not_clicks == NOT_CLICKS
@@ -103,14 +100,14 @@ def test_one_step_that_tells_is_kept_through_files_merging_and_resuming(tmp_path
     assert not renew_effects(tower(), other, rows, logits=lambda output: output).not_clicks
 
 
-def test_a_second_probe_takes_no_extra_backward_for_training() -> None:
+def test_a_second_probe_takes_no_extra_backward_for_training():
     model = tower()
     with loka.Probe(model, every=1) as one:
         probed(model, bce)
     assert not one.stats().not_clicks
 
 
-def test_log_probabilities_and_losses_are_no_logits() -> None:
+def test_log_probabilities_and_losses_are_no_logits():
     z, labels = torch.randn(5, 3, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
     chosen = z.log_softmax(1).gather(1, labels[:, None])
     losses = F.cross_entropy(z, labels, reduction="none"), bce(z, torch.rand(5, 3), reduction="none").mean(1)
@@ -125,7 +122,7 @@ def test_log_probabilities_and_losses_are_no_logits() -> None:
 
 
 @pytest.mark.parametrize("name", ["dit", "actor"])
-def test_a_model_without_clicks_is_planned_on_error_alone_and_says_why(name: str) -> None:
+def test_a_model_without_clicks_is_planned_on_error_alone_and_says_why(name):
     """Every GEMM with a parameter is named; under a limit on KL/H no `output` runs in FP8."""
     FOREIGN[name].skip_without_libraries()
     model = FOREIGN[name].build()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -29,9 +27,7 @@ def heavy(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("part", [1 << 24, 2000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_change_is_that_of_the_quantized_product(
-    part: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_change_is_that_of_the_quantized_product(part, dtype, monkeypatch):
     monkeypatch.setattr(changes, "_PART", part)  # all recipes and samples at once; or one by one
     given, weight = heavy(140, 150, seed=0).to(dtype), heavy(20, 150, seed=1).to(dtype)
     grads, rows = heavy(140, 20, seed=2).to(dtype), torch.randperm(140)[:12].view(4, 3)
@@ -56,7 +52,7 @@ def test_the_change_is_that_of_the_quantized_product(
         assert bool((expected.abs() > 1e-4 * size).any())
 
 
-def test_e5m2_of_rows_too_small_for_its_scale() -> None:
+def test_e5m2_of_rows_too_small_for_its_scale():
     given, weight = torch.full((2, 3), 1e-36), torch.ones(1, 3)
     cast = Cast(Format.E5M2, Granularity.ROW)
     found = changes_of(given, weight, torch.full((2, 1), 1e36), torch.tensor([[0], [1]]), [(cast, cast)])
@@ -65,7 +61,7 @@ def test_e5m2_of_rows_too_small_for_its_scale() -> None:
 
 
 @pytest.mark.parametrize("signs", [False, True])
-def test_effects_are_the_sums_over_samples(signs: bool) -> None:
+def test_effects_are_the_sums_over_samples(signs):
     s = heavy(2, 6, 3, seed=0)
     s[0, 1, 2], s[1, :, 0], s[0, 4, 1] = math.nan, math.inf, -math.inf
     predicted, signed = torch.rand(6, 2), torch.randn(6, 2) if signs else None

@@ -1,7 +1,5 @@
 """Which logits are found in what a model returns, and what is said where none are."""
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from collections.abc import Callable
@@ -28,7 +26,7 @@ def column() -> torch.Tensor:
     [lambda z: z, lambda z: {"loss": z.sum(), "logits": z}, lambda z: Output(z.sum(), z), lambda z: z[:, 0]],
     ids=["tensor", "dict", "attribute", "vector"],
 )
-def test_what_an_output_calls_its_logits(named: Callable[[torch.Tensor], object]) -> None:
+def test_what_an_output_calls_its_logits(named):
     z = column()
     assert torch.equal(logits_of(named(z), None), z)
 
@@ -38,9 +36,7 @@ def test_what_an_output_calls_its_logits(named: Callable[[torch.Tensor], object]
     [lambda z: z, lambda z: {"logits": z}, lambda z: Output(z.sum(), z)],
     ids=["tensor", "dict", "attribute"],
 )
-def test_several_columns_are_refused_unless_the_program_says_what_they_are(
-    named: Callable[[torch.Tensor], object],
-) -> None:
+def test_several_columns_are_refused_unless_the_program_says_what_they_are(named):
     """Four hidden features look as four logits do."""
     z = torch.randn(5, 4, requires_grad=True) * 1.0
     with pytest.raises(NoEffect, match=r"\(5, 4\), which may be 4 tasks, classes or features: pass logits="):
@@ -55,14 +51,14 @@ def train_output(loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) 
     return z, (loss, (loss.detach(), z.detach(), labels))
 
 
-def test_logits_behind_a_loss() -> None:
+def test_logits_behind_a_loss():
     z, output = train_output(F.binary_cross_entropy_with_logits)
     found = logits_of(output, None)
     assert torch.equal(found[:, 0], z)
     assert found.requires_grad
 
 
-def test_another_loss_is_said() -> None:
+def test_another_loss_is_said():
     _, output = train_output(lambda z, y: (z - y).square().mean())
     with pytest.raises(NoEffect, match="the loss is not their cross-entropy: pass base_rate="):
         logits_of(output, None)
@@ -70,7 +66,7 @@ def test_another_loss_is_said() -> None:
         logits_of((column(), column()), None)
 
 
-def test_dlrm_train_has_the_effects_of_the_model_inside() -> None:
+def test_dlrm_train_has_the_effects_of_the_model_inside():
     pytest.importorskip("torchrec")
     found = []
     for name in ("torchrec_dlrm_dcn", "torchrec_dlrm_train"):
@@ -86,7 +82,7 @@ def test_dlrm_train_has_the_effects_of_the_model_inside() -> None:
     assert outside == inside
 
 
-def test_batch_norm_is_named_where_it_mixes_samples() -> None:
+def test_batch_norm_is_named_where_it_mixes_samples():
     """The layer behind the last one has effects. With running statistics none mixes anything."""
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -1,7 +1,5 @@
 """Effects from fresh rows on the model as it is, and what their intervals reckon with."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -34,14 +32,14 @@ ROWS = 8 * (BATCH - 1)  # fewer than the default takes; a row of each batch is l
 class Foreign(nn.Module):
     """BatchNorm, dropout, a raw parameter that is iterated over, and a layer that is called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
         self.stacked = nn.Parameter(torch.randn(2, 32, 32) * 0.2)
         self.twice = nn.Linear(32, 32)
         self.out = nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         for weight in self.stacked:
             x = torch.tanh(functional.linear(x, weight))
@@ -72,7 +70,7 @@ def once_trained() -> tuple[Trained, torch.Tensor]:
 
 
 @pytest.fixture
-def trained(once_trained: tuple[Trained, torch.Tensor]) -> Trained:
+def trained(once_trained) -> Trained:
     """A copy."""
     found, random = copy.deepcopy(once_trained)
     torch.set_rng_state(random)
@@ -83,7 +81,7 @@ def renewed(model: nn.Module, stats: loka.Stats, **options: object) -> loka.Stat
     return renew_effects(model, stats, batches(), **{"logits": lambda z: z, **options})
 
 
-def test_every_site_has_effects_of_the_model_as_it_is(trained: Trained) -> None:
+def test_every_site_has_effects_of_the_model_as_it_is(trained):
     """Also before a BatchNorm, which in training mixes rows; against what emulating the site does."""
     model, stats = trained
     assert not stats.layers["first.0"].effects, "in training its rows mix"
@@ -106,7 +104,7 @@ def test_every_site_has_effects_of_the_model_as_it_is(trained: Trained) -> None:
             assert 0.4 < by_depth / layer.effects[RECIPE].kl().value < 2.5  # independent errors, docs/ne.md
 
 
-def test_fading_samples_are_of_models_that_are_gone(trained: Trained) -> None:
+def test_fading_samples_are_of_models_that_are_gone(trained):
     """A change of the model shows in full, not in the share of the samples that are new."""
     model, stats = trained
     before = renewed(model, stats).layers["out"].effects[RECIPE].loss()
@@ -123,7 +121,7 @@ def test_fading_samples_are_of_models_that_are_gone(trained: Trained) -> None:
     assert torch.equal(*tables), "histograms are replaced too, not added"
 
 
-def test_nothing_of_the_model_changes(trained: Trained) -> None:
+def test_nothing_of_the_model_changes(trained):
     model, stats = trained
     model(batches()[0]).sum().backward()
     kept = copy.deepcopy(model.state_dict())
@@ -132,7 +130,7 @@ def test_nothing_of_the_model_changes(trained: Trained) -> None:
     modes = [module.training for module in model.modules()]
     random = torch.get_rng_state()
 
-    def drawing(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def drawing(model, x):
         torch.rand(3)
         model.first[1].num_batches_tracked += 1
         return model(x)
@@ -145,7 +143,7 @@ def test_nothing_of_the_model_changes(trained: Trained) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_no_more_batches_are_read_than_the_samples_take(trained: Trained) -> None:
+def test_no_more_batches_are_read_than_the_samples_take(trained):
     model, stats = trained
     endless = itertools.count()
     found = renew_effects(
@@ -159,7 +157,7 @@ def test_no_more_batches_are_read_than_the_samples_take(trained: Trained) -> Non
     assert found.layers["out"].effects[RECIPE].count == 100
 
 
-def test_clusters_of_equal_rows_count_once() -> None:
+def test_clusters_of_equal_rows_count_once():
     """m rows, each four times: the interval is that of m rows, up to its t."""
     torch.manual_seed(0)
     s = torch.randn(128, 3).exp()
@@ -175,7 +173,7 @@ def test_clusters_of_equal_rows_count_once() -> None:
     assert independent[0].sampling_variance < alone[0].sampling_variance / 3
 
 
-def test_clusters_reach_over_batches(trained: Trained) -> None:
+def test_clusters_reach_over_batches(trained):
     model, stats = trained
     x = batches(1)[0]
     same = [x] * 8  # the same users in every batch
@@ -191,7 +189,7 @@ def effect(value: float, *, noise: float = 0.0) -> Effect:
     return Effect.of(terms, [[0.3]] * len(terms))
 
 
-def test_movement_widens_by_what_sites_moved_over_the_same_ratio_of_steps() -> None:
+def test_movement_widens_by_what_sites_moved_over_the_same_ratio_of_steps():
     earlier = {f"{at}": {RECIPE: effect(1.0)} for at in range(5)}
     now = {f"{at}": {RECIPE: effect(math.exp(0.1 * at))} for at in range(5)}
     horizon = Horizon(earlier=100, now=200, until=400)
@@ -203,14 +201,14 @@ def test_movement_widens_by_what_sites_moved_over_the_same_ratio_of_steps() -> N
     assert set(added_variance(earlier, now, replace(horizon, until=200)).values()) == {0.0}
 
 
-def test_scatter_of_rows_is_no_movement() -> None:
+def test_scatter_of_rows_is_no_movement():
     earlier = {"a": {RECIPE: effect(1.0, noise=0.9)}}
     now = {"a": {RECIPE: effect(1.02, noise=0.9)}}
     assert added_variance(earlier, now, Horizon(earlier=1, now=2, until=9)) == {"a": 0.0}
     assert added_variance({}, now, Horizon(earlier=1, now=2, until=9))["a"] > 0, "unknown is not none"
 
 
-def test_a_horizon_widens_the_stated_interval(trained: Trained) -> None:
+def test_a_horizon_widens_the_stated_interval(trained):
     model, stats = trained
     horizon = Horizon.of_probe(stats, until=40)
     assert horizon.now == 20
@@ -225,7 +223,7 @@ def test_a_horizon_widens_the_stated_interval(trained: Trained) -> None:
         assert b.high > a.high
 
 
-def test_the_age_of_fading_samples() -> None:
+def test_the_age_of_fading_samples():
     """Of 8 steps' worth of samples, weighing 1, 7/8, ..: seven sampled steps on average."""
     fading = Effect(count=512, spread=64 / (1 - (7 / 8) ** 2), total=1, squares=1, probabilities=(0.1,))
     torch.manual_seed(0)
@@ -251,7 +249,7 @@ def test_the_age_of_fading_samples() -> None:
         (0.0, LabelRate(positives=0, rows=0), "no labels"),
     ],
 )
-def test_no_promise(trained: Trained, bias: float, rate: float | LabelRate | None, word: str) -> None:
+def test_no_promise(trained, bias, rate, word):
     """Before, such models were told that FP8 is free."""
     model, stats = trained
     if bias:
@@ -264,7 +262,7 @@ def test_no_promise(trained: Trained, bias: float, rate: float | LabelRate | Non
         assert not [n for d in layer.operands.values() for n in d.tensors if n.startswith("effect_")]
 
 
-def test_h_is_that_of_the_labels_and_its_error_widens(trained: Trained) -> None:
+def test_h_is_that_of_the_labels_and_its_error_widens(trained):
     model, stats = trained
     known = renewed(model, stats, base_rate=0.01).layers["out"].effects[RECIPE]
     counted = (
@@ -278,25 +276,25 @@ def test_h_is_that_of_the_labels_and_its_error_widens(trained: Trained) -> None:
 class Tasks(nn.Module):
     """Logits [B, 2] of two tasks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.out = nn.Linear(8, 16), nn.Linear(16, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.out(torch.relu(self.inner(x)))
 
 
-def test_each_task_has_its_own_rate() -> None:
+def test_each_task_has_its_own_rate():
     torch.manual_seed(0)
     model = Tasks()
     with loka.Probe(model, every=1, logits=lambda z: z) as probe:
         model(batches(1)[0]).sum().backward()
     stats, click, buy = probe.stats(), LabelRate(positives=600, rows=2000), LabelRate(positives=20, rows=2000)
 
-    def known(rate: object) -> Effect:
+    def known(rate):
         return renewed(model, stats, base_rate=rate).layers["out"].effects[RECIPE]
 
-    def entropy(q: float) -> float:
+    def entropy(q):
         return -q * math.log(q) - (1 - q) * math.log1p(-q)
 
     own, both = known((click, buy)), known(click)
@@ -315,14 +313,14 @@ def test_each_task_has_its_own_rate() -> None:
         known((0.1, 1.5))
 
 
-def test_the_rate_is_that_of_the_renewed_model(trained: Trained) -> None:
+def test_the_rate_is_that_of_the_renewed_model(trained):
     """One of before is of a model that is gone."""
     model, stats = trained
     assert renewed(model, replace(stats, final_rate=0.0)).final_rate is None
     assert renewed(model, stats, final_rate=0.25).final_rate == 0.25
 
 
-def test_rows_weigh_as_in_the_loss(trained: Trained) -> None:
+def test_rows_weigh_as_in_the_loss(trained):
     """A row that weighs twice is as two rows of one cluster; a constant factor changes nothing."""
     torch.manual_seed(0)
     s, signs = torch.randn(400, 3).exp(), torch.ones(400, 1)
@@ -349,7 +347,7 @@ def test_rows_weigh_as_in_the_loss(trained: Trained) -> None:
             renewed(model, stats, weights=lambda x, bad=bad: torch.full((len(x),), bad))
 
 
-def test_what_tells_nothing_leaves_the_old_effects(trained: Trained) -> None:
+def test_what_tells_nothing_leaves_the_old_effects(trained):
     model, stats = trained
     found = renew_effects(model, stats, batches(), forward=lambda model, x: {"no": model(x)})
     assert found.layers["out"].effects == stats.layers["out"].effects
@@ -360,7 +358,7 @@ def test_what_tells_nothing_leaves_the_old_effects(trained: Trained) -> None:
     assert "no rows" in empty.layers["out"].no_effect
 
 
-def test_records_keep_the_widening(trained: Trained) -> None:
+def test_records_keep_the_widening(trained):
     model, stats = trained
     wide = renewed(model, stats, base_rate=LabelRate(positives=20, rows=2000)).layers["out"].effects[RECIPE]
     assert decode(Effect, encode(wide)) == wide
@@ -369,7 +367,7 @@ def test_records_keep_the_widening(trained: Trained) -> None:
     assert merged.log_variance == pytest.approx(wide.log_variance / 2)
 
 
-def test_refusals(trained: Trained) -> None:
+def test_refusals(trained):
     model, stats = trained
     with pytest.raises(PlanMismatch):
         renew_effects(nn.Linear(3, 1), stats, batches())
@@ -384,7 +382,7 @@ def test_refusals(trained: Trained) -> None:
         renewed(model, stats)
 
 
-def test_a_parameter_of_the_root_is_seen_in_every_sampled_step(trained: Trained) -> None:
+def test_a_parameter_of_the_root_is_seen_in_every_sampled_step(trained):
     """Its views were named in the first one only, so its effects were those of the youngest model."""
     _, stats = trained
     assert stats.layers["stacked.unbind(0)[1]"].calls == stats.sampled_steps == 10

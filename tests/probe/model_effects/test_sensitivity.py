@@ -1,10 +1,7 @@
 """"""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -45,7 +42,7 @@ def predicted(stats: loka.Stats, path: str, recipe: str) -> float:
 @pytest.mark.parametrize(
     "recipe", [name for name, found in RECIPES.items() if found.output and not (found.centred or found.hot)]
 )
-def test_the_prediction_is_what_quantizing_does(recipe: str) -> None:
+def test_the_prediction_is_what_quantizing_does(recipe):
     """On the same samples only the curvature of the model between site and logit is left out, of the
     order of the relative error of an output, 3 %; it has a random sign in each sample."""
     model, x = model_of(), sample()
@@ -57,17 +54,17 @@ def test_the_prediction_is_what_quantizing_does(recipe: str) -> None:
 class Mean(nn.Module):
     """One linear map over 7 rows a sample, and their mean: g is the same in all rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.fc = nn.Linear(24, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x).mean(dim=1)
 
 
 @pytest.mark.parametrize("name", [name for name, casts in CASTS.items() if "_row_" not in casts[0].name])
-def test_histograms_hold_the_squared_errors_by_sensitivity(name: str) -> None:
+def test_histograms_hold_the_squared_errors_by_sensitivity(name):
     """Exactly, where their formula is taken at its word: 1e-4 is what float32 sums leave."""
     model, x = Mean(), sample(1, BATCH, 7, 24)
     layer = probed(model, x).layers["fc"]
@@ -87,7 +84,7 @@ def test_histograms_hold_the_squared_errors_by_sensitivity(name: str) -> None:
     assert depth_kl(layer, CASTS[name]) == pytest.approx(terms / entropy, rel=exact)
 
 
-def test_histograms_predict_what_recipes_do() -> None:
+def test_histograms_predict_what_recipes_do():
     """In the middle. At one site the errors of a weight, one draw for all samples, may add up or
     cancel: within a factor of two here, as that of a square of a few normal numbers."""
     layers = probed(model_of((13, 256, 256, 128, 1), 1), sample(3)).layers
@@ -100,7 +97,7 @@ def test_histograms_predict_what_recipes_do() -> None:
     assert 0.85 < sorted(ratios)[len(ratios) // 2] < 1.18
 
 
-def test_a_recipe_that_was_never_tried() -> None:
+def test_a_recipe_that_was_never_tried():
     cast = Cast(Format.E5M2, Granularity.TENSOR)
     recipe = Recipe(name="mine", output=(cast, cast), grad_input=None, grad_weight=None)
     layer = probed(model_of(), sample()).layers["2"]
@@ -113,7 +110,7 @@ def test_a_recipe_that_was_never_tried() -> None:
     assert predicted_kl(layer, same) == layer.effects["rowwise_e4m3"].kl()
 
 
-def test_several_sites_together() -> None:
+def test_several_sites_together():
     """Inputs with a common part: the weights' errors move all logits alike, and sums that leave that
     out are off by half of the effect or more in most models. What is left is chance and curvature."""
     recipe, paths = recipe_named("tensorwise_e4m3"), ("0", "2", "4", "6")
@@ -146,9 +143,7 @@ def test_several_sites_together() -> None:
     ],
     ids=["batch first", "sequence first", "flattened", "flattened sequence first"],
 )
-def test_rows_of_a_sample_add_up_before_squaring(
-    lay: Callable[[torch.Tensor], torch.Tensor], dim: int
-) -> None:
+def test_rows_of_a_sample_add_up_before_squaring(lay, dim):
     """Adding the rows' squares instead would miss the weight's error, the same in all seven."""
     model, x = Tokens(lay, dim), sample(1, BATCH, 7, 24)
     stats = probed(model, x)
@@ -157,16 +152,16 @@ def test_rows_of_a_sample_add_up_before_squaring(
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(4)
         self.fc, self.head = nn.Linear(13, 40), nn.Linear(40, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.fc(x).tanh() + self.fc(x * 0.9).tanh())
 
 
-def test_calls_of_one_layer_add_up_before_squaring() -> None:
+def test_calls_of_one_layer_add_up_before_squaring():
     model, x = Twice(), sample()
     stats = probed(model, x)
     assert predicted(stats, "fc", "rowwise_e4m3") == pytest.approx(
@@ -174,7 +169,7 @@ def test_calls_of_one_layer_add_up_before_squaring() -> None:
     )
 
 
-def test_work_in_place_behind_a_layer_changes_nothing() -> None:
+def test_work_in_place_behind_a_layer_changes_nothing():
     plain = model_of((13, 96, 1))
     plain[1] = nn.ReLU()
     in_place = copy.deepcopy(plain)
@@ -183,7 +178,7 @@ def test_work_in_place_behind_a_layer_changes_nothing() -> None:
     assert probed(plain, x).layers["0"].effects == probed(in_place, x).layers["0"].effects
 
 
-def test_tasks_share_one_backward() -> None:
+def test_tasks_share_one_backward():
     """Random signs: the mean over 4000 samples against the sum over tasks, within five of its
     standard errors (the error of the weight is the same in all samples, the signs are not)."""
     torch.manual_seed(5)
@@ -201,7 +196,7 @@ def test_tasks_share_one_backward() -> None:
     assert len(effect.probabilities) == 3
 
 
-def test_probabilities_out_of_a_sigmoid_are_logits() -> None:
+def test_probabilities_out_of_a_sigmoid_are_logits():
     model, x = model_of((13, 96, 1)), sample()
     after = nn.Sequential(*model, nn.Sigmoid())
     ours, theirs = probed(model, x).layers["0"], probed(after, x).layers["0"]
@@ -212,13 +207,13 @@ def test_probabilities_out_of_a_sigmoid_are_logits() -> None:
 class Ended(nn.Module):
     """Two tasks behind one body, and `end` of both their logits [B]."""
 
-    def __init__(self, end: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+    def __init__(self, end):
         super().__init__()
         torch.manual_seed(9)
         self.end, self.body = end, nn.Sequential(nn.Linear(13, 40), nn.SiLU())
         self.click, self.buy = nn.Linear(40, 1), nn.Linear(40, 1)
 
-    def forward(self, x: torch.Tensor) -> object:
+    def forward(self, x):
         h = self.body(x)
         return self.end(self.click(h).squeeze(1), self.buy(h).squeeze(1))
 
@@ -232,10 +227,7 @@ class Ended(nn.Module):
     ],
     ids=["squeezed", "cast and clamped", "sliced"],
 )
-def test_probabilities_are_seen_through_what_moves_them(
-    end: Callable[[torch.Tensor, torch.Tensor], object],
-    logits: Callable[[torch.Tensor, torch.Tensor], object],
-) -> None:
+def test_probabilities_are_seen_through_what_moves_them(end, logits):
     """To 1e-3, what float32 leaves of logit(sigmoid(z)); taken for logits they would be 30 times off."""
     found, expected = (probed(Ended(which), sample()).layers["body.0"].effects for which in (end, logits))
     for recipe in CASTS:
@@ -252,9 +244,7 @@ def test_probabilities_are_seen_through_what_moves_them(
     ],
     ids=["scaled", "softmax", "half", "columns"],
 )
-def test_what_may_be_something_else_is_not_taken_for_logits(
-    end: Callable[[torch.Tensor, torch.Tensor], object], reason: str
-) -> None:
+def test_what_may_be_something_else_is_not_taken_for_logits(end, reason):
     layer = probed(Ended(end), sample()).layers["body.0"]
     assert not layer.effects
     assert reason in layer.no_effect
@@ -263,14 +253,14 @@ def test_what_may_be_something_else_is_not_taken_for_logits(
     assert told.effects  # where the program says so
 
 
-def test_heads_that_the_logits_do_not_show_are_not_free() -> None:
+def test_heads_that_the_logits_do_not_show_are_not_free():
     layers = probed(Ended(lambda a, b: {"a": a, "b": b}), sample(), logits=lambda out: out["a"]).layers
     assert layers["click"].effects
     assert not layers["buy"].effects
     assert layers["buy"].no_effect == "its output does not reach these logits"
 
 
-def test_a_row_that_is_not_finite_costs_itself_alone() -> None:
+def test_a_row_that_is_not_finite_costs_itself_alone():
     model, x = model_of((13, 96, 1)), sample()
     x[picks()[7]] = math.nan
     for layer in probed(model, x).layers.values():
@@ -284,22 +274,22 @@ def test_a_row_that_is_not_finite_costs_itself_alone() -> None:
 class Normed(nn.Module):
     """A checkpoint recomputes a BatchNorm, and a buffer that forward replaces."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.first, self.head = nn.Linear(13, 16), nn.Linear(16, 1)
         self.norm = nn.BatchNorm1d(16)
         self.register_buffer("seen", torch.zeros(()))
 
-    def body(self, h: torch.Tensor) -> torch.Tensor:
+    def body(self, h):
         self.seen = self.seen + 1
         return self.norm(h).relu()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(checkpoint(self.body, self.first(x), use_reentrant=False))
 
 
-def test_buffers_move_as_often_as_without_a_probe() -> None:
+def test_buffers_move_as_often_as_without_a_probe():
     plain, watched = Normed(), Normed()
     expected = learn(plain, out=lambda z: z)
     with loka.Probe(watched, every=1) as probe:
@@ -310,11 +300,11 @@ def test_buffers_move_as_often_as_without_a_probe() -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
 
 
-def test_effects_that_are_no_longer_seen_fade_and_go() -> None:
+def test_effects_that_are_no_longer_seen_fade_and_go():
     model, x = model_of((13, 8, 1)), sample(0, 65, 13)
     blind = False
 
-    def logits(output: torch.Tensor) -> torch.Tensor:
+    def logits(output):
         if blind:
             raise KeyError("click")
         return output
@@ -338,7 +328,7 @@ def test_effects_that_are_no_longer_seen_fade_and_go() -> None:
     assert not fresh.no_effect
 
 
-def test_a_models_own_way_to_its_logits() -> None:
+def test_a_models_own_way_to_its_logits():
     stats = probed(Fancy(), sample(), logits=lambda output: output["click"])
     assert stats.layers["body.0"].effects["rowwise_e4m3"].count == PICKED
     reason = probed(Fancy(), sample()).layers["body.0"].no_effect

@@ -1,14 +1,10 @@
 """Effects where a model is not a plain one: wrapped, checkpointed, without logits, called twice."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +21,8 @@ from loka.probe.model_effects.sample_rows import batch_of
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_training_gives_the_same_bits_through_dropout_and_checkpoints(half: bool) -> None:
-    def out(output: object) -> torch.Tensor:
+def test_training_gives_the_same_bits_through_dropout_and_checkpoints(half):
+    def out(output):
         assert isinstance(output, dict)
         return output["click"]
 
@@ -38,7 +34,7 @@ def test_training_gives_the_same_bits_through_dropout_and_checkpoints(half: bool
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
-def test_nothing_else_that_is_learnt_changes() -> None:
+def test_nothing_else_that_is_learnt_changes():
     torch.manual_seed(0)
     models = [odd_mlp()]
     models.append(copy.deepcopy(models[0]))
@@ -64,18 +60,18 @@ def without(stats: loka.Stats) -> loka.Stats:
 
 
 class Recomputed(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointed):
         super().__init__()
         torch.manual_seed(4)
         self.checkpointed = checkpointed
         self.first, self.body, self.head = nn.Linear(13, 13), nn.Linear(13, 8), nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.first(x)
         return self.head(checkpoint(self.body, x, use_reentrant=True) if self.checkpointed else self.body(x))
 
 
-def test_effects_inside_and_before_a_reentrant_checkpoint() -> None:
+def test_effects_inside_and_before_a_reentrant_checkpoint():
     """In a sampled step there is a graph inside, so the extra backward goes through it."""
     plain, recomputed = (
         probed(Recomputed(checkpointed), sample().requires_grad_()).layers for checkpointed in (False, True)
@@ -89,30 +85,30 @@ def test_effects_inside_and_before_a_reentrant_checkpoint() -> None:
 class Fixed(nn.Module):
     """Ends without a gradient, or in something wide, or in rows that mix samples."""
 
-    def __init__(self, end: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, end):
         super().__init__()
         self.end, self.fc = end, nn.Linear(13, 1)
 
-    def forward(self, x: torch.Tensor) -> object:
+    def forward(self, x):
         return self.end(self.fc(x))
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(13, 40)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x)
 
 
 class Hooked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(13, 1)
         self.fc.register_full_backward_hook(lambda module, given, got: None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.fc(x)
 
 
@@ -129,15 +125,15 @@ class Hooked(nn.Module):
     ],
     ids=["detached", "tuple", "mixed", "fewer", "wide", "hooks", "scalar"],
 )
-def test_where_nothing_can_be_said_the_record_says_why(model: nn.Module, path: str, reason: str) -> None:
+def test_where_nothing_can_be_said_the_record_says_why(model, path, reason):
     layer = probed(model, sample().requires_grad_()).layers[path]
     assert not layer.effects
     assert re.search(reason, layer.no_effect), layer.no_effect
     assert predicted_kl(layer, recipe_named("rowwise_e4m3")) is None
 
 
-def test_a_failing_way_to_the_logits_does_not_stop_training() -> None:
-    def broken(output: object) -> torch.Tensor:
+def test_a_failing_way_to_the_logits_does_not_stop_training():
+    def broken(output):
         raise KeyError("click")
 
     model = model_of((13, 8, 1))
@@ -147,7 +143,7 @@ def test_a_failing_way_to_the_logits_does_not_stop_training() -> None:
     assert probe.stats().layers["0"].operands["grad_output"].numbers["count"] == BATCH
 
 
-def test_the_gradient_of_training_stands_in_where_there_are_no_logits() -> None:
+def test_the_gradient_of_training_stands_in_where_there_are_no_logits():
     """With labels drawn from the predictions, E[(p - y)^2] = p (1 - p): both measure the same. 4096
     samples of terms with a CV of about 3 leave 5 % each, and four of those together are 28 %."""
     model = Fixed(lambda z: (z, "no logits"))
@@ -164,7 +160,7 @@ def test_the_gradient_of_training_stands_in_where_there_are_no_logits() -> None:
     assert fisher.effects["rowwise_e4m3"].entropy == pytest.approx(0.6730, abs=1e-4)  # of 0.4
 
 
-def test_the_gradient_of_training_with_default_settings() -> None:
+def test_the_gradient_of_training_with_default_settings():
     """It reaches all rows, so shapes alone tell whose they are. The same graph, labels and samples as
     the logits themselves show, but for (p - y)^2 against p (1 - p): within a factor of two here."""
     model, x = Tokens(lambda x: x, 1), sample(1, BATCH, 7, 24)
@@ -180,10 +176,10 @@ def test_the_gradient_of_training_with_default_settings() -> None:
     assert 0.5 < ratio < 2
 
 
-def test_two_calls_before_a_backward_keep_their_own_samples() -> None:
+def test_two_calls_before_a_backward_keep_their_own_samples():
     """Gradients are told apart by the call, so both weigh in: as if each had its backward at once."""
 
-    def run(together: bool) -> loka.Stats:
+    def run(together):
         model = nn.Linear(13, 1)
         nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
         with loka.Probe(model, every=1, base_rate=0.5, effect_step=8, logits=lambda output: None) as probe:
@@ -202,11 +198,11 @@ def test_two_calls_before_a_backward_keep_their_own_samples() -> None:
 
 
 class Total(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(24, 1)
 
-    def forward(self, rows: torch.Tensor, users: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows, users):
         return self.fc(rows).sum() / len(users)
 
 
@@ -215,14 +211,14 @@ class Total(nn.Module):
     [((7, 7, 24), "input of (7, 7) rows does not tell"), ((35, 24), "arguments do not tell the size")],
     ids=["as many rows as samples", "flattened"],
 )
-def test_a_shape_that_does_not_tell_whose_rows_they_are(shape: tuple[int, ...], reason: str) -> None:
+def test_a_shape_that_does_not_tell_whose_rows_they_are(shape, reason):
     model = Total()
     with loka.Probe(model, every=1, base_rate=0.5) as probe:
         model(sample(0, *shape), torch.zeros(7)).backward()
     assert reason in probe.stats().layers["fc"].no_effect
 
 
-def test_the_size_of_a_batch_is_the_side_that_most_arguments_have() -> None:
+def test_the_size_of_a_batch_is_the_side_that_most_arguments_have():
     """Wherever the others stand: values and offsets of a sparse feature, a flag, nothing at all."""
     dense, labels, values, offsets = (torch.zeros(*shape) for shape in ((6, 3), (6,), (40,), (7,)))
     assert batch_of(((dense,), {})) == 6
@@ -233,7 +229,7 @@ def test_the_size_of_a_batch_is_the_side_that_most_arguments_have() -> None:
     assert batch_of(((3, "x"), {})) == 0
 
 
-def test_a_head_that_starts_at_zero_is_known_once_it_moved() -> None:
+def test_a_head_that_starts_at_zero_is_known_once_it_moved():
     model = model_of((13, 8, 1))
     nn.init.zeros_(model[-1].weight), nn.init.zeros_(model[-1].bias)
     with loka.Probe(model, every=1) as probe:
@@ -249,7 +245,7 @@ def test_a_head_that_starts_at_zero_is_known_once_it_moved() -> None:
     assert not layer.no_effect
 
 
-def test_a_known_base_rate_is_what_ne_is_relative_to() -> None:
+def test_a_known_base_rate_is_what_ne_is_relative_to():
     model, x = model_of((13, 8, 1)), sample()
     plain = probed(model, x).layers["0"].effects["rowwise_e4m3"]
     known = probed(model, x, base_rate=0.03).layers["0"].effects["rowwise_e4m3"]
@@ -259,7 +255,7 @@ def test_a_known_base_rate_is_what_ne_is_relative_to() -> None:
         probed(model, x, base_rate=1.0)
 
 
-def test_the_latest_samples_count() -> None:
+def test_the_latest_samples_count():
     """Weights sum up to `effect_samples`; what was learnt of earlier weights of the model goes."""
     model, x = model_of((13, 8, 1)), sample(0, 65, 13)
     with loka.Probe(model, every=1, effect_samples=128, effect_step=64) as probe:
@@ -279,7 +275,7 @@ def test_the_latest_samples_count() -> None:
     assert late.loss().value < early.loss().value / 100
 
 
-def test_saved_loaded_and_gone_on_with(tmp_path: Path) -> None:
+def test_saved_loaded_and_gone_on_with(tmp_path):
     model, x = model_of((13, 8, 1)), sample(0, 65, 13)
     half = probed(model, x, steps=2)
     half.save(tmp_path)
@@ -298,7 +294,7 @@ def test_saved_loaded_and_gone_on_with(tmp_path: Path) -> None:
     assert loka.Stats.load(tmp_path / "old").digest() == without(half).digest()
 
 
-def test_two_probes_do_not_take_each_others_gradients_for_training() -> None:
+def test_two_probes_do_not_take_each_others_gradients_for_training():
     model, x = model_of((13, 8, 1)), sample()
     with loka.Probe(model, every=1) as first, loka.Probe(model, every=1) as second:
         model(x).sum().backward()
@@ -307,7 +303,7 @@ def test_two_probes_do_not_take_each_others_gradients_for_training() -> None:
         assert probe.stats().layers["0"].operands["grad_output"].numbers["count"] == BATCH
 
 
-def test_a_step_keeps_nothing_alive() -> None:
+def test_a_step_keeps_nothing_alive():
     """Neither inputs nor the graph: a circle through autograd's nodes would never be collected."""
     model = model_of((13, 8, 1))
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -316,12 +312,12 @@ def test_a_step_keeps_nothing_alive() -> None:
 
     class Told(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             weakref.finalize(ctx, freed.append, 1)
             return x * 1
 
         @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             return grad
 
     for base_rate in (None, 0.3):
@@ -332,7 +328,7 @@ def test_a_step_keeps_nothing_alive() -> None:
     assert all(found() is None for found in seen)
 
 
-def test_wrapped_in_distributed_data_parallel(tmp_path: Path) -> None:
+def test_wrapped_in_distributed_data_parallel(tmp_path):
     """The extra backward wakes no reducer, in the first step of a static graph either."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1

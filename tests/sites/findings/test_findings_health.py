@@ -1,7 +1,5 @@
 """S5 and S6: NaN and infinity are named, and so is every GEMM that is no nn.Linear."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -21,7 +19,7 @@ BAD = list(itertools.product((float("nan"), float("inf"), -float("inf")), (False
 
 
 @pytest.mark.parametrize(("value", "compiled"), sweep(BAD, (*BAD[::2], BAD[1])))
-def test_s5_in_the_input_a_weight_and_a_gradient(value: float, compiled: bool) -> None:
+def test_s5_in_the_input_a_weight_and_a_gradient(value, compiled):
     """The site where it came in is named first, each later one after it, and none before it."""
     found, _ = pair()
     call = torch.compile(found, backend="aot_eager") if compiled else found
@@ -63,7 +61,7 @@ def test_s5_in_the_input_a_weight_and_a_gradient(value: float, compiled: bool) -
     "name",
     ["hf_gpt2_lm", "experts_einsum", "experts_bmm", "encoder_batch_first", "deepctr_xdeepfm", "slices"],
 )
-def test_s5_in_weights_that_are_no_linear_layers(name: str) -> None:
+def test_s5_in_weights_that_are_no_linear_layers(name):
     """Each parameter that sites multiply by, in turn: some site names its weight."""
     known = planned(name)
     model = known.converted()
@@ -97,7 +95,7 @@ S6 = {
 
 
 @pytest.mark.parametrize("name", S6)
-def test_s6_gemms_that_are_no_linear_layers(name: str) -> None:
+def test_s6_gemms_that_are_no_linear_layers(name):
     """Sites that are no nn.Linear's are seen, run, and count; the rest is accounted for to the last FLOP."""
     known = planned(name)
     coverage, foreign = known.stats.coverage, known.foreign
@@ -119,6 +117,6 @@ def test_s6_gemms_that_are_no_linear_layers(name: str) -> None:
     assert forward == pytest.approx(counted.with_parameter - named, rel=0.01)
 
 
-def test_s6_health_is_empty_for_nothing_that_is_planned() -> None:
+def test_s6_health_is_empty_for_nothing_that_is_planned():
     plan = plan_of(tower(), batch())
     assert set(loka.health_of(loka.convert(tower(), plan))) == set(plan.decisions)

@@ -5,8 +5,6 @@ silence. Any hand-over between modules, or anything kept from when the model was
 fail again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 
@@ -65,7 +63,7 @@ EAGER, COMPILED = ([(change, compiled) for change in CHANGES] for compiled in (F
 
 
 @pytest.mark.parametrize(("change", "compiled"), sweep(EAGER + COMPILED, EAGER[::2] + COMPILED[::4]))
-def test_s1_in_part_and_with_members_changed(change: str, compiled: bool) -> None:
+def test_s1_in_part_and_with_members_changed(change, compiled):
     found, expected = pair()
     part, wanted = CHANGES[change](found), CHANGES[change](expected)
     call = torch.compile(part, backend="aot_eager") if compiled else part
@@ -79,7 +77,7 @@ def test_s1_in_part_and_with_members_changed(change: str, compiled: bool) -> Non
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_s1_early_exit(layers: int) -> None:
+def test_s1_early_exit(layers):
     """Whoever leaves the loop after some modules gets these modules' result, and no site beyond them runs."""
     found, expected = pair()
     x, y = batch(), batch()
@@ -92,18 +90,18 @@ def test_s1_early_exit(layers: int) -> None:
 class LayerDrop(nn.Module):
     """Each block is left out with probability 1/2 in training."""
 
-    def __init__(self, blocks: nn.Sequential) -> None:
+    def __init__(self, blocks):
         super().__init__()
         self.blocks = nn.ModuleList(blocks[place : place + 2] for place in range(0, 6, 2))
         self.head = blocks[6]
 
-    def forward(self, x: torch.Tensor, kept: list[bool]) -> torch.Tensor:
+    def forward(self, x, kept):
         for block, keep in zip(self.blocks, kept, strict=True):
             x = block(x) if keep else x
         return self.head(x)
 
 
-def test_s1_layer_drop() -> None:
+def test_s1_layer_drop():
     """In 20 steps with other blocks each time, outputs and gradients are the oracle's."""
     plain, expected = LayerDrop(tower()), LayerDrop(tower())
     whole = [True] * 3
@@ -123,7 +121,7 @@ def test_s1_layer_drop() -> None:
 
 
 @pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_s1_norm_with_another_eps(compiled: bool) -> None:
+def test_s1_norm_with_another_eps(compiled):
     found, expected = pair(norm=True)
     call = torch.compile(found, backend="aot_eager") if compiled else found
     before = call(batch())
@@ -137,7 +135,7 @@ def test_s1_norm_with_another_eps(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_s7_dropout_whose_probability_changes(compiled: bool) -> None:
+def test_s7_dropout_whose_probability_changes(compiled):
     """From 0 to 0.5: half of each inner output is zero, and the oracle draws the same ones from one seed."""
     found, expected = pair(dropout=0.0)
     call = torch.compile(found, backend="aot_eager") if compiled else found
@@ -159,12 +157,12 @@ def test_s7_dropout_whose_probability_changes(compiled: bool) -> None:
 class Inner(nn.Module):
     """Returns the logits beside the crossed features that they come from."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.top = tower()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         crossed = x * self.first(x) + x
         crossed = x * self.second(crossed) + crossed
         return self.top(crossed), crossed
@@ -176,7 +174,7 @@ def _inner() -> Inner:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_s8_inner_outputs_of_a_served_model(compiled: bool) -> None:
+def test_s8_inner_outputs_of_a_served_model(compiled):
     plain, expected = _inner(), by_hand(_inner()).eval()
     stats = probe(plain, lambda: plain(batch())[0].square().mean().backward())
     found = loka.convert(_inner(), force(stats)).eval()
@@ -191,7 +189,7 @@ def test_s8_inner_outputs_of_a_served_model(compiled: bool) -> None:
     assert set(runs(found).values()) == {0, 3}, "backward did not run, everything else three times"
 
 
-def test_the_bound_sees_one_site_in_high_precision() -> None:
+def test_the_bound_sees_one_site_in_high_precision():
     """Else none of these tests could fail: a site that does not run is further off than the tolerance."""
     plan = plan_of(tower(), batch())
     for place in (0, 2, 4, 6):

@@ -1,9 +1,6 @@
 """D2 and R10: what Probe may be put around, and what it refuses before it learns something wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,11 +19,11 @@ import loka
 from loka.core.exceptions import NotConverted
 
 
-def _step(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _step(model: Callable[[torch.Tensor], torch.Tensor]):
     model(batch().requires_grad_()).square().mean().backward()
 
 
-def test_d2_a_probe_made_before_the_model_is_converted() -> None:
+def test_d2_a_probe_made_before_the_model_is_converted():
     """Once it recorded garbage, or nothing and said that the layers were never called."""
     plan, model = plan_of(tower(), batch()), tower()
     early = loka.Probe(model, every=1)
@@ -39,7 +36,7 @@ def test_d2_a_probe_made_before_the_model_is_converted() -> None:
     assert set(probe(model, lambda: _step(model)).layers) == {"0", "2", "4", "6"}
 
 
-def test_d2_converted_while_a_probe_is_open() -> None:
+def test_d2_converted_while_a_probe_is_open():
     """Steps between sampled ones run on, the next sampled one says what is wrong, and what was learnt
     stays.
     """
@@ -59,7 +56,7 @@ def test_d2_converted_while_a_probe_is_open() -> None:
     torch.testing.assert_close(model(batch()), tower()(batch()), rtol=0, atol=0)
 
 
-def test_d2_a_failed_step_leaves_nothing_behind() -> None:
+def test_d2_a_failed_step_leaves_nothing_behind():
     """After the refusal the model computes as without a Probe: no mode and no hook is left on."""
     plan, model = plan_of(tower(), batch()), tower()
     with loka.Probe(model, every=1):
@@ -73,7 +70,7 @@ def test_d2_a_failed_step_leaves_nothing_behind() -> None:
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
+def one_rank(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         yield
@@ -84,14 +81,14 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 class Nested(nn.Module):
     """Experts by einsum and a tower, one of them compiled inside."""
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled):
         super().__init__()
         torch.manual_seed(0)
         experts = Einsum()
         self.experts = torch.compile(experts, backend="eager") if compiled else experts
         self.top = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.top(self.experts(x))
 
 
@@ -116,11 +113,11 @@ WRAPPERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("wrapper", sweep(WRAPPERS, ("DDP", "averaged")))
-def test_r10_plans_through_wrappers_have_the_bare_models_names(wrapper: str, one_rank: None) -> None:
+def test_r10_plans_through_wrappers_have_the_bare_models_names(wrapper, one_rank):
     """A prefix (`_orig_mod.`, `module.`) in one name makes the plan fit nothing else."""
     (x,) = floats(32)(24)
 
-    def step(model: nn.Module) -> Callable[[], None]:
+    def step(model):
         return lambda: model(x).square().mean().backward()
 
     bare, wrapped = Nested(False), WRAPPERS[wrapper]()

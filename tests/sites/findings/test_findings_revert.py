@@ -1,7 +1,5 @@
 """R1 and R2: revert leaves what others made of the model meanwhile; an impossible plan changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 
@@ -19,7 +17,7 @@ import loka
 from loka.core.exceptions import LokaError, NoKernelFits, NotConverted, UnknownName
 
 
-def _steps(model: nn.Module, count: int = 3) -> None:
+def _steps(model: nn.Module, count: int = 3):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(count):
         model(batch(seed=step)).square().mean().backward()
@@ -28,7 +26,7 @@ def _steps(model: nn.Module, count: int = 3) -> None:
 
 
 @pytest.mark.parametrize("parametrization", [weight_norm, spectral_norm])
-def test_r1_parametrized_after_convert(parametrization: object) -> None:
+def test_r1_parametrized_after_convert(parametrization):
     """Its class is another one by then. The site goes on, by the weight that is computed; after revert the
     parametrization is there, trains, and gives what it gives without LoKA."""
     found, plain = pair()[0], tower()
@@ -58,11 +56,11 @@ def test_r1_parametrized_after_convert(parametrization: object) -> None:
 
 
 class Loud(nn.Linear):
-    def extra_repr(self) -> str:
+    def extra_repr(self):
         return f"loud, {super().extra_repr()}"
 
 
-def test_r1_a_class_that_changed_meanwhile() -> None:
+def test_r1_a_class_that_changed_meanwhile():
     found, expected = pair()
     found[2].__class__ = Loud
     assert_close(found(batch()), expected(batch()))
@@ -71,7 +69,7 @@ def test_r1_a_class_that_changed_meanwhile() -> None:
     torch.testing.assert_close(found(batch()), tower()(batch()), rtol=0, atol=0)
 
 
-def test_r1_hooks_and_attributes_of_others_stay() -> None:
+def test_r1_hooks_and_attributes_of_others_stay():
     found, _ = pair()
     seen = []
     found[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -90,7 +88,7 @@ def _replaced(model: nn.Sequential) -> object:
     return model[2].forward
 
 
-def test_r1_forward_replaced_after_convert_is_not_thrown_away() -> None:
+def test_r1_forward_replaced_after_convert_is_not_thrown_away():
     """Revert refuses, names the module, and does nothing; when the other's wrapper is gone it goes
     through.
     """
@@ -109,7 +107,7 @@ def test_r1_forward_replaced_after_convert_is_not_thrown_away() -> None:
 _GEMMS = ("output", "grad_input", "grad_weight")
 
 
-def test_r1_forward_deleted_after_convert_is_named() -> None:
+def test_r1_forward_deleted_after_convert_is_named():
     """Whoever deletes the attribute takes the site away, and hears of it at revert."""
     found, _ = pair()
     del found[2].forward
@@ -117,7 +115,7 @@ def test_r1_forward_deleted_after_convert_is_named() -> None:
         loka.revert(found)
 
 
-def test_r1_forward_replaced_before_convert_comes_back() -> None:
+def test_r1_forward_replaced_before_convert_comes_back():
     """What stood on the instance before goes on computing: its own GEMM is the site."""
     plan = plan_of(tower(), batch())
     model = tower()
@@ -134,7 +132,7 @@ def test_r1_forward_replaced_before_convert_comes_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["experts_einsum", "encoder_batch_first", "hf_gpt2_lm", "torchrec_dlrm_dcn"])
-def test_r1_revert_is_exact_everywhere(name: str) -> None:
+def test_r1_revert_is_exact_everywhere(name):
     """After a step converted, and the old weights: outputs, gradients and attributes are those of before."""
     known = planned(name)
     plain, model = known.foreign.build(), known.converted()
@@ -169,9 +167,7 @@ def _with(plan: loka.Plan, site: str, candidate: str) -> loka.Plan:
     ],
 )
 @pytest.mark.parametrize("name", ["experts_einsum", "encoder_batch_first", "relu_tower"])
-def test_r2_an_impossible_candidate_is_refused_before_anything_changes(
-    name: str, candidate: str, error: type[LokaError]
-) -> None:
+def test_r2_an_impossible_candidate_is_refused_before_anything_changes(name, candidate, error):
     """At the last site of the plan, so that every other one would have been converted by then."""
     known = planned(name)
     site = [site for site in known.plan.decisions if site.endswith("/output")][-1]
@@ -188,7 +184,7 @@ def test_r2_an_impossible_candidate_is_refused_before_anything_changes(
     loka.convert(model, known.plan)
 
 
-def test_r2_a_plan_of_a_site_that_is_gone_is_refused_before_anything_changes() -> None:
+def test_r2_a_plan_of_a_site_that_is_gone_is_refused_before_anything_changes():
     """The owner of raw parameters is there, one of its parameters is not."""
     known = planned("experts_einsum")
     model = known.foreign.build()

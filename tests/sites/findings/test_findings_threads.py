@@ -4,10 +4,7 @@ What made them fail: copies in eight bits whose version was set before they were
 threads shared, and serving scales that came from the first batches.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,17 +28,17 @@ def _small(seed: int = 0) -> nn.Sequential:
 class Crowd:
     """Threads that wait for each other and then call at once, each with inputs of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls, self.wrong, self.refused = 0, 0, list[BaseException]()
         self._lock = threading.Lock()
 
-    def call(self, model: Callable[[torch.Tensor], torch.Tensor], oracle: nn.Module, calls: int) -> None:
+    def call(self, model, oracle, calls):
         with torch.no_grad():
             inputs = [torch.randn(8, 16, generator=torch.Generator().manual_seed(i)) for i in range(THREADS)]
             expected = [oracle(x) for x in inputs]
         start = threading.Barrier(THREADS)
 
-        def work(place: int) -> None:
+        def work(place):
             torch.set_num_threads(1)
             wrong, done, refused = 0, 0, []
             start.wait()
@@ -66,7 +63,7 @@ class Crowd:
 
 @pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.slow)], ids=["fewer", "all"])
 @pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool, share: int) -> None:
+def test_d1_twenty_thousand_calls_from_eight_threads(compiled, share):
     """Right after convert, and right after each of nine loads of other weights, 30 times as large or small.
 
     Compiled, the first calls of all threads race for the compiler too. A call that used the weights of
@@ -94,7 +91,7 @@ def test_d1_twenty_thousand_calls_from_eight_threads(compiled: bool, share: int)
     assert not any(site["bad_a"] or site["bad_b"] for site in counts.values())
 
 
-def test_d1_converted_anew_under_threads_of_another_model() -> None:
+def test_d1_converted_anew_under_threads_of_another_model():
     """Two models of one plan share nothing: while one serves, the other is converted, trained and
     reverted.
     """
@@ -102,7 +99,7 @@ def test_d1_converted_anew_under_threads_of_another_model() -> None:
     served, oracle = loka.convert(_small(), plan).eval(), by_hand(_small())
     crowd, done = Crowd(), threading.Event()
 
-    def other() -> None:
+    def other():
         while not done.is_set():
             model = loka.convert(_small(3), plan)
             model(torch.randn(8, 16)).square().mean().backward()
@@ -119,7 +116,7 @@ def test_d1_converted_anew_under_threads_of_another_model() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_e2_narrower_batches_first(compiled: bool) -> None:
+def test_e2_narrower_batches_first(compiled):
     """Twenty batches with values 20 times narrower, then the usual ones, then 50 times wider ones."""
     found = loka.convert(_small(), plan_of(_small(), torch.randn(64, 16))).eval()
     model = torch.compile(found, backend="aot_eager") if compiled else found
@@ -130,7 +127,7 @@ def test_e2_narrower_batches_first(compiled: bool) -> None:
             assert_close(model(x), oracle(x))
 
 
-def test_e2_an_update_between_batches() -> None:
+def test_e2_an_update_between_batches():
     """Refreshed weights are served at once."""
     found = loka.convert(_small(), plan_of(_small(), torch.randn(64, 16))).eval()
     for seed in range(1, 6):

@@ -4,8 +4,6 @@ Copies in eight bits, or scales, that outlive one call make them fail: whoever w
 loaded checkpoint or an averaged model tells no one.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -26,27 +24,27 @@ import loka
 FACTOR = 30.0  # scales of before would saturate
 
 
-def _initialized(model: nn.Sequential, folder: Path) -> None:
+def _initialized(model: nn.Sequential, folder: Path):
     torch.manual_seed(5)
     nn.init.normal_(model[2].weight, std=FACTOR)
 
 
-def _multiplied(model: nn.Sequential, folder: Path) -> None:
+def _multiplied(model: nn.Sequential, folder: Path):
     with torch.no_grad():
         model[2].weight.mul_(FACTOR)
 
 
-def _divided(model: nn.Sequential, folder: Path) -> None:
+def _divided(model: nn.Sequential, folder: Path):
     with torch.no_grad():
         model[2].weight.div_(FACTOR)
 
 
-def _copied(model: nn.Sequential, folder: Path) -> None:
+def _copied(model: nn.Sequential, folder: Path):
     state = model.state_dict()
     state["2.weight"].copy_(FACTOR * state["0.weight"])
 
 
-def _broadcast(model: nn.Sequential, folder: Path) -> None:
+def _broadcast(model: nn.Sequential, folder: Path):
     """As `dist.broadcast(p.data, 0)` writes: no version counter moves."""
     for place, parameter in enumerate(model.parameters()):
         if parameter.dim() > 1:
@@ -55,11 +53,11 @@ def _broadcast(model: nn.Sequential, folder: Path) -> None:
             )
 
 
-def _another_tensor(model: nn.Sequential, folder: Path) -> None:
+def _another_tensor(model: nn.Sequential, folder: Path):
     model[2].weight.data = FACTOR * model[0].weight.data.clone()
 
 
-def _loaded_by_dcp(model: nn.Sequential, folder: Path) -> None:
+def _loaded_by_dcp(model: nn.Sequential, folder: Path):
     path = folder / "checkpoint"
     if not path.exists():
         other = tower()
@@ -70,7 +68,7 @@ def _loaded_by_dcp(model: nn.Sequential, folder: Path) -> None:
     model.load_state_dict(state)
 
 
-def _assigned(model: nn.Sequential, folder: Path) -> None:
+def _assigned(model: nn.Sequential, folder: Path):
     state = {name: FACTOR * value.detach() for name, value in tower().state_dict().items()}
     model.load_state_dict(state, assign=True)
 
@@ -89,7 +87,7 @@ REPLACED = [(True, write) for write in (_multiplied, _another_tensor, _assigned)
     sweep([(c, w) for c in (False, True) for w in WRITES], [(False, w) for w in WRITES] + REPLACED),
     ids=lambda value: value.__name__.strip("_") if callable(value) else ("eager", "compiled")[value],
 )
-def test_s2_weights_written_in_evaluation(write: Write, compiled: bool, tmp_path: Path) -> None:
+def test_s2_weights_written_in_evaluation(write, compiled, tmp_path):
     found, expected = pair()
     found.eval()
     expected.eval()
@@ -106,7 +104,7 @@ def test_s2_weights_written_in_evaluation(write: Write, compiled: bool, tmp_path
     assert off(after, before) > 0.1
 
 
-def test_s2_first_update_of_an_averaged_model() -> None:
+def test_s2_first_update_of_an_averaged_model():
     """It copies the model's weights into its own, which were evaluated before."""
     found, expected = pair()
     averages = [AveragedModel(model) for model in (found, expected)]
@@ -120,7 +118,7 @@ def test_s2_first_update_of_an_averaged_model() -> None:
         assert_close(averages[0](batch()), expected(batch()))
 
 
-def _trained(model: nn.Module, steps: int, after: Callable[[int], None]) -> None:
+def _trained(model: nn.Module, steps: int, after: Callable[[int], None]):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(steps):
         x = batch(seed=step)
@@ -131,7 +129,7 @@ def _trained(model: nn.Module, steps: int, after: Callable[[int], None]) -> None
 
 
 @pytest.mark.parametrize("how", ["AveragedModel", "deepcopy and lerp_"])
-def test_s3_an_average_that_was_evaluated_early(how: str) -> None:
+def test_s3_an_average_that_was_evaluated_early(how):
     """After each of 30 steps its loss is that of the same weights in a plain copy, by hand."""
     found, _ = pair()
     if how == "AveragedModel":
@@ -142,7 +140,7 @@ def test_s3_an_average_that_was_evaluated_early(how: str) -> None:
     inner = average.module if isinstance(average, AveragedModel) else average
 
     @torch.no_grad()
-    def update(step: int) -> None:
+    def update(step):
         if isinstance(average, AveragedModel):
             average.update_parameters(found)
         else:
@@ -159,7 +157,7 @@ def test_s3_an_average_that_was_evaluated_early(how: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", sweep((False, True), [False]), ids=["eager", "compiled"])
-def test_s4_sgd_by_hand_through_data(compiled: bool) -> None:
+def test_s4_sgd_by_hand_through_data(compiled):
     """200 steps of `p.data -= lr * p.grad`: losses and weights are those of the run by hand.
 
     Two runs in eight bits part slowly, as every rounding that falls to the other side is trained on: the
@@ -189,6 +187,6 @@ def test_s4_sgd_by_hand_through_data(compiled: bool) -> None:
     assert_close(found(batch()), plain(batch()))  # what is reported is what these weights give
 
 
-def test_plans_of_towers_convert_every_layer() -> None:
+def test_plans_of_towers_convert_every_layer():
     plan = plan_of(tower(), batch())
     assert {decision.path for decision in plan.decisions.values()} == {"0", "2", "4", "6"}

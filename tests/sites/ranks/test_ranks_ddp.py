@@ -4,30 +4,14 @@ As under FSDP2 (test_ranks_fsdp2.py), one process that takes both halves of the 
 sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_models import (
-    STEPS,
-    Mixed,
-    adamw,
-    bare_plan,
-    by_halves,
-    left,
-    mixed,
-    on_rank,
-    planned,
-    runs,
-    sgd,
-)
+from rank_models import STEPS, Mixed, adamw, bare_plan, by_halves, left, mixed, on_rank, planned, runs, sgd
 from ranks import on_ranks
-from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +26,7 @@ ROUNDING = 8 * 0.7 * 2**-24  # of float32, in losses near 0.7
 class Skipping(Mixed):
     """Leaves its experts out, so that their parameters are unused."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.cross(torch.relu(self.bottom(x)).mean(1))
         return self.top(x + self.gated(x)).sum(-1)
 
@@ -53,7 +37,7 @@ class Job:
 
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {
             f"{order}, {name}, {make.__name__}": self.trained(rank, order, make, **options)
             for order in ORDERS
@@ -65,16 +49,7 @@ class Job:
         found["skipping"] = self.trained(rank, "wrap first", sgd, model=skipping, find_unused_parameters=True)
         return found
 
-    def trained(
-        self,
-        rank: int,
-        order: str,
-        make: Callable[..., Any],
-        *,
-        model: nn.Module | None = None,
-        backend: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
+    def trained(self, rank, order, make, *, model=None, backend=None, **options):
         model = model or mixed()
         if order == "convert first":
             wrapped = DistributedDataParallel(loka.convert(model, self.plan), **options)
@@ -91,13 +66,13 @@ class Job:
 class Compiled(Job):
     """Buckets of 4 KB, as large as a weight here: DDPOptimizer splits the graph at each."""
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
         found: dict[str, Any] = {}
         for order in ORDERS:
             parts: list[int] = []
 
-            def backend(graph: torch.fx.GraphModule, inputs: Any, parts: list[int] = parts) -> Any:
+            def backend(graph, inputs, parts=parts):
                 parts.append(len(graph.graph.nodes))
                 return lookup_backend("aot_eager")(graph, inputs)
 
@@ -109,11 +84,11 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], make: Callable[..., Any]) -> None:
+def check(rank: int, found: dict[str, Any], make: Callable[..., Any]):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make)]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert found["runs"] == dict.fromkeys(found["runs"], STEPS)
@@ -125,14 +100,12 @@ def check(rank: int, found: dict[str, Any], make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_ranks_train_as_one_process(
-    eager: list[dict[str, Any]], order: str, options: str, make: Callable[..., Any]
-) -> None:
+def test_two_ranks_train_as_one_process(eager, order, options, make):
     for rank in range(2):
         check(rank, eager[rank][f"{order}, {options}, {make.__name__}"], make)
 
 
-def test_sites_that_a_step_leaves_out(eager: list[dict[str, Any]]) -> None:
+def test_sites_that_a_step_leaves_out(eager):
     for rank in range(2):
         found = eager[rank]["skipping"]
         out = {site for site, count in found["runs"].items() if not count}
@@ -143,7 +116,7 @@ def test_sites_that_a_step_leaves_out(eager: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow  # tests/compiler/test_joined_ddp.py compiles under DDP in every run
-def test_compiled_in_parts(tmp_path: Path) -> None:
+def test_compiled_in_parts(tmp_path):
     for rank, found in enumerate(on_ranks(Compiled(bare_plan()), 2, tmp_path)):
         for one in found.values():
             check(rank, one, sgd)

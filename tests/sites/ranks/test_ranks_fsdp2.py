@@ -6,12 +6,9 @@ after the other does the same arithmetic, up to the one addition that makes two 
 losses agree within the rounding of float32. Against one batch of all rows the bound is derived below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +70,7 @@ class Job:
 
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for units in UNITS:
             for order in ORDERS:
@@ -81,15 +78,13 @@ class Job:
                     found[f"{units}, {order}, {make.__name__}"] = self.trained(rank, units, order, make)
         return {**found, "normed": self.normed(), "frozen": self.evaluated()}
 
-    def sharded(self, units: str, order: str) -> nn.Module:
+    def sharded(self, units, order):
         model = mixed()
         if order == "convert first":
             return shard(loka.convert(model, self.plan), units)
         return loka.convert(shard(model, units), self.plan)
 
-    def trained(
-        self, rank: int, units: str, order: str, make: Callable[..., Any], backend: str | None = None
-    ) -> dict[str, Any]:
+    def trained(self, rank, units, order, make, backend=None):
         keys = list(mixed().state_dict())
         model = self.sharded(units, order)
         called = model if backend is None else torch.compile(model, backend=backend)
@@ -108,7 +103,7 @@ class Job:
         found["reverted"] = loss_of(model, *rows(9)).item()
         return found
 
-    def normed(self) -> dict[str, Any]:
+    def normed(self):
         """What another library does to a converted layer, after it was sharded or in its place."""
         model = loka.convert(mixed(), self.plan)
         weight_norm(model.bottom)
@@ -123,7 +118,7 @@ class Job:
             "parametrized": hasattr(model.bottom, "parametrizations"),
         }
 
-    def evaluated(self) -> list[float]:
+    def evaluated(self):
         model = self.sharded("layer", "convert first").eval()
         with torch.no_grad():
             return model(rows(0)[0]).tolist()
@@ -131,7 +126,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled(Job):
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         cases = (("root", "convert first"), ("layer", "shard first"))
         return {
             f"{units}, {order}, sgd": self.trained(rank, units, order, sgd, "aot_eager")
@@ -140,11 +135,11 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]) -> None:
+def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make, apart=units == "layer")]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert set(found["runs"]) == planned(bare_plan())
@@ -162,15 +157,13 @@ def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("units", UNITS)
-def test_two_ranks_train_as_one_process(
-    eager: list[dict[str, Any]], units: str, order: str, make: Callable[..., Any]
-) -> None:
+def test_two_ranks_train_as_one_process(eager, units, order, make):
     for rank in range(2):
         check(rank, eager[rank][f"{units}, {order}, {make.__name__}"], units, make)
 
 
 @pytest.mark.slow  # tests/distributed has regions under FSDP2 in every run
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled(tmp_path):
     found = on_ranks(Compiled(bare_plan()), 2, tmp_path)
     for rank in range(2):
         for case, one in found[rank].items():
@@ -178,7 +171,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_what_is_left_after_revert_is_the_plain_model(eager: list[dict[str, Any]], units: str) -> None:
+def test_what_is_left_after_revert_is_the_plain_model(eager, units):
     """R1: the weights of the run, in a model that LoKA never saw."""
     for rank in range(2):
         found = eager[rank][f"{units}, shard first, sgd"]
@@ -187,7 +180,7 @@ def test_what_is_left_after_revert_is_the_plain_model(eager: list[dict[str, Any]
         assert found["reverted"] == pytest.approx(loss_of(plain, *rows(9)).item(), abs=ROUNDING, rel=0)
 
 
-def test_revert_after_weight_norm_and_sharding(eager: list[dict[str, Any]]) -> None:
+def test_revert_after_weight_norm_and_sharding(eager):
     plain = mixed()
     weight_norm(plain.bottom)
     for rank in range(2):
@@ -199,7 +192,7 @@ def test_revert_after_weight_norm_and_sharding(eager: list[dict[str, Any]]) -> N
         assert found["loss"] == pytest.approx(loss_of(plain, *rows(0)).item(), abs=ROUNDING, rel=0)
 
 
-def test_evaluation_gives_the_outputs_of_one_process(eager: list[dict[str, Any]]) -> None:
+def test_evaluation_gives_the_outputs_of_one_process(eager):
     model = loka.convert(mixed(), bare_plan()).eval()
     with torch.no_grad():
         expected = model(rows(0)[0]).tolist()
@@ -207,9 +200,7 @@ def test_evaluation_gives_the_outputs_of_one_process(eager: list[dict[str, Any]]
         assert eager[rank]["frozen"] == pytest.approx(expected, abs=ROUNDING)
 
 
-def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
-    eager: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(eager, monkeypatch):
     """An e4m3 value is within u = 2^-4 of itself, or within 2^-10 of a scale that is amax / 448. So
 
         |dW^ - dW| <= r |dY| |X|,   r = 2 u + u^2 + 2^-9,   for all rows, and by Cauchy-Schwarz for two halves
@@ -221,7 +212,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
     products: dict[str, list[float]] = {}
     real = Site.__call__
 
-    def watched(self: Site, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def watched(self, x, weight):
         y = real(self, x, weight)
         norm = x.detach().norm().item()
         y.register_hook(lambda dy: products.setdefault(self.name, []).append(dy.norm().item() * norm))
@@ -231,7 +222,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
     model = loka.convert(mixed(), bare_plan())
     slopes: list[float] = []
 
-    def parts(step: int) -> list[Any]:
+    def parts(step):
         slopes.append(0.0)
         return [rows(step)]
 
@@ -250,7 +241,7 @@ def test_a_batch_of_all_rows_within_the_bound_of_grad_weight(
     assert bound < 0.2, "a bound that anything passes says nothing"
 
 
-def test_attention_whose_input_comes_as_three_tensors_fits_either_plan() -> None:
+def test_attention_whose_input_comes_as_three_tensors_fits_either_plan():
     """Probed within FSDP2 it is three sites, and without it one: both plans run all of theirs in both."""
     three = mixed()
     three.apart = True

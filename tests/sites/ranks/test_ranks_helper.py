@@ -1,7 +1,5 @@
 """The helper of these tests itself: whichever rank fails, however it does, is named with its reason, soon."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -48,17 +46,17 @@ def connected(rank: int, folder: Path) -> dict[str, Any]:
 class Changed:
     """Arrives as the job `connected`, at a rank where connecting is another `function` of rank and folder."""
 
-    def __init__(self, function: Any, folder: Path) -> None:
+    def __init__(self, function, folder):
         self.made_by = function, folder
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return _changed, self.made_by
 
 
 def _changed(function: Any, folder: Path) -> Any:
     connect = dist.init_process_group
 
-    def other(*args: Any, rank: int, **settings: Any) -> None:
+    def other(*args, rank, **settings):
         connect(*args, rank=rank, **settings)
         function(rank, folder)
 
@@ -66,12 +64,12 @@ def _changed(function: Any, folder: Path) -> Any:
     return connected
 
 
-def slowly(rank: int, folder: Path) -> None:
+def slowly(rank: int, folder: Path):
     time.sleep(0.5 * rank)
     (folder / f"rank {rank}").touch()
 
 
-def unable(rank: int, folder: Path) -> None:
+def unable(rank: int, folder: Path):
     if rank == 1:
         raise ConnectionError("rank 1 reaches nobody")
 
@@ -86,7 +84,7 @@ def unable(rank: int, folder: Path) -> None:
         (Changed(unable, Path()), ["rank 1: Traceback", "ConnectionError: rank 1 reaches nobody"]),
     ],
 )
-def test_failures_are_told_and_nothing_hangs(job: Any, told: list[str], tmp_path: Path) -> None:
+def test_failures_are_told_and_nothing_hangs(job, told, tmp_path):
     on_ranks(connected, 2, tmp_path)  # the server of forks may take seconds to start
     begin = time.monotonic()
     with pytest.raises(AssertionError) as caught:
@@ -95,7 +93,7 @@ def test_failures_are_told_and_nothing_hangs(job: Any, told: list[str], tmp_path
     assert time.monotonic() - begin < 50
 
 
-def test_a_job_begins_when_all_are_connected(tmp_path: Path) -> None:
+def test_a_job_begins_when_all_are_connected(tmp_path):
     """Or a short one would leave while others still shake hands, and they would fail."""
     everybody = {"connected": ["rank 0", "rank 1"]}
     assert on_ranks(Changed(slowly, tmp_path), 2, tmp_path) == [everybody] * 2

@@ -1,7 +1,5 @@
 """What Probe learns through wrappers, on two ranks: the bare model's sites by the bare model's names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import loka
-from loka.core.records.plan import Plan
 from loka.probe.merging import gather_stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -105,10 +102,10 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 class Training:
     """Trains a converted model within the wrappers that neither of the other files has."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan):
         self.plan = plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, order in (("fsdp1", 0), ("fsdp1", 1), ("fsdp1, flat", 0), ("ddp of checkpoint", 0)):
             model = loka.convert(mixed(), self.plan) if order == 0 else mixed()
@@ -122,12 +119,12 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("wrapper", sorted({*WRAPPERS} - {"fsdp2, layer", "fsdp1, flat"}))
-def test_sites_and_their_names_are_the_bare_models(ranks: list[dict[str, Any]], wrapper: str) -> None:
+def test_sites_and_their_names_are_the_bare_models(ranks, wrapper):
     """Their FLOPs too: half of them, as each rank has half of the rows."""
     bare = told(bare_stats())
     assert bare["names"] == SITES
@@ -142,7 +139,7 @@ def test_sites_and_their_names_are_the_bare_models(ranks: list[dict[str, Any]], 
             assert found["flops"] == bare["flops"] / 2
 
 
-def test_layers_of_fsdp2_hand_attention_three_tensors(ranks: list[dict[str, Any]]) -> None:
+def test_layers_of_fsdp2_hand_attention_three_tensors(ranks):
     """So it multiplies by three chunks, with torch alone too; nothing else has another name."""
     for rank in ranks:
         found = rank["fsdp2, layer"]
@@ -151,7 +148,7 @@ def test_layers_of_fsdp2_hand_attention_three_tensors(ranks: list[dict[str, Any]
         assert found["flops"] == told(bare_stats())["flops"] / 2
 
 
-def test_flat_parameters_of_fsdp1_are_named_as_no_site(ranks: list[dict[str, Any]]) -> None:
+def test_flat_parameters_of_fsdp1_are_named_as_no_site(ranks):
     """Without `use_orig_params` what a module multiplies by is no parameter; linear layers are sites."""
     for rank in ranks:
         found = rank["fsdp1, flat"]
@@ -159,7 +156,7 @@ def test_flat_parameters_of_fsdp1_are_named_as_no_site(ranks: list[dict[str, Any
         assert {"attention", "cross", "gated", "experts"} <= set(found["rest"])
 
 
-def test_effects_are_refused_where_weights_are_sharded(ranks: list[dict[str, Any]]) -> None:
+def test_effects_are_refused_where_weights_are_sharded(ranks):
     for rank in ranks:
         for name in ("fsdp2, root", "fsdp2, layer", "fsdp1", "fsdp1, flat"):
             assert rank[name]["reasons"] == {SHARDED}
@@ -169,7 +166,7 @@ def test_effects_are_refused_where_weights_are_sharded(ranks: list[dict[str, Any
             assert rank[name]["effects"]
 
 
-def test_ranks_merge_site_by_site(ranks: list[dict[str, Any]]) -> None:
+def test_ranks_merge_site_by_site(ranks):
     first, second = (rank["merged"] for rank in ranks)
     assert first == second
     assert first["names"] == SITES
@@ -178,7 +175,7 @@ def test_ranks_merge_site_by_site(ranks: list[dict[str, Any]]) -> None:
     assert first["rows"]["top.0"] == 2 * BATCH
 
 
-def test_one_plan_for_what_is_wrapped_otherwise(tmp_path: Path) -> None:
+def test_one_plan_for_what_is_wrapped_otherwise(tmp_path):
     """FSDP1 before and after `convert`, and activation checkpoints inside DDP, which recompute sites."""
     plan = bare_plan()
     for rank, found in enumerate(on_ranks(Training(plan), 2, tmp_path)):

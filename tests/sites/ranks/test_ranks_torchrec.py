@@ -4,10 +4,7 @@ Tables lie whole on either rank and learn by SGD in their backward, dense parame
 half of the rows, so one process that takes the halves in turn does the same sums (test_ranks_fsdp2.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +36,11 @@ def build(name: str = "torchrec_dlrm_train") -> nn.Module:
 class Bare(nn.Module):
     """DLRM_DCN inside DMP, called with its features; the loss is outside."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.held = model
 
-    def forward(self, batch: Any) -> tuple[torch.Tensor]:
+    def forward(self, batch):
         logits = self.held(batch.dense_features, batch.sparse_features).squeeze(-1)
         return (nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()),)
 
@@ -114,7 +111,7 @@ class Job:
 
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {
             f"{order}, {way}": self.trained(rank, order, way) for order in ORDERS for way in WAYS
         }
@@ -133,7 +130,7 @@ class Job:
         }
         return found
 
-    def bare(self, rank: int, order: str) -> dict[str, Any]:
+    def bare(self, rank, order):
         """DLRM_DCN by itself, with a plan of its own that was probed within DMP."""
         path = TABLES.removeprefix("model.")
         wrapped = sharded(build("torchrec_dlrm_dcn"), path=path)
@@ -145,7 +142,7 @@ class Job:
         losses = by_hand(Bare(model), torch.optim.SGD(dense(model), LR), [[batch]] * STEPS)
         return {"losses": [loss for (loss,) in losses], "runs": runs(model), "left": left(loka.revert(model))}
 
-    def trained(self, rank: int, order: str, way: str) -> dict[str, Any]:
+    def trained(self, rank, order, way):
         from torchrec.distributed import train_pipeline
 
         if order == "convert first":
@@ -185,17 +182,17 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def plan(stats: loka.Stats) -> Plan:
+def plan(stats) -> Plan:
     return forced(stats)
 
 
 @pytest.fixture(scope="module")
-def ranks(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(plan, tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Job(plan), 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def alone(plan: Plan) -> list[list[float]]:
+def alone(plan) -> list[list[float]]:
     """Losses [STEPS][2] of one process. Its tables learn by the same SGD."""
     model = loka.convert(build(), plan)
     return by_hand(model, torch.optim.SGD(model.parameters(), LR), [[half(0), half(1)]] * STEPS)
@@ -203,9 +200,7 @@ def alone(plan: Plan) -> list[list[float]]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_ranks_train_as_one_process(
-    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str, way: str
-) -> None:
+def test_two_ranks_train_as_one_process(ranks, alone, plan, order, way):
     for rank in range(2):
         found = ranks[rank][f"{order}, {way}"]
         assert found["losses"] == pytest.approx([both[rank] for both in alone], abs=ROUNDING, rel=0)
@@ -216,9 +211,7 @@ def test_two_ranks_train_as_one_process(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_dlrm_dcn_by_itself_with_a_plan_from_within(
-    ranks: list[dict[str, Any]], alone: list[list[float]], plan: Plan, order: str
-) -> None:
+def test_dlrm_dcn_by_itself_with_a_plan_from_within(ranks, alone, plan, order):
     """Its names are those of DLRMTrain without `model`, its losses the same."""
     for rank in range(2):
         found = ranks[rank][f"{order}, DLRM_DCN"]
@@ -227,9 +220,7 @@ def test_dlrm_dcn_by_itself_with_a_plan_from_within(
         assert not found["left"]
 
 
-def test_a_probe_through_the_wrapper_has_the_bare_names(
-    ranks: list[dict[str, Any]], stats: loka.Stats
-) -> None:
+def test_a_probe_through_the_wrapper_has_the_bare_names(ranks, stats):
     assert stats.coverage is not None
     assert stats.coverage.seen == 1
     assert {layer.no_effect for layer in stats.layers.values()} == {""}

@@ -4,10 +4,7 @@ Losses by plan are compared with those of tables that lie whole on one rank each
 in docs/torchrec.md is of this file.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ CODECS = ("fp16", "bf16", "fp8", "int8")
 class Tried:
     plan: Plan
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name in (*SHARDINGS, *CODECS):
             kind, codec = (name, "") if name in SHARDINGS else ("table_wise", name)
@@ -54,13 +51,13 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def tried(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def tried(plan, tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(Tried(plan), 2, tmp_path_factory.mktemp("tried"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SHARDINGS, *CODECS])
-def test_converted_layers_run_behind_any_tables(tried: list[dict[str, Any]], plan: Plan, name: str) -> None:
+def test_converted_layers_run_behind_any_tables(tried, plan, name):
     """What exchanges in 16 or 8 bits moves losses by what its rounding does to embeddings of 0.1."""
     atol = {"fp16": 1e-3, "bf16": 1e-3, "int8": 1e-2}.get(name, ROUNDING)
     for rank in tried:

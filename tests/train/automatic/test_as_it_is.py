@@ -1,10 +1,7 @@
 """Statistics of a model that is not trained; which rows of a run are unused; `--auto` before it plans."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from loka.train.length import Length, unused_batches
 ROWS = RandomRows(16 * 30)
 
 
-def test_learning_leaves_the_model_as_it_is() -> None:
+def test_learning_leaves_the_model_as_it_is():
     model = tower(0)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     stats = learn(model, ROWS, config=CONFIG, base_rate=0.3)
@@ -43,7 +40,7 @@ def test_learning_leaves_the_model_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("step", "epochs", "left"), [(0, 1, 30), (9, 1, 21), (9, 3, 21), (30, 3, 0), (45, 3, 0)]
 )
-def test_unused_rows_are_those_of_the_first_epoch(step: int, epochs: int, left: int) -> None:
+def test_unused_rows_are_those_of_the_first_epoch(step, epochs, left):
     config = TrainConfig(batch_size=16, epochs=epochs)
     found = list(unused_batches(ROWS, config, Length.of(ROWS, config), step=step))
     assert len(found) == left
@@ -53,7 +50,7 @@ def test_unused_rows_are_those_of_the_first_epoch(step: int, epochs: int, left: 
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
+def seen(monkeypatch) -> list[Stats]:
     found: list[Stats] = []
     plan = auto_module.measure
     monkeypatch.setattr(auto_module, "measure", lambda stats, **o: found.append(stats) or plan(stats, **o))
@@ -61,7 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
 
 
 @pytest.mark.parametrize("step", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
-def test_auto_plans_by_fresh_rows(step: str, seen: list[Stats], tmp_path: Path) -> None:
+def test_auto_plans_by_fresh_rows(step, seen, tmp_path):
     said: list[str] = []
     config = replace(CONFIG, step=step)
     train(tower(0), ROWS, config=config, callback=Auto(AUTO, folder=tmp_path, say=said.append))
@@ -71,16 +68,16 @@ def test_auto_plans_by_fresh_rows(step: str, seen: list[Stats], tmp_path: Path) 
     assert all(effect.log_variance > 0 for effect in effects), "training goes on, and H is counted"
 
 
-def test_auto_without_fresh_rows_says_so(seen: list[Stats]) -> None:
+def test_auto_without_fresh_rows_says_so(seen):
     said: list[str] = []
     rows = RandomRows(16 * 5)
     train(tower(0), rows, config=replace(CONFIG, epochs=6), callback=Auto(AUTO, say=said.append))
     assert any("no row is left that was not trained on" in line for line in said)
 
 
-def test_auto_promises_nothing_on_labels_that_are_all_equal(seen: list[Stats]) -> None:
+def test_auto_promises_nothing_on_labels_that_are_all_equal(seen):
     class Clickless(RandomRows):
-        def batches(self, batch_size: int, *, start: int = 0):
+        def batches(self, batch_size, *, start=0):
             for batch in super().batches(batch_size, start=start):
                 yield replace(batch, label=torch.zeros_like(batch.label))
 
@@ -91,7 +88,7 @@ def test_auto_promises_nothing_on_labels_that_are_all_equal(seen: list[Stats]) -
     assert auto.plan.budget.ne == NE_ALLOWED
 
 
-def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch):
     """Up to the plan, which may differ: so FP8 is kept out here."""
     quiet = replace(AUTO, budget=Budget(keep=("*",)))
     with_it, without = tower(0), tower(0)
@@ -101,5 +98,5 @@ def test_training_with_a_renewal_is_bitwise_training_without(monkeypatch: pytest
         assert torch.equal(a, b)
 
 
-def test_an_effect_that_is_known_exactly_has_no_variance() -> None:
+def test_an_effect_that_is_known_exactly_has_no_variance():
     assert Effect.of([2.0] * 9, [[0.1]] * 9).sampling_variance == 0

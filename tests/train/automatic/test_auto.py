@@ -1,7 +1,5 @@
 """One run from a cold start to FP8: its phases, and being killed in each of them."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -45,7 +43,7 @@ def run(
     return model, auto, result, said
 
 
-def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
+def test_from_a_cold_start_to_fp8(tmp_path):
     model, auto, result, said = run(folder=tmp_path)
     assert auto.phase == "fp8"
     assert list(sites_of(model)) == ["mlp.0", "mlp.4", "mlp.6", "side"]
@@ -72,8 +70,8 @@ def test_from_a_cold_start_to_fp8(tmp_path: Path) -> None:
     assert {float(state["step"]) for state in states.values()} == {STEPS}, "the same Adam all the way"
 
 
-def test_until_it_converts_it_is_the_bf16_run(tmp_path: Path) -> None:
-    def stop(step: int) -> None:
+def test_until_it_converts_it_is_the_bf16_run(tmp_path):
+    def stop(step):
         if step == PROBED:
             raise KeyboardInterrupt
 
@@ -112,10 +110,10 @@ def whole() -> Any:
         pytest.param(29, marks=pytest.mark.slow),
     ],
 )
-def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: int | str) -> None:
+def test_killed_in_any_phase_it_goes_on_there(tmp_path, whole, stop):
     """The same weights, counts, metrics and plan as without."""
 
-    def killed(step: int) -> None:
+    def killed(step):
         if step == stop:
             raise KilledWhileMeasuring  # nothing is saved: it goes on from the last checkpoint
 
@@ -137,8 +135,8 @@ def test_killed_in_any_phase_it_goes_on_there(tmp_path: Path, whole: Any, stop: 
     assert [event.phase for event in events] == ["probe", "measure", "fp8", "end"]
 
 
-def test_ctrl_c_ends_a_measurement(tmp_path: Path) -> None:
-    def pressing(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+def test_ctrl_c_ends_a_measurement(tmp_path):
+    def pressing(items, description, total):
         for item in items:
             signal.raise_signal(signal.SIGINT)
             yield item
@@ -152,10 +150,10 @@ def test_ctrl_c_ends_a_measurement(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "checkpoints").state["beside"]["phase"] == "measure"
 
 
-def test_the_probe_ends_when_it_knows_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_ends_when_it_knows_enough(monkeypatch):
     looked = []
 
-    def width(stats: Stats) -> float:
+    def width(stats):
         looked.append(stats.sampled_steps)
         return 3.0 if len(looked) == 1 else 1.2
 
@@ -166,7 +164,7 @@ def test_the_probe_ends_when_it_knows_enough(monkeypatch: pytest.MonkeyPatch) ->
     assert auto.timeline.events[1].step == 8
 
 
-def test_how_narrow_effects_are() -> None:
+def test_how_narrow_effects_are():
     """What a budget is charged, over the estimate; of layers that do not say, nothing."""
     assert relative_width(with_effects(terms=[1.0] * 50)) == pytest.approx(1.0)
     wide = relative_width(with_effects(terms=[0.0] * 40 + [5.0] * 10))
@@ -186,12 +184,12 @@ def with_effects(terms: list[float] | None) -> Stats:
     return replace(stats, layers=layers)
 
 
-def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path: Path) -> None:
+def test_the_default_budget_is_one_of_ne_where_effects_are_known(tmp_path):
     _, auto, _, _ = run(replace(AUTO, budget=None))
     assert auto.plan.budget == Budget(ne=NE_ALLOWED, regions=False)  # steps are eager
 
 
-def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path: Path) -> None:
+def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path):
     plain = tower()
     train(plain, ROWS, config=CONFIG)
     model, auto, result, _ = run(replace(AUTO, budget=Budget(keep=("*",))), folder=tmp_path)
@@ -202,8 +200,8 @@ def test_where_nothing_may_be_fp8_it_stays_in_bf16(tmp_path: Path) -> None:
     assert digest(model.state_dict()) == digest(plain.state_dict())
 
 
-def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any) -> None:
+def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch):
+    def wrong(*args):
         raise WrongResults("a kernel of this plan returns wrong numbers here")
 
     monkeypatch.setattr("loka.train.run.convert", wrong)
@@ -214,19 +212,19 @@ def test_a_plan_that_cannot_run_is_said_and_bf16_goes_on(monkeypatch: pytest.Mon
     assert not sites_of(model)
 
 
-def test_a_mistake_is_an_error(tmp_path: Path) -> None:
+def test_a_mistake_is_an_error(tmp_path):
     with pytest.raises(UnknownName, match="nonsense"):
         run(replace(AUTO, candidates=("nonsense:rowwise_e4m3",)))
 
 
-def test_another_budget_is_another_run(tmp_path: Path) -> None:
+def test_another_budget_is_another_run(tmp_path):
     run(folder=tmp_path)
     with pytest.raises(CheckpointRefused, match=r"beside\.auto\.budget\.keep"):
         run(replace(AUTO, budget=replace(AUTO.budget, keep=("mlp.0",))), folder=tmp_path)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_graphs(tmp_path: Path) -> None:
+def test_on_a_gpu_in_graphs(tmp_path):
     """Of two phases each captures its own graph, with tables beside it; NE stays that of bf16."""
     rows = SyntheticClicks(rows=256 * 80, seed=0)
     config = TrainConfig(batch_size=256, device="cuda", step="graph", log_every=20, checkpoint_every=20)
@@ -256,6 +254,6 @@ def test_on_a_gpu_in_graphs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"least_steps": 0}, {"most_steps": 0}, {"width": 1.0}])
-def test_config_refuses(wrong: dict[str, Any]) -> None:
+def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         AutoConfig(**wrong)

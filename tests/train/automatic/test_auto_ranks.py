@@ -1,7 +1,5 @@
 """`--auto` on two ranks, each with rows of its own: one plan, one set of weights. Over gloo."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -17,11 +15,9 @@ import torch.distributed as dist
 from fp8_run import AUTO, PROBED, digest, tower
 from ranks import on_ranks
 from small_run import RandomRows
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.exceptions import WrongResults
-from loka.core.records.plan import Plan
 from loka.nn import sites_of
 from loka.train import train
 from loka.train.automatic.auto import Auto, AutoConfig
@@ -66,7 +62,7 @@ class Killed(Exception):
 def resumed(rank: int, folder: Path) -> dict[str, Any]:
     """Both are killed just after they converted, before that was saved: they measure again."""
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == PROBED + 1:
             raise Killed
 
@@ -102,8 +98,8 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
     }
     real = runs.convert
 
-    def unable(error: Exception) -> Any:
-        def convert(model: nn.Module, plan: Plan) -> None:
+    def unable(error):
+        def convert(model, plan):
             if rank == 1:
                 raise error
             real(model, plan)
@@ -130,23 +126,23 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 
-def test_two_ranks_turn_to_fp8_as_one(ranks: list[dict[str, Any]]) -> None:
+def test_two_ranks_turn_to_fp8_as_one(ranks):
     first, second = (rank["straight"] for rank in ranks)
     assert first["alike"] == second["alike"]
     assert first["ne"] != second["ne"], "their rows differ"
     assert first["alike"]["phases"] == [("probe", 0), ("measure", PROBED), ("fp8", PROBED), ("end", STEPS)]
 
 
-def test_they_go_on_from_the_newest_step(ranks: list[dict[str, Any]]) -> None:
+def test_they_go_on_from_the_newest_step(ranks):
     for rank in ranks:
         assert rank["resumed"] == rank["straight"]
 
 
-def test_a_rank_that_fails_stops_the_other(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_fails_stops_the_other(ranks):
     first, second = (rank["failures"] for rank in ranks)
     assert first["measuring"] == "Killed: the disk of rank 0 is full"
     assert second["measuring"].startswith("RankFailed: ")
@@ -155,13 +151,13 @@ def test_a_rank_that_fails_stops_the_other(ranks: list[dict[str, Any]]) -> None:
     assert "rank 1: RuntimeError: out of luck" in first["converting"]
 
 
-def test_where_one_cannot_run_the_plan_both_stay_in_bf16(ranks: list[dict[str, Any]]) -> None:
+def test_where_one_cannot_run_the_plan_both_stay_in_bf16(ranks):
     note = "stays in bf16: rank 1: a kernel is wrong here"
     for rank in ranks:
         assert rank["failures"]["bf16"] == ("bf16", None, {}, note)
 
 
-def test_what_does_not_train_as_one_is_said(ranks: list[dict[str, Any]]) -> None:
+def test_what_does_not_train_as_one_is_said(ranks):
     for rank in ranks:
         assert "different numbers of steps" in rank["failures"]["length"]
         assert "rank 1: 5 steps" in rank["failures"]["length"]

@@ -1,7 +1,5 @@
 """The joint effect of a plan, against the same computed by hand, and the model left as it was."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -19,7 +17,7 @@ from loka.core.records.plan import Decision, Plan
 from loka.kernels.gemm.run import run_gemm
 from loka.nn import sites_of
 from loka.nn.linears import signature
-from loka.train.automatic.joint_effect import Forward, JointEffect, joint_effect
+from loka.train.automatic.joint_effect import JointEffect, joint_effect
 
 ROW, TENSOR = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
@@ -51,11 +49,7 @@ def plan_of(model: nn.Module, candidates: dict[str, str], *, ne: float | None = 
         )
         decisions[decision.site] = decision
     return Plan(
-        model=signature(model),
-        machine=fingerprint("cpu"),
-        budget=Budget(),
-        timed=False,
-        decisions=decisions,
+        model=signature(model), machine=fingerprint("cpu"), budget=Budget(), timed=False, decisions=decisions
     )
 
 
@@ -75,7 +69,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, recipes: dict[int, str]) -> torch
 
 
 @pytest.mark.parametrize("tasks", [1, 3])
-def test_it_is_the_divergence_over_the_entropy(tasks: int) -> None:
+def test_it_is_the_divergence_over_the_entropy(tasks):
     model, x = build(tasks), rows(256)
     found = joint_effect(model, plan_of(model, {"0": ROW, "4": TENSOR}), [x[:100], x[100:]], forward=forward)
     with torch.no_grad():
@@ -93,7 +87,7 @@ def test_it_is_the_divergence_over_the_entropy(tasks: int) -> None:
     assert found.measured.value > 0
 
 
-def test_the_model_is_put_back() -> None:
+def test_the_model_is_put_back():
     model, x = build(), rows(64)
     model.train()
     model[1].eval()
@@ -103,7 +97,7 @@ def test_the_model_is_put_back() -> None:
     assert torch.equal(model(x), before)
     assert [module.training for module in model] == [True, False, True, True, True]
 
-    def broken(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def broken(model, x):
         if sites_of(model):
             raise RuntimeError("in the middle")
         return model(x)
@@ -114,13 +108,13 @@ def test_the_model_is_put_back() -> None:
     assert model.training
 
 
-def test_nothing_in_fp8_costs_nothing() -> None:
+def test_nothing_in_fp8_costs_nothing():
     model = build()
     assert joint_effect(model, plan_of(model, {}), [rows(64)], forward=forward).measured.value == 0
 
 
-def test_the_gate() -> None:
-    def made(measured: float, predicted: float | None, **others: object) -> JointEffect:
+def test_the_gate():
+    def made(measured, predicted, **others):
         return JointEffect(
             measured=Estimate(measured, measured * 0.9, measured * 1.1),
             predicted=None if predicted is None else Estimate(predicted, predicted, predicted),
@@ -143,13 +137,13 @@ def test_the_gate() -> None:
     assert "ABOVE the budget" in str(made(1e-5, 1e-5, budget=1.05e-5))
 
 
-def test_sites_run_by_the_recipes_of_the_plan() -> None:
+def test_sites_run_by_the_recipes_of_the_plan():
     model = build()
     plan = plan_of(model, {"0": TENSOR, "2": ROW, "4": "cublaslt:rowwise_e4m3@3"})
     assert plan.output_recipes == {"0": "tensorwise_e4m3", "2": "rowwise_e4m3", "4": "rowwise_e4m3"}
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_what_cannot_be_compared_is_refused():
     model = build()
     plan = plan_of(model, {"0": ROW})
     with pytest.raises(PlanMismatch, match="other linear layers"):
@@ -163,12 +157,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
         joint_effect(model, plan, [rows(8)], forward=forward)
 
 
-def test_probabilities_are_not_taken_for_logits() -> None:
+def test_probabilities_are_not_taken_for_logits():
     """They would be squeezed into 0.5 to 0.73, and the effect with them."""
     model, x = build(), rows(256)
     plan = plan_of(model, {"0": ROW})
 
-    def probabilities(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def probabilities(model, x):
         return model(x).sigmoid()
 
     with pytest.raises(DataRefused, match=r"give forward= that returns logits"):
@@ -180,7 +174,7 @@ def test_probabilities_are_not_taken_for_logits() -> None:
     )
 
 
-def test_a_known_base_rate_sets_the_entropy() -> None:
+def test_a_known_base_rate_sets_the_entropy():
     model, x = build(3), rows(256)
     plan = plan_of(model, {"0": ROW})
     fair, rare = (joint_effect(model, plan, [x], forward=forward, base_rate=q) for q in (0.5, 0.03))
@@ -200,14 +194,14 @@ def test_a_known_base_rate_sets_the_entropy() -> None:
         (None, "a batch is a Tensor, which has no `dense` and `sparse`"),
     ],
 )
-def test_what_is_no_batch_of_logits_is_refused(take: Forward | None, told: str) -> None:
+def test_what_is_no_batch_of_logits_is_refused(take, told):
     model = build()
     with pytest.raises(DataRefused, match=told) as refused:
         joint_effect(model, plan_of(model, {"0": ROW}), [rows(8)], forward=take)
     assert "forward=" in str(refused.value)
 
 
-def test_a_batch_without_rows_is_refused() -> None:
+def test_a_batch_without_rows_is_refused():
     model = build()
     with pytest.raises(DataRefused, match="no rows"):
         joint_effect(model, plan_of(model, {"0": ROW}), [rows(8), rows(0)], forward=forward)

@@ -1,7 +1,5 @@
 """A run of several ranks that is killed, and what as many or other ranks, or one process, make of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -89,7 +87,7 @@ def run(folder: Path, plan: Plan | None, engine: str, **others: Any) -> Seen:
     seen = Seen({}, None, model)
     real = Run.restore
 
-    def restore(self: Run, *found: Any) -> None:
+    def restore(self, *found):
         real(self, *found)
         seen.state = {
             name: digest(whole(tensor))
@@ -126,7 +124,7 @@ def ended(seen: Seen) -> dict[str, Any]:
 
 
 def die_at(step: int, rank: int) -> Callable[[int], None]:
-    def on_step(done: int) -> None:
+    def on_step(done):
         if done == step and world()[0] == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(folder, reason, damage):
 class Payload:
     """Unpickling it would create a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
     def __reduce__(self):

@@ -1,7 +1,5 @@
 """A run by a plan resumes bit for bit, counts included, from its checkpoint alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -71,7 +69,7 @@ def rest(server: Connection) -> list[str]:
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_no_bit(tmp_path: Path, server: Connection) -> None:
+def test_twenty_kills_change_no_bit(tmp_path, server):
     """SIGKILL some steps and a part of a step or of a save after the start, twenty times over. Weights,
     optimizers, counters, metrics, random state and plan end as without."""
     moments, reached, resumed = random.Random(0), 0, 0
@@ -100,14 +98,14 @@ ROWS = RandomRows(16 * 8)
 
 
 def stop_at(wanted: int):
-    def on_step(step: int) -> None:
+    def on_step(step):
         if step == wanted:
             raise KeyboardInterrupt
 
     return on_step
 
 
-def test_resuming_puts_the_counts_back(tmp_path: Path, plan: Plan) -> None:
+def test_resuming_puts_the_counts_back(tmp_path, plan):
     straight, halves = tower(), tower()
     train(straight, ROWS, config=CONFIG, plan=plan)
     with pytest.raises(KeyboardInterrupt):
@@ -120,7 +118,7 @@ def test_resuming_puts_the_counts_back(tmp_path: Path, plan: Plan) -> None:
     assert digest(resumed.state_dict()) == digest(straight.state_dict())
 
 
-def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path: Path, plan: Plan) -> None:
+def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path, plan):
     first, again = tower(), tower(seed=1)
     for model in (first, again):
         train(model, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
@@ -129,7 +127,7 @@ def test_a_finished_run_by_a_plan_evaluates_alike(tmp_path: Path, plan: Plan) ->
     assert np.array_equal(*logits)
 
 
-def test_a_checkpoint_names_no_module_of_ours(tmp_path: Path, plan: Plan) -> None:
+def test_a_checkpoint_names_no_module_of_ours(tmp_path, plan):
     """Files may move: nothing that is read again says where a class of LoKA stood when it was written."""
     train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path / "run")
     plan.save(tmp_path / "plan.json")
@@ -140,7 +138,7 @@ def test_a_checkpoint_names_no_module_of_ours(tmp_path: Path, plan: Plan) -> Non
         assert not found, (path, found)
 
 
-def test_a_checkpoint_holds_its_plan(tmp_path: Path, plan: Plan) -> None:
+def test_a_checkpoint_holds_its_plan(tmp_path, plan):
     train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
     found = load_newest(tmp_path)
     assert plan_in(found.state).to_json() == plan.to_json()
@@ -150,15 +148,15 @@ def test_a_checkpoint_holds_its_plan(tmp_path: Path, plan: Plan) -> None:
         train(tower(), ROWS, config=CONFIG, checkpoints=tmp_path)
 
 
-def test_a_full_disk_for_a_while_costs_no_step(tmp_path: Path, plan: Plan, monkeypatch) -> None:
+def test_a_full_disk_for_a_while_costs_no_step(tmp_path, plan, monkeypatch):
     real, full = os.fsync, []
 
-    def fsync(handle: int) -> None:
+    def fsync(handle):
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    def fill(step: int) -> None:
+    def fill(step):
         full[:] = [True] if 4 <= step < 7 else []
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -171,11 +169,11 @@ def test_a_full_disk_for_a_while_costs_no_step(tmp_path: Path, plan: Plan, monke
     assert digest(model.state_dict()) == digest(straight.state_dict())
 
 
-def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path, monkeypatch) -> None:
-    def full(handle: int) -> None:
+def test_a_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
+    def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def fill(step: int) -> None:
+    def fill(step):
         if step == 7:
             monkeypatch.setattr(os, "fsync", full)
 
@@ -183,7 +181,7 @@ def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path, monkeypatch) -> None
         train(tower(), ROWS, config=CONFIG, checkpoints=tmp_path, on_step=fill)
 
 
-def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path: Path, plan: Plan) -> None:
+def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path, plan):
     straight, model = tower(), tower(seed=1)
     train(straight, ROWS, config=CONFIG, plan=plan, checkpoints=tmp_path)
     newest = tmp_path / "step-00000008" / "state.pt"
@@ -197,7 +195,7 @@ def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path: Path, plan: Pla
     assert fp8_runs(model) == fp8_runs(straight)
 
 
-def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
+def aged(folder: Path, plan: Plan, **of_plan: Any):
     """Makes the newest checkpoint one of a version that could run several layers as one, under a drift
     guard."""
     path = load_newest(folder).path
@@ -217,12 +215,12 @@ def aged(folder: Path, plan: Plan, **of_plan: Any) -> None:
     write_record(path / "manifest.json", kind=record["kind"], version=record["version"], content=content)
 
 
-def halfway(folder: Path, plan: Plan) -> None:
+def halfway(folder: Path, plan: Plan):
     with pytest.raises(KeyboardInterrupt):
         train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=folder, on_step=stop_at(5))
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, plan: Plan) -> None:
+def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, plan):
     straight, resumed = tower(), tower(seed=1)
     train(straight, ROWS, config=CONFIG, plan=plan)
     halfway(tmp_path, plan)
@@ -233,9 +231,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, plan: Plan) 
     assert digest(resumed.state_dict()) == digest(straight.state_dict())
 
 
-def test_a_checkpoint_of_an_earlier_version_that_ran_layers_together_is_refused(
-    tmp_path: Path, plan: Plan
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_that_ran_layers_together_is_refused(tmp_path, plan):
     halfway(tmp_path, plan)
     aged(tmp_path, plan, chains={"mlp.0": {"recipe": "e4m3_row"}})
     with pytest.raises(FileRefused, match=r"(?s)earlier version.*chains: mlp\.0.*plan again from its report"):

@@ -1,7 +1,5 @@
 """A run of two ranks with two labels goes on in one process: what was counted of each task goes with it."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +36,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     return trained(folder / "run")
 
 
-def test_counts_of_each_task_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_counts_of_each_task_are_those_of_all_ranks(tmp_path):
     ranks = on_ranks(on_rank, 2, tmp_path)
     steps = sorted((tmp_path / "run").glob("step-*"))
     assert [step.name for step in steps[-2:]] == ["step-00000008", "step-00000010"]

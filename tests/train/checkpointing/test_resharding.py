@@ -3,8 +3,6 @@
 Over gloo, under FSDP2 with FP8 gathers and under DistributedDataParallel.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -42,7 +40,7 @@ class Straight:
     engine: str
     killed: tuple[Path, ...]
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         seen = run(folder / "straight", self.plan, self.engine)
         found = {"straight": ended(seen), "gathering": str(seen.result.gathering)}
         for path in self.killed:
@@ -59,13 +57,13 @@ class Killed:
     engine: str
     saving: bool = False
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         if not self.saving:
             run(folder / "run", self.plan, self.engine, on_step=die_at(SAVED + 1, rank=2))
             return {}
         real = sharded.write_state
 
-        def write_state(file: Path, state: Any) -> None:
+        def write_state(file, state):
             if rank == 2 and f"{SAVED + EVERY:08d}" in str(file):
                 file.write_bytes(b"half")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +80,7 @@ class Resumed:
     engine: str
     path: Path
 
-    def __call__(self, rank: int, folder: Path) -> dict[str, Any]:
+    def __call__(self, rank, folder):
         seen = run(self.path, self.plan, self.engine)
         return {"state": seen.state, "end": ended(seen)}
 
@@ -93,7 +91,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture(scope="module", params=["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
-def runs(request: Any, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request, plan, tmp_path_factory) -> dict[str, Any]:
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):
         (folder / name).mkdir()
@@ -122,7 +120,7 @@ def as_saved(path: Path, folder: Path) -> dict[str, str]:
     return {name: digest(value) for name, value in torch.load(folder / "whole.pt").items()}
 
 
-def test_as_many_ranks_go_on_bit_for_bit(runs: dict[str, Any]) -> None:
+def test_as_many_ranks_go_on_bit_for_bit(runs):
     for found in runs["four"]:
         straight = found["straight"]
         assert straight.pop("resumed") is None
@@ -138,7 +136,7 @@ def test_as_many_ranks_go_on_bit_for_bit(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["two", "one"])
-def test_other_ranks_go_on_from_the_same_numbers(runs: dict[str, Any], ranks: str) -> None:
+def test_other_ranks_go_on_from_the_same_numbers(runs, ranks):
     """Weights and optimizer state bit for bit, and in the end as many rows as four ranks train on."""
     step = runs["left"] / f"step-{SAVED:08d}"
     saved = as_saved(step, runs["folder"])
@@ -152,12 +150,12 @@ def test_other_ranks_go_on_from_the_same_numbers(runs: dict[str, Any], ranks: st
     assert sum(found["end"]["rows"] for found in every) == sum(found["rows"] for found in straight)
 
 
-def test_fp8_weights_travel_in_bytes(runs: dict[str, Any]) -> None:
+def test_fp8_weights_travel_in_bytes(runs):
     told = runs["four"][0]["gathering"]
     assert ("mlp.0.weight" in told) == (runs["engine"] == "fsdp2")
 
 
-def test_one_process_reads_the_whole_model(runs: dict[str, Any]) -> None:
+def test_one_process_reads_the_whole_model(runs):
     """As `loka serve` and `loka probe` do."""
     found = load_one(runs["left"])
     model = tower(seed=3)
@@ -179,7 +177,7 @@ def damaged(runs: dict[str, Any], tmp_path: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp", "rank-3.pt", "manifest.json"])
-def test_the_one_before_a_damaged_one_is_used(runs: dict[str, Any], tmp_path: Path, name: str) -> None:
+def test_the_one_before_a_damaged_one_is_used(runs, tmp_path, name):
     reason = "it is not complete JSON" if name == "manifest.json" else f"the checksum of {name} differs"
     found = load_newest(damaged(runs, tmp_path, name))
     assert found.step == SAVED - EVERY
@@ -187,21 +185,21 @@ def test_the_one_before_a_damaged_one_is_used(runs: dict[str, Any], tmp_path: Pa
 
 
 class Payload:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (Path.touch, (self.path,))
 
 
-def test_code_in_metadata_is_not_run(tmp_path: Path) -> None:
+def test_code_in_metadata_is_not_run(tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     with pytest.raises(Exception, match="code from a checkpoint is not run"):
         sharded._metadata(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_metadata_of_dcp_loads(tmp_path: Path) -> None:
+def test_metadata_of_dcp_loads(tmp_path):
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.zeros(2, 2, dtype=torch.int64)}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     found = sharded._metadata(tmp_path).state_dict_metadata
@@ -212,7 +210,7 @@ def with_a_full_disk(rank: int, folder: Path) -> dict[str, Any]:
     """Of rank 1, at the first save."""
     real = sharded.write_state
 
-    def write_state(file: Path, state: Any) -> None:
+    def write_state(file, state):
         if rank == 1 and f"{EVERY:08d}" in str(file):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(file, state)
@@ -225,7 +223,7 @@ def with_a_full_disk(rank: int, folder: Path) -> dict[str, Any]:
     return {"unsaved": seen.result.unsaved, "left": sorted(path.name for path in (folder / "run").iterdir())}
 
 
-def test_a_full_disk_of_one_rank_is_told_by_all_and_costs_no_step(tmp_path: Path) -> None:
+def test_a_full_disk_of_one_rank_is_told_by_all_and_costs_no_step(tmp_path):
     first, second = on_ranks(with_a_full_disk, 2, tmp_path)
     for found in (first, second):
         (line,) = found["unsaved"]
@@ -250,9 +248,7 @@ IDENTITY = {"config": {"batch_size": 64}, "source": {"identity": "a", "rows": 12
         ([{**IDENTITY, "config": {"batch_size": 32}}] * 4, 2, "batch_size: 32 in the checkpoint, 64 now"),
     ],
 )
-def test_what_other_ranks_cannot_go_on_with_is_refused(
-    tmp_path: Path, identities: list[dict[str, Any]], steps: int, says: str
-) -> None:
+def test_what_other_ranks_cannot_go_on_with_is_refused(tmp_path, identities, steps, says):
     manifest = sharded.Manifest(3, steps, 4, {}, tuple(identities))
     with pytest.raises(CheckpointRefused, match=says):
         sharded.require_same_run(tmp_path, manifest, IDENTITY, steps=2)
@@ -260,7 +256,7 @@ def test_what_other_ranks_cannot_go_on_with_is_refused(
     sharded.require_same_run(tmp_path, alike, IDENTITY, steps=2)
 
 
-def test_folders_of_ranks_are_refused(tmp_path: Path) -> None:
+def test_folders_of_ranks_are_refused(tmp_path):
     (tmp_path / "rank-1" / "step-00000003").mkdir(parents=True)
     with pytest.raises(
         CheckpointRefused, match=r"(?s)folder of checkpoints for each rank.*version that began it"

@@ -61,8 +61,7 @@ def test_interrupt_saves_the_completed_step_and_resumes_exactly(tmp_path, precis
 
 
 @pytest.mark.parametrize(
-    ("number", "usual"),
-    [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)],
+    ("number", "usual"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)]
 )
 def test_a_signal_in_the_middle_of_a_step_waits_for_its_end(tmp_path, number, usual):
     expected, _ = straight_run(CONFIG)

@@ -1,18 +1,14 @@
 """A stand-in for CUDA graphs, for tests of what is around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
-import torch
 from graphed_cases import Fake, module
-from torch import nn
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
-    def install(model: nn.Module, optimizer: torch.optim.Optimizer) -> Fake:
+def fake(monkeypatch) -> Callable[..., Fake]:
+    def install(model, optimizer):
         found = Fake(model, optimizer)
         monkeypatch.setattr(module, "record", found)
         monkeypatch.setattr(module, "_has_graphs", lambda device: True)

@@ -1,7 +1,5 @@
 """Small models, batches and steps, and a stand-in for CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Callable
@@ -37,7 +35,7 @@ def batches(*sizes: int, device: torch.device = CPU) -> list[Batch]:
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    def step(x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    def step(x, label):
         for parameter in model.parameters():
             # On a GPU this would wait for it, which a capture forbids.
             assert x.is_cuda or parameter.grad is None or parameter.grad.isfinite().all()
@@ -57,12 +55,12 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 class Fake:
     """Stands in for `record`; `error` is raised at the end of the capture."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model, optimizer):
         self.model, self.optimizer = model, optimizer
         self.error: Exception | None = None
         self.captures = 0
 
-    def __call__(self, function: Callable[[], Any], device: torch.device, stream: object) -> Any:
+    def __call__(self, function, device, stream):
         self.captures += 1
         self.function = function
         values = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -80,7 +78,7 @@ class Fake:
             raise self.error
         return copy.copy(self), self.result
 
-    def replay(self) -> None:
+    def replay(self):
         attributes, groups = {p: p.grad for p in self.gradients}, self._groups()
         self._set(self.groups)
         for parameter in self.gradients:
@@ -91,10 +89,10 @@ class Fake:
             parameter.grad = attributes[parameter]
         self._set(groups)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self):
         return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
-    def _set(self, groups: list[dict[str, Any]]) -> None:
+    def _set(self, groups):
         for group, values in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(values)
 
@@ -104,7 +102,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch])
     return [step(*batch).detach() for batch in data]
 
 
-def assert_same_training(model: nn.Module, twin: nn.Module) -> None:
+def assert_same_training(model: nn.Module, twin: nn.Module):
     """To the bit: the same operations on the same values."""
     for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(weight, expected), name

@@ -4,8 +4,6 @@ On a CPU the step's decisions are tested with `Fake`, which keeps a capture's co
 changes no value, replaying runs with the Python values of the recording and writes to its tensors.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -13,23 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from graphed_cases import (
-    Fake,
-    adam,
-    assert_same_training,
-    batches,
-    module,
-    plain,
-    sgd,
-    small,
-    step_of,
-)
+from graphed_cases import adam, assert_same_training, batches, module, plain, sgd, small, step_of
 from torch import nn
 
 from loka.train import RowwiseAdagrad, graphed
 
 
-def test_without_cuda_it_is_plain_training_with_a_reason() -> None:
+def test_without_cuda_it_is_plain_training_with_a_reason():
     model, twin = small(), small()
     optimizer = torch.optim.Adam(model.parameters())
     data = batches(8, 8, 8, 8, 3, 8, 5)
@@ -47,7 +35,7 @@ def test_without_cuda_it_is_plain_training_with_a_reason() -> None:
     assert not losses[0].requires_grad
 
 
-def test_every_batch_is_trained_on_once(fake: Callable[..., Fake]) -> None:
+def test_every_batch_is_trained_on_once(fake):
     """Warm-up, capture, replays, and batches of other shapes before, between and after them."""
     model, twin = small(), small()
     optimizer = sgd(model)
@@ -70,7 +58,7 @@ def test_every_batch_is_trained_on_once(fake: Callable[..., Fake]) -> None:
     assert repr(step) == "GraphedStep(graphed, 4 replays, 8 eager steps)"
 
 
-def test_a_step_may_be_eager_on_request(fake: Callable[..., Fake]) -> None:
+def test_a_step_may_be_eager_on_request(fake):
     """As a probe's sampled step: it trains alike, is no warm-up, and leaves the graph as it is."""
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
@@ -85,7 +73,7 @@ def test_a_step_may_be_eager_on_request(fake: Callable[..., Fake]) -> None:
     assert (recorder.captures, step.replays) == (1, 3)
 
 
-def test_replays_share_their_result_unless_asked_to_copy(fake: Callable[..., Fake]) -> None:
+def test_replays_share_their_result_unless_asked_to_copy(fake):
     model = small()
     optimizer = sgd(model)
     fake(model, optimizer)
@@ -99,7 +87,7 @@ def test_replays_share_their_result_unless_asked_to_copy(fake: Callable[..., Fak
     assert float(copied) == value != float(first)
 
 
-def test_a_changed_learning_rate_is_captured_again(fake: Callable[..., Fake]) -> None:
+def test_a_changed_learning_rate_is_captured_again(fake):
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
     recorder = fake(model, optimizer)
@@ -122,7 +110,7 @@ def test_a_changed_learning_rate_is_captured_again(fake: Callable[..., Fake]) ->
     assert step.eager_steps == {module.WARM_UP: 2, module.AFTER_A_CHANGE: 2}
 
 
-def test_a_learning_rate_of_every_step_is_never_captured(fake: Callable[..., Fake]) -> None:
+def test_a_learning_rate_of_every_step_is_never_captured(fake):
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
     recorder = fake(model, optimizer)
@@ -141,7 +129,7 @@ def test_a_learning_rate_of_every_step_is_never_captured(fake: Callable[..., Fak
     assert len(step.eager_steps) == 2, "reasons are few, whatever the values"
 
 
-def test_a_schedule_of_a_tensor_learning_rate_keeps_the_graph(fake: Callable[..., Fake]) -> None:
+def test_a_schedule_of_a_tensor_learning_rate_keeps_the_graph(fake):
     trained = []
     for is_graphed in (True, False):
         model = small()
@@ -162,7 +150,7 @@ def test_a_schedule_of_a_tensor_learning_rate_keeps_the_graph(fake: Callable[...
 
 
 @pytest.mark.parametrize("change", ["load_state_dict", "weights", "eval", "reset"])
-def test_what_the_graph_reads_and_writes_has_moved(fake: Callable[..., Fake], change: str) -> None:
+def test_what_the_graph_reads_and_writes_has_moved(fake, change):
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
     recorder = fake(model, optimizer)
@@ -205,7 +193,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def assert_close_training(model: nn.Module, twin: nn.Module) -> None:
+def assert_close_training(model: nn.Module, twin: nn.Module):
     for weight, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, **GPU_CLOSE)
         torch.testing.assert_close(weight.grad, expected.grad, **GPU_CLOSE)
@@ -213,7 +201,7 @@ def assert_close_training(model: nn.Module, twin: nn.Module) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_replays_train_as_plain_steps(name: str) -> None:
+def test_replays_train_as_plain_steps(name):
     model, twin = small(CUDA), small(CUDA)
     optimizer, other = OPTIMIZERS[name](model), OPTIMIZERS[name](twin)
     data = batches(64, 64, 64, 64, 20, 64, 64, 33, 20, 64, 64, device=CUDA)
@@ -229,7 +217,7 @@ def test_replays_train_as_plain_steps(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_dropout_draws_anew_in_every_replay() -> None:
+def test_dropout_draws_anew_in_every_replay():
     model, twin = small(CUDA, dropout=0.5), small(CUDA, dropout=0.5)
     optimizer, other = sgd(model), sgd(twin)
     data = batches(*[64] * 8, device=CUDA)
@@ -244,7 +232,7 @@ def test_dropout_draws_anew_in_every_replay() -> None:
 
 
 @pytest.mark.gpu
-def test_a_tensor_learning_rate_is_scheduled_under_the_graph() -> None:
+def test_a_tensor_learning_rate_is_scheduled_under_the_graph():
     trained = []
     for is_graphed in (True, False):
         model = small(CUDA)
@@ -264,7 +252,7 @@ def test_a_tensor_learning_rate_is_scheduled_under_the_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_a_python_learning_rate_is_captured_again() -> None:
+def test_a_python_learning_rate_is_captured_again():
     model, twin = small(CUDA), small(CUDA)
     optimizer, other = adam(model), adam(twin)
     data = batches(*[64] * 9, device=CUDA)
@@ -280,7 +268,7 @@ def test_a_python_learning_rate_is_captured_again() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_that_waits_for_the_device_falls_back() -> None:
+def test_a_step_that_waits_for_the_device_falls_back():
     """Dropout after it: a broken capture leaves the generator in capture mode."""
     trained = []
     for is_graphed in (True, False):
@@ -289,7 +277,7 @@ def test_a_step_that_waits_for_the_device_falls_back() -> None:
         data = batches(*[64] * 6, device=CUDA)
         whole = step_of(model, optimizer)
 
-        def waits(*batch: torch.Tensor, whole: Callable[..., torch.Tensor] = whole) -> torch.Tensor:
+        def waits(*batch, whole=whole):
             loss = whole(*batch)
             assert loss.item() > 0
             return loss
@@ -316,12 +304,12 @@ def test_a_step_that_waits_for_the_device_falls_back() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gradient_of_looked_up_rows_leaves_as_a_result() -> None:
+def test_the_gradient_of_looked_up_rows_leaves_as_a_result():
     """What a sparse table needs: its rows go in, their gradient comes out; batches may be on the host."""
     model = small(CUDA)
     optimizer = sgd(model)
 
-    def function(x: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def function(x, label):
         optimizer.zero_grad(set_to_none=True)
         rows = x.detach().requires_grad_()
         loss = nn.functional.binary_cross_entropy_with_logits(model(rows).squeeze(1), label)

@@ -1,28 +1,16 @@
 """What rules a graph out, is found while it is captured, or is taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from graphed_cases import (
-    Fake,
-    assert_same_training,
-    batches,
-    module,
-    plain,
-    sgd,
-    small,
-    step_of,
-)
+from graphed_cases import assert_same_training, batches, module, plain, sgd, small, step_of
 from torch import nn
 
 from loka.train import GraphedStep, RowwiseAdagrad, graphed
 
 
-def test_a_failed_capture_leaves_no_trace(fake: Callable[..., Fake]) -> None:
+def test_a_failed_capture_leaves_no_trace(fake):
     """The step asserts that the gradients it finds were computed; those of a capture are not."""
     model, twin = small(), small()
     optimizer, other = sgd(model), sgd(twin)
@@ -46,7 +34,7 @@ def test_a_failed_capture_leaves_no_trace(fake: Callable[..., Fake]) -> None:
 class Counting(torch.optim.SGD):
     """Counts its steps in Python, as a warm-up inside an optimizer would."""
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         for group in self.param_groups:
             for weight in group["params"]:
@@ -56,10 +44,10 @@ class Counting(torch.optim.SGD):
 class Lazy(torch.optim.SGD):
     """Has no state until its third step, when the capture runs."""
 
-    def __init__(self, parameters: Any, lr: float, momentum: float) -> None:
+    def __init__(self, parameters, lr, momentum):
         super().__init__(parameters, lr=lr)
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 3:
@@ -69,7 +57,7 @@ class Lazy(torch.optim.SGD):
 class Decaying(torch.optim.SGD):
     factor = 1.0
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         super().step()
         self.param_groups[0]["lr"] *= self.factor
 
@@ -77,17 +65,17 @@ class Decaying(torch.optim.SGD):
 class Running(nn.Linear):
     """Replaces its buffer in every step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(6, 1)
         self.register_buffer("mean", torch.zeros(6))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return super().forward(x - self.mean)
 
 
 class Noisy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * float(torch.rand(()))
 
 
@@ -100,9 +88,7 @@ class Noisy(nn.Linear):
         (lambda: Noisy(6, 1), torch.optim.SGD, "draws random numbers on the host"),
     ],
 )
-def test_work_on_the_host_is_found_and_taken_back(
-    fake: Callable[..., Fake], make: Callable[[], nn.Module], optim: type[torch.optim.SGD], reason: str
-) -> None:
+def test_work_on_the_host_is_found_and_taken_back(fake, make, optim, reason):
     data = batches(*[8] * 5)
     trained = []
     for is_graphed in (True, False):
@@ -134,7 +120,7 @@ def test_work_on_the_host_is_found_and_taken_back(
 
 
 @pytest.mark.parametrize("since", [1, 2])
-def test_a_schedule_inside_the_step_is_found(fake: Callable[..., Fake], since: int) -> None:
+def test_a_schedule_inside_the_step_is_found(fake, since):
     """By the value that the next step finds, and in the capture if it starts no sooner."""
     model, twin = small(), small()
     optimizer, other = (Decaying(each.parameters(), lr=0.1) for each in (model, twin))
@@ -153,8 +139,8 @@ def test_a_schedule_inside_the_step_is_found(fake: Callable[..., Fake], since: i
     assert recorder.captures == since - 1
 
 
-def test_what_rules_a_graph_out_is_named(fake: Callable[..., Fake]) -> None:
-    def reason(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str | None:
+def test_what_rules_a_graph_out_is_named(fake):
+    def reason(model, *optimizers):
         fake(model, optimizers[0])
         return graphed(lambda x: x, torch.zeros(1), model=model, optimizers=optimizers).reason
 
@@ -181,20 +167,20 @@ def _with_lr(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> torch.optim.
     return optimizer
 
 
-def test_sparse_gradients_of_any_module_are_found_after_a_step(fake: Callable[..., Fake]) -> None:
+def test_sparse_gradients_of_any_module_are_found_after_a_step(fake):
     class Table(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows = nn.Parameter(torch.ones(4, 2))
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return nn.functional.embedding(ids, self.rows, sparse=True)
 
     model = Table()
     optimizer = RowwiseAdagrad(model.parameters())
     fake(model, optimizer)
 
-    def function(ids: torch.Tensor) -> torch.Tensor:
+    def function(ids):
         optimizer.zero_grad(set_to_none=True)
         loss = model(ids).square().sum()
         loss.backward()
@@ -208,7 +194,7 @@ def test_sparse_gradients_of_any_module_are_found_after_a_step(fake: Callable[..
     assert "gradient of rows" in step.reason
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_what_cannot_be_asked_for():
     model = small()
     optimizer, (batch,) = sgd(model), batches(4)
     make = step_of(model, optimizer)

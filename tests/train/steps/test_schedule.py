@@ -1,7 +1,5 @@
 """Learning rates over a run: their shapes, inside steps of every kind, and resumed to the bit."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json
@@ -34,14 +32,14 @@ def factors(steps: int, **fields) -> list[float]:
     return [rate_factor(step, steps, config) for step in range(steps)]
 
 
-def test_warmup_is_linear_and_ends_at_one() -> None:
+def test_warmup_is_linear_and_ends_at_one():
     found = factors(100, schedule="constant")
     assert found[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert set(found[9:]) == {1.0}
     assert set(factors(100, schedule="constant", warmup=0.0)) == {1.0}
 
 
-def test_shapes_are_those_of_their_formulas() -> None:
+def test_shapes_are_those_of_their_formulas():
     cosine, linear, wsd = (factors(100, schedule=name) for name in DECAYING)
     # 10 steps of warm-up, whose last is the peak; 90 more, of which the hundred-and-first would be the end.
     assert cosine[9 + 30] == pytest.approx((1 + math.cos(math.pi * 30 / 91)) / 2)
@@ -57,9 +55,7 @@ def test_shapes_are_those_of_their_formulas() -> None:
     decay=st.floats(0.01, 1),
     final_rate=st.floats(0, 1),
 )
-def test_every_schedule_rises_to_the_peak_and_falls_to_its_end(
-    steps: int, schedule, warmup: float, decay: float, final_rate: float
-) -> None:
+def test_every_schedule_rises_to_the_peak_and_falls_to_its_end(steps, schedule, warmup, decay, final_rate):
     config = replace(CONFIG, schedule=schedule, warmup=warmup, decay=decay, final_rate=final_rate)
     found = [rate_factor(step, steps, config) for step in range(steps)]
     peak = max(warmup_steps(steps, config) - 1, 0)
@@ -73,7 +69,7 @@ def test_every_schedule_rises_to_the_peak_and_falls_to_its_end(
     assert end == pytest.approx(1.0 if schedule == "constant" or peak == steps else final_rate, abs=1e-12)
 
 
-def test_dense_weights_and_tables_follow_it_together() -> None:
+def test_dense_weights_and_tables_follow_it_together():
     model, config = small_model(), replace(CONFIG, lr=0.5, sparse_lr=0.25, schedule="linear", warmup=0.0)
     optimizers = build_optimizers(model, config)
     rates = schedulers(optimizers, config, 4)
@@ -86,7 +82,7 @@ def test_dense_weights_and_tables_follow_it_together() -> None:
     assert seen == [[0.5, 0.25], [0.375, 0.1875], [0.25, 0.125], [0.125, 0.0625]]
 
 
-def test_a_run_decays_by_default_and_logs_the_rate_of_each_step() -> None:
+def test_a_run_decays_by_default_and_logs_the_rate_of_each_step():
     lines = []
     result = train(small_model(), ROWS, config=replace(CONFIG, lr=0.01), on_log=lines.append)
     assert [line.rate for line in lines] == pytest.approx([0.01 * f for f in factors(20)])
@@ -95,15 +91,15 @@ def test_a_run_decays_by_default_and_logs_the_rate_of_each_step() -> None:
     assert level.final_rate == 1.0
 
 
-def test_the_rate_of_a_step_is_the_one_it_moves_by() -> None:
+def test_the_rate_of_a_step_is_the_one_it_moves_by():
     """Adam's first update is lr times the sign of the gradient, and here every gradient is the first's."""
 
     class One(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(()))
 
-        def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        def forward(self, dense, sparse):
             return self.weight.expand(len(dense)) * 1e-6 - 20.0  # a slope of 1e-6 at every weight
 
     model, moved = One(), [0.0]
@@ -120,7 +116,7 @@ def test_the_rate_of_a_step_is_the_one_it_moves_by() -> None:
     assert ratio == pytest.approx([f / expected[1] for f in expected], rel=0.1)
 
 
-def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so() -> None:
+def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so():
     optimizers = build_optimizers(small_model(), CONFIG)
     with pytest.warns(RuntimeWarning, match="number of steps is not known"):
         rates = schedulers(optimizers, CONFIG, None)
@@ -132,10 +128,10 @@ def test_without_a_number_of_steps_the_rate_stays_and_a_warning_says_so() -> Non
 
 @pytest.mark.parametrize("schedule", [*DECAYING, "constant"])
 @pytest.mark.parametrize("stop", [1, 7, 19])
-def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, schedule, stop: int) -> None:
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, schedule, stop):
     config = replace(CONFIG, schedule=schedule)
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == stop:
             raise MemoryError  # harder than Ctrl-C, which saves: steps since the last checkpoint are lost
 
@@ -155,9 +151,9 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, schedule, stop: in
             assert torch.equal(weight, other), name
 
 
-def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch):
     """A float rate would be frozen by the capture; the schedule writes to the tensor that the graph reads."""
-    from test_graphed import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
+    from graphed_cases import Fake, batches, small, step_of  # a stand-in for a capture, on a CPU
 
     config = replace(CONFIG, lr=0.1, schedule="cosine", warmup=0.3)
     data = batches(*[8] * 12)
@@ -190,11 +186,11 @@ def test_a_captured_step_follows_it_without_a_second_capture(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path: Path) -> None:
+def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     """Adam with a rate on the device, replayed: the weights are those of the eager run."""
     from test_training_step import of_zoo
 
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 13:
             raise KeyboardInterrupt
 
@@ -214,7 +210,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([w.detach().flatten() for w in resumed.parameters()]), found["graph"])
 
 
-def aged(folder: Path, into: Path) -> None:
+def aged(folder: Path, into: Path):
     """Checkpoints as they were written before there were schedules."""
     shutil.copytree(folder, into)
     for file in into.glob("step-*/manifest.json"):
@@ -232,10 +228,10 @@ def aged(folder: Path, into: Path) -> None:
         write_record(file, kind=record["kind"], version=record["version"], content=content)
 
 
-def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path):
     level = replace(CONFIG, schedule="constant")
 
-    def stop(step: int) -> None:
+    def stop(step):
         if step == 7:
             raise KeyboardInterrupt
 
@@ -254,7 +250,7 @@ def test_a_checkpoint_from_before_schedules_goes_on_at_a_constant_rate(tmp_path:
         assert torch.equal(weight, other)
 
 
-def test_what_the_rates_do_is_said_in_a_line() -> None:
+def test_what_the_rates_do_is_said_in_a_line():
     assert describe(CONFIG, 100) == "rates rise over 10 steps, then fall along a cosine to 0 over 90"
     wsd = replace(CONFIG, schedule="wsd", warmup=0.0, final_rate=0.1)
     assert describe(wsd, 100).endswith("fall linearly to 0.1 of the peak over the last 20 of 100 steps")
@@ -265,6 +261,6 @@ def test_what_the_rates_do_is_said_in_a_line() -> None:
     "wrong",
     [{"schedule": "step"}, {"final_rate": 1.5}, {"decay": 0.0}, {"average": "swa"}, {"average_share": 0.0}],
 )
-def test_what_cannot_be_is_refused(wrong) -> None:
+def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(CONFIG, **wrong)

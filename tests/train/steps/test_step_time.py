@@ -1,13 +1,9 @@
 """Timing a model's step, with a stand-in for the race: what runs, what is kept, what fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,11 +26,11 @@ ONE = Estimate(1.0, 1.0, 1.0)
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
+def losses(monkeypatch) -> list[dict[str, float]]:
     """Runs every function of a race once and says that all take a microsecond."""
     found: list[dict[str, float]] = []
 
-    def race(functions: Mapping[str, Callable[[], torch.Tensor]], **options: object) -> Race:
+    def race(functions, **options):
         found.append({name: float(function().detach()) for name, function in functions.items()})
         timing = Timing(microseconds=ONE, speedup=ONE, rounds=9)
         timings = dict.fromkeys(functions, timing)
@@ -51,11 +47,11 @@ def wukong() -> nn.Module:
     return build("wukong", dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
 
 
-def test_a_step_is_that_of_training_but_for_the_tables(losses: list[dict[str, float]]) -> None:
+def test_a_step_is_that_of_training_but_for_the_tables(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     built: list[nn.Module] = []
 
-    def make() -> nn.Module:
+    def make():
         built.append(wukong())
         return built[-1]
 
@@ -74,10 +70,10 @@ def test_a_step_is_that_of_training_but_for_the_tables(losses: list[dict[str, fl
             assert torch.equal(parameter.grad, expected[name].grad), name
 
 
-def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses: list[dict[str, float]]) -> None:
+def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
-    def broken() -> nn.Module:
+    def broken():
         raise RuntimeError("no such kernel\nand more")
 
     told: list[StepTime] = []
@@ -94,21 +90,19 @@ def test_an_arm_that_fails_is_a_result_and_the_others_go_on(losses: list[dict[st
     assert list(losses[-1]) == ["bf16", "other"], "each arm races against the baseline alone"
 
 
-def test_the_looked_up_rows_get_the_gradient_of_training(
-    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_looked_up_rows_get_the_gradient_of_training(losses, monkeypatch):
     """The race calls the step twice, on the same rows: gradients are those of one call, bit for bit."""
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(32)))
     rows: list[torch.Tensor] = []
 
-    def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def keep(module, args, output):
         output.retain_grad()
         rows.append(output)
 
     model, plain = wukong(), wukong()
     race = step_time.time_interleaved
 
-    def watched(*args: object, **options: object) -> Race:
+    def watched(*args, **options):
         model.front.embeddings.table.register_forward_hook(keep)  # after the hook of the timed step
         return race(*args, **options)
 
@@ -127,9 +121,7 @@ def test_the_looked_up_rows_get_the_gradient_of_training(
 
 
 @pytest.mark.slow
-def test_an_arm_is_freed_before_the_next_is_built(
-    losses: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_is_freed_before_the_next_is_built(losses, monkeypatch):
     """Compiled parts are reference cycles (the eager backend makes the same ones): weights of the last
     arm must be gone all the same, also of one that failed. Python's own collector is off meanwhile.
     """
@@ -138,14 +130,14 @@ def test_an_arm_is_freed_before_the_next_is_built(
     weights: list[weakref.ref[torch.Tensor]] = []
     alive: list[list[bool]] = []
 
-    def make() -> nn.Module:
+    def make():
         alive.append([weight() is not None for weight in weights])
         model = nn.ModuleDict({"block": nn.Sequential(nn.Sequential(nn.Linear(13, 1), nn.Flatten(0)))})
         model.forward = lambda dense, sparse: model["block"](dense)  # a cycle of its own
         weights.append(weakref.ref(model["block"][0][0].weight))
         return model
 
-    def fails() -> nn.Module:
+    def fails():
         model = make()
         raise RuntimeError(f"{type(model).__name__} was built and then refused")
 
@@ -159,12 +151,12 @@ def test_an_arm_is_freed_before_the_next_is_built(
     assert alive == [[], [True], [True, False], [True, False, False], [True, False, False, False]]
 
 
-def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
     asked: list[tuple[list[str], dict[str, object]]] = []
     times = {"bf16": 10.0, "again": 11.0, "fast": 5.0}
 
-    def race(functions: Mapping[str, object], **options: object) -> Race:
+    def race(functions, **options):
         asked.append((list(functions), options))
         timings = {
             name: Timing(
@@ -194,10 +186,10 @@ def test_the_race_is_asked_for_pairs_and_its_failures_are_kept(monkeypatch: pyte
     assert found["fast"].low_precision == 3
 
 
-def test_an_unusable_gpu_ends_it(losses: list[dict[str, float]]) -> None:
+def test_an_unusable_gpu_ends_it(losses):
     batch = next(iter(SyntheticClicks(rows=64, seed=0).batches(8)))
 
-    def poisoned() -> nn.Module:
+    def poisoned():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     told: list[StepTime] = []
@@ -208,7 +200,7 @@ def test_an_unusable_gpu_ends_it(losses: list[dict[str, float]]) -> None:
     assert [result.name for result in told] == ["bf16"], "what was found before is told"
 
 
-def test_off_a_gpu_it_says_so() -> None:
+def test_off_a_gpu_it_says_so():
     batch = next(iter(SyntheticClicks(rows=8, seed=0).batches(8)))
     with pytest.raises(ValueError, match="CUDA graphs"):
         time_steps(Arm(name="bf16", build=wukong), {}, batch, device=CPU)
@@ -218,7 +210,7 @@ def asked(model: nn.Module) -> set[int]:
     return {id(module) for module in model.modules() if module._compiled_call_impl is not None}
 
 
-def test_blocks_are_compiled_and_tables_are_not() -> None:
+def test_blocks_are_compiled_and_tables_are_not():
     model = compiled(wukong())
     assert asked(model) == {id(m) for m in (*model.layers, model.top)}
     layer = nn.TransformerEncoderLayer(16, 2, 32)
@@ -230,11 +222,11 @@ def test_blocks_are_compiled_and_tables_are_not() -> None:
     assert not asked(uncompiled(parts))
 
 
-def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_of_torch_are_compiled_too(monkeypatch):
     """Dynamo skips frames of torch.nn, so that nn.Sequential.compile() alone compiles nothing."""
     graphs, real = [], torch.compile
 
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def backend(graph, inputs):
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 
@@ -248,9 +240,7 @@ def test_containers_of_torch_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_bench_step_from_the_command_line(
-    losses: list[dict[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_step_from_the_command_line(losses, tmp_path, monkeypatch):
     """On a CPU with the check lifted: probe, measure, plan, every arm; torchao is not installed here."""
     monkeypatch.setattr(step, "measure", measure_coarsely)
     command = ["bench", "step", "--model", "dlrm", "--batch-size", "32", "--device", "cpu", "--eager"]
@@ -267,7 +257,7 @@ def test_bench_step_from_the_command_line(
     assert (tmp_path / "plan.json").exists()
 
 
-def test_bench_step_refuses_an_unknown_arm(tmp_path: Path, losses: list[dict[str, float]]) -> None:
+def test_bench_step_refuses_an_unknown_arm(tmp_path, losses):
     command = ["bench", "step", "--model", "dlrm", "--device", "cpu", "--batch-size", "32"]
     done = CliRunner().invoke(app, [*command, "--arm", "magic", "--out", str(tmp_path)])
     assert "no arm is called magic" in str(done.exception)

@@ -1,11 +1,7 @@
 """However a step runs, it trains alike; what cannot run as asked says why and runs on."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,13 +33,13 @@ def weights_after(
     return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()]), result
 
 
-def close(found: torch.Tensor, exact: torch.Tensor) -> None:
+def close(found: torch.Tensor, exact: torch.Tensor):
     """Adam moves a weight by the rate whatever the size of its gradient, so rounding decides where a
     gradient is nearly zero; all others agree."""
     assert ((found - exact).abs() < 1e-5).double().mean() > 0.99
 
 
-def test_parts_of_a_batch_add_up() -> None:
+def test_parts_of_a_batch_add_up():
     exact, _ = weights_after(CONFIG)
     found, result = weights_after(replace(CONFIG, accumulate=3))
     assert result.rows == ROWS.rows
@@ -51,7 +47,7 @@ def test_parts_of_a_batch_add_up() -> None:
     assert not torch.equal(found, exact)  # it did go in parts
 
 
-def test_parts_are_one_update_on_their_rows() -> None:
+def test_parts_are_one_update_on_their_rows():
     sizes, steps = [], []
     model = small_model()
     model.mlp.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
@@ -61,11 +57,11 @@ def test_parts_are_one_update_on_their_rows() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_each_row_counts_alike_in_a_short_batch(accumulate: int) -> None:
+def test_each_row_counts_alike_in_a_short_batch(accumulate):
     """Gradients are the rows' sum over the 64 of a whole batch, for dense weights and for tables."""
     model, before = of_zoo(), {}
 
-    def keep(step: int) -> None:
+    def keep(step):
         if step == 6:
             before.update({name: value.clone() for name, value in model.state_dict().items()})
 
@@ -86,14 +82,14 @@ def test_each_row_counts_alike_in_a_short_batch(accumulate: int) -> None:
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_compiler(monkeypatch):
     """Without code of its own: that takes a minute on a CPU."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="aot_eager"))
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_compiled_step_trains_alike() -> None:
+def test_a_compiled_step_trains_alike():
     exact, _ = weights_after(CONFIG)
     model = of_zoo()
     found, result = weights_after(replace(CONFIG, step="compile"), model)
@@ -102,15 +98,15 @@ def test_a_compiled_step_trains_alike() -> None:
     assert all(part._compiled_call_impl is None for part in model.modules()), "it is left as it was found"
 
 
-def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    def compiled(model: nn.Module) -> nn.Module:
+    def compiled(model):
         model.mlp._compiled_call_impl = torch.compile(lambda x: model.mlp._call_impl(x), backend=broken)
         return model
 
-    def uncompiled(model: nn.Module) -> nn.Module:
+    def uncompiled(model):
         model.mlp._compiled_call_impl = None
         return model
 
@@ -123,7 +119,7 @@ def test_what_cannot_be_compiled_runs_eagerly_to_the_same_bits(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_graph_needs_a_gpu() -> None:
+def test_a_graph_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("here is one")
     exact, _ = weights_after(replace(CONFIG, step="compile"))
@@ -133,14 +129,14 @@ def test_a_graph_needs_a_gpu() -> None:
 
 
 @pytest.fixture
-def tables_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def tables_beside(monkeypatch):
     """All of step="graph" but the compiler and the capture: lookups outside, their gradients handed back."""
     monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(module, "compiled", lambda model: model)
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_tables_beside_the_graph_learn_as_inside_of_the_model() -> None:
+def test_tables_beside_the_graph_learn_as_inside_of_the_model():
     found, exact = (weights_after(replace(CONFIG, step=step))[0] for step in ("graph", "eager"))
     assert torch.equal(found, exact)
     parts = replace(CONFIG, accumulate=2)  # a table's rows are then added up in another order
@@ -160,10 +156,9 @@ def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> n
 
 @pytest.mark.usefixtures("tables_beside")
 @pytest.mark.parametrize(
-    ("name", "history"),
-    [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)],
+    ("name", "history"), [("hstu", ITEM), ("hstu", OWN), ("interformer", ITEM), ("dhen", OWN), ("dlrm", None)]
 )
-def test_histories_are_looked_up_beside_the_graph_too(name: str, history: HistoryTable | None) -> None:
+def test_histories_are_looked_up_beside_the_graph_too(name, history):
     """To the bits, the table of both included; a model that does not read them gets them as they are."""
     found, exact = (
         weights_after(replace(CONFIG, step=step), reading_history(name, history), rows=HISTORIES)[0]
@@ -173,12 +168,12 @@ def test_histories_are_looked_up_beside_the_graph_too(name: str, history: Histor
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
-    def stop(step: int) -> None:
+def test_histories_go_in_parts_and_resume_exactly(tmp_path):
+    def stop(step):
         if step == 3:
             raise KeyboardInterrupt
 
-    def trained(step: str, seed: int = 0, **others: Any) -> torch.Tensor:
+    def trained(step, seed=0, **others):
         config = replace(CONFIG, step=step, accumulate=2)
         return weights_after(config, reading_history("dhen", ITEM, seed), rows=HISTORIES, **others)[0]
 
@@ -190,14 +185,14 @@ def test_histories_go_in_parts_and_resume_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tables_beside")
-def test_tables_of_an_unknown_model_are_a_reason() -> None:
+def test_tables_of_an_unknown_model_are_a_reason():
     _, result = weights_after(replace(CONFIG, step="graph"), small_model())
     assert "sparse gradients" in result.step_reason
     assert "SmallModel has no `front`" in result.step_reason
 
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
-def test_the_precision_of_matrices_is_put_back(precision) -> None:
+def test_the_precision_of_matrices_is_put_back(precision):
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
@@ -211,28 +206,28 @@ def test_the_precision_of_matrices_is_put_back(precision) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def test_tf32_is_fp32_on_a_cpu() -> None:
+def test_tf32_is_fp32_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("here is a GPU")
     assert torch.equal(weights_after(CONFIG)[0], weights_after(replace(CONFIG, precision="tf32"))[0])
 
 
 @pytest.mark.parametrize("wrong", [{"step": "fast"}, {"accumulate": 0}, {"accumulate": 65}, {"window": 0}])
-def test_config_refuses(wrong) -> None:
+def test_config_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TrainConfig(**{"batch_size": 64, **wrong})
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> None:
+def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate):
     config = replace(CONFIG, device="cuda", step="graph", accumulate=accumulate, checkpoint_every=4)
     exact, _ = weights_after(replace(config, step="eager"))
     found, result = weights_after(config)
     assert result.step_reason is None
     close(found, exact)
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 5:
             raise KeyboardInterrupt
 
@@ -244,7 +239,7 @@ def test_a_graph_trains_alike_and_resumes_exactly(tmp_path, accumulate: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dhen", "interformer", "hstu"])
-def test_a_graph_with_a_history_trains_alike(name: str) -> None:
+def test_a_graph_with_a_history_trains_alike(name):
     config = replace(CONFIG, device="cuda", step="graph")
     rows = SyntheticClicks(rows=64 * 8, seed=0, vocab_sizes=(30, 8), dense_features=4, history=5)
     found, result = weights_after(config, reading_history(name, ITEM).cuda(), rows=rows)
@@ -254,6 +249,6 @@ def test_a_graph_with_a_history_trains_alike(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_tf32_differs_from_fp32_on_a_gpu() -> None:
+def test_tf32_differs_from_fp32_on_a_gpu():
     config = replace(CONFIG, device="cuda")
     assert not torch.equal(weights_after(config)[0], weights_after(replace(config, precision="tf32"))[0])

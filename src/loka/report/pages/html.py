@@ -18,7 +18,6 @@ class Html(str):
     __slots__ = ()
 
 
-EMPTY = Html("")
 _VOID = frozenset({"meta", "link", "line", "rect", "circle", "br", "path", "polyline", "polygon"})
 
 

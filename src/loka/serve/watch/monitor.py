@@ -1,15 +1,19 @@
 """The alarm: has what reaches the FP8 sites moved since calibration? It never changes an answer.
 
-    m_b = median over the rows of batch b of log2 max|x_row|          octaves, by site, every 8th batch
-    shift     |median of the last 16 m_b - m_0| > limit               m_0: the median of the calibration rows
-    limit     = max(1.5, 1.25 q99 of |log2 max|x_row| - m_0|)         over single calibration rows
+    o_r = log2 of the least power of two s with max|x_r| <= 448 s     octaves of a row r
+    m_b = median over the rows of batch b of o_r                      by site, every 8th batch
+    m_0 = 1/2 + median over the calibration rows of log2(max|x_r| / 448)
+    shift     |median of the last 16 m_b - m_0| > limit
+    limit     = max(1.5, 0.25 + q99 of |o_r - m_0|)                   over single calibration rows
+
+Octaves are those of the row's FP8 scale, which regions of compiled code compute anyway: a look costs no pass.
 
 A single row is beyond the limit with probability p <= 0.01, and a batch's median hardly more often, so the
 median of 16 independent batches is with at most C(16, 8) p^8 = 1.3e-12: below 1e-6 in 125,000 looks. A shift
-of 20 times is 4.3 octaves, and seen when half of the 16 or one more show it, 72 batches later, wherever the
-limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales the
-share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are named
-where they come first.
+of 20 times is 3.8 to 4.8 octaves, and seen when half of the 16 or one more show it, 72 batches later, where
+the limit is below it; sites whose rows differ by more among themselves are named as blind. With static scales
+the share of rows beyond the range is watched too: at least 4 rows and 1 % of a window. NaN and infinity are
+named where they come first.
 """
 
 from __future__ import annotations
@@ -24,23 +28,27 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.kernels.edge.twin import E4M3_MAX, scale_above
+
 EVERY = 8
 """Batches from one look to the next."""
 LOOKED_AT = 128
 """Rows of a batch, evenly spread: a look then costs as much for a batch of any size."""
 WINDOW = 16
 LEAST_OCTAVES = 1.5
-MARGIN = 1.25
-SHIFT_TO_SEE = math.log2(20.0)
+MARGIN = 0.25  # less than from one median of 16 to the next
+SHIFT_TO_SEE = math.log2(20.0) - 0.5  # octaves are whole
 SATURATED_ROWS = 4
 SATURATED_SHARE = 0.01
+
+_LEAST = 2.0**-60  # a row's scale is no less, if all of it is zeros
 
 _LOG = logging.getLogger("loka.serve")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Of a site's input rows at calibration, in octaves of max|x_row|: their median, and how far a healthy
+    """Of a site's input rows at calibration, in octaves of their scales: their median, and how far a healthy
     window's median lies from it at most. `ceiling`: the largest |x| that a static scale holds, else None."""
 
     median: float
@@ -55,10 +63,12 @@ class Range:
 
 def range_of(row_amax: torch.Tensor, ceiling: float | None) -> Range:
     """Of row maxima [T] of which at least one is positive; rows of zeros say nothing."""
-    octaves = row_amax[row_amax > 0].double().log2()
-    median = float(octaves.median())
-    spread = float(torch.quantile((octaves - median).abs()[: 1 << 24], 0.99))
-    return Range(median=median, limit=max(LEAST_OCTAVES, MARGIN * spread), ceiling=ceiling)
+    positive = row_amax[row_amax > 0]
+    median = float((positive.double() / E4M3_MAX).log2().median()) + 0.5  # in the middle of its octave
+    spread = float(
+        torch.quantile((octaves_of(positive) - median).abs()[: 1 << 24], 0.99, interpolation="higher")
+    )
+    return Range(median=median, limit=max(LEAST_OCTAVES, spread + MARGIN), ceiling=ceiling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +99,36 @@ class Look:
         finite = row_amax[row_amax.isfinite()]
         positive = finite[finite > 0]
         return cls(
-            octaves=math.log2(float(positive.median())) if positive.numel() else None,
+            octaves=float(octaves_of(positive).median()) if positive.numel() else None,
             rows=row_amax.numel(),
             saturated=0 if ceiling is None else int((finite > ceiling).sum()),
             nonfinite=row_amax.numel() - finite.numel(),
         )
 
 
+def octaves_of(row_amax: torch.Tensor) -> torch.Tensor:
+    """float64 [T], whole numbers, of finite row maxima [T]."""
+    return scale_above(row_amax.float()).double().log2()
+
+
 def look(rows: torch.Tensor) -> torch.Tensor:
     """max|x_row| of the input rows [T, K] of a site, of `LOOKED_AT` at most: float32, on their device."""
-    some = rows[:: -(-rows.shape[0] // LOOKED_AT)].detach()
-    return torch.linalg.vector_norm(some, torch.inf, dim=1).float()
+    return torch.linalg.vector_norm(some_of(rows), torch.inf, dim=1).float()
+
+
+def look_of_scales(scales: torch.Tensor) -> torch.Tensor:
+    """What `look` would give up to the octave, from the FP8 scales [n] of the rows."""
+    return torch.where(scales <= _LEAST, 0.0, scales * E4M3_MAX)
+
+
+def some_of(rows: torch.Tensor) -> torch.Tensor:
+    """`LOOKED_AT` of them at most, evenly spread."""
+    return rows[:: apart(rows.shape[0])].detach()
+
+
+def apart(rows: int) -> int:
+    """From one row of `rows` that is looked at to the next."""
+    return -(-rows // LOOKED_AT)
 
 
 class _Window:
@@ -121,7 +150,11 @@ class Monitor:
     def observe(self, name: str, rows: torch.Tensor) -> None:
         """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
         if name in self.ranges and rows.numel():
-            self.note(name, Look.of(look(rows).cpu(), self.ranges[name].ceiling))
+            self.look_at(name, look(rows).cpu())
+
+    def look_at(self, name: str, row_amax: torch.Tensor) -> None:
+        """Takes what `look` gave of the site `name`, on the host."""
+        self.note(name, Look.of(row_amax, self.ranges[name].ceiling))
 
     def note(self, name: str, look: Look) -> None:
         """Takes a look; raises an alarm at most once of a kind and site."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from loka.core.recording import Recording, record, synced
+from loka.core.recording import Recording, capture_stream, record, synced
 from loka.core.timing import first_line, still_usable
 from loka.train.steps.capture import Undo
 
@@ -33,6 +33,12 @@ AFTER_A_CHANGE = "warm-up after a change"
 OTHER_SHAPE = "a batch of another shape or dtype"
 ASKED = "asked for"
 
+REPLICAS = "DistributedDataParallel sends gradients while backward runs, which is not captured"
+
+# DistributedDataParallel puts its buckets together anew in the first step, and times ten with events that it
+# waits for; torch's notes on CUDA graphs ask for as many before a capture.
+_DDP_WARMUP = 11
+
 
 def graphed(
     function: Callable[..., Result],
@@ -40,6 +46,7 @@ def graphed(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
     warmup: int = 3,
+    collectives: bool = False,
 ) -> GraphedStep:
     """A step that behaves as `function(*batch)` and replays a CUDA graph where it can.
 
@@ -48,10 +55,16 @@ def graphed(
     and dtypes of a batch, on any device. `warmup` batches run eagerly before the capture: they make
     what is made once, such as optimizer state and compiled kernels.
 
+    With `collectives` the all-reduces of a DistributedDataParallel are captured too, after 11 warm-ups; it
+    has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
+    proven that yet.** Without it such a model runs eagerly.
+
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """
     group = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    return GraphedStep(function, examples, model=model, optimizers=group, warmup=warmup)
+    return GraphedStep(
+        function, examples, model=model, optimizers=group, warmup=warmup, collectives=collectives
+    )
 
 
 class GraphedStep:
@@ -65,6 +78,7 @@ class GraphedStep:
         model: nn.Module,
         optimizers: tuple[Optimizer, ...],
         warmup: int,
+        collectives: bool = False,
     ) -> None:
         if warmup < 1:
             raise ValueError(
@@ -81,7 +95,8 @@ class GraphedStep:
         self._model = model
         self._optimizers = optimizers
         self._parameters = tuple(found)
-        self._warmup = warmup
+        self._warmup = max(warmup, _DDP_WARMUP) if _replicas(model) else warmup
+        self._collectives = collectives
         self._shapes = tuple((example.shape, example.dtype) for example in examples)
         self._device = self._parameters[0].device
         self._captured: _Captured | None = None
@@ -176,7 +191,7 @@ class GraphedStep:
 
     def _side(self) -> torch.cuda.Stream | None:
         if self._stream is None and self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = capture_stream(self._device)
         return self._stream
 
     def _capture(self, batch: tuple[torch.Tensor, ...]) -> None:
@@ -253,6 +268,8 @@ class GraphedStep:
             return (
                 f"the parameters are on several devices: {self._device} and {', '.join(map(str, elsewhere))}"
             )
+        if not self._collectives and _replicas(self._model):
+            return REPLICAS
         for path, module in self._model.named_modules():
             table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
             if table and module.weight.requires_grad:
@@ -304,6 +321,10 @@ class _Same:
 
     def __repr__(self) -> str:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
+
+
+def _replicas(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
 
 
 def _has_graphs(device: torch.device) -> bool:

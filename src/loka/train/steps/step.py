@@ -31,7 +31,7 @@ from loka.nn.fp8_state_dict import fp8_state_dict, load_fp8_state_dict
 from loka.nn.unwrap import device_of
 from loka.train.config import TrainConfig
 from loka.train.steps.forward import arguments, predict
-from loka.train.steps.graphed import GraphedStep, graphed
+from loka.train.steps.graphed import REPLICAS, GraphedStep, graphed
 from loka.train.steps.pipelined import Ahead, Pipelined, pipelined
 from loka.train.steps.step_time import compiled, has_graphs, uncompiled
 from loka.zoo import dense_part, look_up
@@ -163,7 +163,12 @@ class Step:
             inputs = tuple(tensor.detach() for tensor in inputs)
         if self._graphed is None:
             self._graphed = graphed(
-                self._captured, *inputs, batch.label, model=self._part, optimizers=self._optimizers["dense"]
+                self._captured,
+                *inputs,
+                batch.label,
+                model=self._part,
+                optimizers=self._optimizers["dense"],
+                collectives=self._config.capture_collectives,
             )
         losses, logits, *gradients = self._graphed(*inputs, batch.label)
         if rows:
@@ -241,13 +246,23 @@ class Step:
             weights = [weight for group in groups for weight in group["params"]]
             nn.utils.clip_grad_norm_(weights, self._config.grad_clip)
 
+    def _uncaptured_gradients(self) -> str | None:
+        """Why a graph cannot hold a step of DistributedDataParallel, or None."""
+        if not self._config.capture_collectives:
+            return REPLICAS
+        if "sparse" in self._optimizers:
+            return "its tables have sparse gradients, whose sizes are known on the device only"
+        if self._config.gradients != "hp":
+            return f"gradients in {self._config.gradients} travel by code of ours, which is not captured"
+        return None
+
     def _split(self) -> str | None:
         """Sets the part that a graph can hold, and the tables beside it; or says why there is none."""
         device = device_of(self._model)
         if not has_graphs(device):
             return f"CUDA graphs need a CUDA device; the model is on {device}"
         if isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return "DistributedDataParallel sends gradients while backward runs, which is not captured"
+            return self._uncaptured_gradients()
         if sharded_modules(self._model):
             return "TorchRec exchanges embeddings while forward and backward run, which is not captured"
         if is_sharded(self._model):

@@ -14,6 +14,7 @@ alike to it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -301,6 +302,24 @@ def is_aligned(weight: torch.Tensor) -> bool:
     return weight.stride(1) == 1 and along < _REACH and weight.data_ptr() % 16 == 0 and along * size % 16 == 0
 
 
+class _Lying(NamedTuple):
+    """How a job's weight lies, and its flags. `whole`: without gaps, from a multiple of 16 bytes on."""
+
+    rows: int
+    columns: int
+    stride_row: int
+    stride_column: int
+    whole: bool
+    flags: int
+
+
+def _lying(job: _Job) -> _Lying:
+    weight = job.weight
+    whole = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    (rows, columns), (stride_row, stride_column) = weight.shape, weight.stride()
+    return _Lying(rows, columns, stride_row, stride_column, whole, job.flags)
+
+
 class _Share(NamedTuple):
     """How programs of the first launch share a weight."""
 
@@ -312,14 +331,14 @@ class _Share(NamedTuple):
     stride_column: int
 
 
-def _share(weight: torch.Tensor) -> _Share:
-    rows, columns = weight.shape
-    if weight.is_contiguous() and weight.data_ptr() % 16 == 0:
-        tiles, sides = cdiv(weight.numel(), _HIGH * _WIDE), (1, weight.numel(), 0, 1)
+def _share(weight: _Lying) -> _Share:
+    rows, columns = weight.rows, weight.columns
+    if weight.whole:
+        tiles, sides = cdiv(rows * columns, _HIGH * _WIDE), (1, rows * columns, 0, 1)
     else:
         # Zero is for weights without gaps; an expanded row may as well be read once.
-        rows, stride = (rows, weight.stride(0)) if weight.stride(0) else (1, columns)
-        tiles, sides = cdiv(rows, _HIGH) * cdiv(columns, _WIDE), (rows, columns, stride, weight.stride(1))
+        rows, stride = (rows, weight.stride_row) if weight.stride_row else (1, columns)
+        tiles, sides = cdiv(rows, _HIGH) * cdiv(columns, _WIDE), (rows, columns, stride, weight.stride_column)
     turns = cdiv(tiles, _PARTIALS)
     return _Share(cdiv(tiles, turns), turns, *sides)
 
@@ -332,43 +351,54 @@ def starts(counts: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(counts, initial=0))
 
 
+class _Sizes(NamedTuple):
+    """Programs of each launch, and the integers that it takes besides."""
+
+    sharing: int
+    shares: list[tuple[int, ...]]
+    casting: int
+    casts: list[tuple[int, ...]]
+
+
+@functools.lru_cache(maxsize=512)  # a step asks each time, and counting takes the host as long as launching
+def _sizes(weights: tuple[_Lying, ...]) -> _Sizes:
+    shares = [_share(weight) for weight in weights]
+    begins = starts([share.programs for share in shares])
+    backwards = weights[::-1]
+    firsts = starts([cdiv(weight.rows, _TILE) * cdiv(weight.columns, _TILE) for weight in backwards])
+    casts = [firsts[:-1], begins[-2::-1], [share.programs for share in shares[::-1]]]
+    casts += [[getattr(weight, name) for weight in backwards] for name in (*_Lying._fields[:4], "flags")]
+    fields = list(zip(*shares, strict=True))[1:]
+    return _Sizes(
+        begins[-1], [numbers(each) for each in (begins[:-1], *fields)], firsts[-1], list(map(numbers, casts))
+    )
+
+
 def quantize_weights_fused(weights: Sequence[torch.Tensor], copies: Sequence[Copies]) -> None:
     """Writes the copies of up to 16 weights [N, K], which have one dtype and elements: two launches."""
     jobs = [_job(weight, each) for weight, each in zip(weights, copies, strict=True)]
-    shares = [_share(job.weight) for job in jobs]
-    begins = starts([share.programs for share in shares])
-    partial = torch.empty(begins[-1], dtype=torch.int32, device=weights[0].device)
+    sizes = _sizes(tuple(map(_lying, jobs)))
+    partial = torch.empty(sizes.sharing, dtype=torch.int32, device=weights[0].device)
     dtype = weights[0].dtype
     with launching_on(partial):
-        _find_largest[(begins[-1],)](
+        _find_largest[(sizes.sharing,)](
             partial,
             tuple(job.weight for job in jobs),
-            numbers(begins[:-1]),
-            *(numbers(field) for field in list(zip(*shares, strict=True))[1:]),
+            *sizes.shares,
             WEIGHTS=len(jobs),
             WEIGHT=HIGH_PRECISION[dtype],
             HIGH=_HIGH,
             WIDE=_WIDE,
         )
         # The second launch begins with the weights that the first read last: they may still be in the cache.
-        order = range(len(jobs))[::-1]
-        jobs = [jobs[place] for place in order]
-        tiles = [cdiv(job.weight.shape[0], _TILE) * cdiv(job.weight.shape[1], _TILE) for job in jobs]
-        firsts = starts(tiles)
-        _cast[(firsts[-1],)](
+        jobs.reverse()
+        _cast[(sizes.casting,)](
             partial,
             tuple(job.weight for job in jobs),
             tuple(job.row for job in jobs),
             tuple(job.column for job in jobs),
             tuple(job.scale for job in jobs),
-            numbers(firsts[:-1]),
-            numbers([begins[place] for place in order]),
-            numbers([shares[place].programs for place in order]),
-            numbers([job.weight.shape[0] for job in jobs]),
-            numbers([job.weight.shape[1] for job in jobs]),
-            numbers([job.weight.stride(0) for job in jobs]),
-            numbers([job.weight.stride(1) for job in jobs]),
-            numbers([job.flags for job in jobs]),
+            *sizes.casts,
             WEIGHTS=len(jobs),
             WEIGHT=HIGH_PRECISION[dtype],
             ALIGN=16 // dtype.itemsize,

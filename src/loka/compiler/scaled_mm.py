@@ -1,0 +1,80 @@
+"""GEMMs of regions as torch's own op, where it is what would run.
+
+    region_gemm(a, t, b, s)  ->  aten._scaled_mm(a, b^T, t, s^T)
+
+The kernels `torch` and `torch_fast` are that op. Called from the graph it costs the host half of what it does
+from an op in Python, and Inductor may choose other layouts of it where it is asked to (`max-autotune`). What
+`region_gemm` does besides is done before: sides of joined layers are multiples of 16, so nothing is padded.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_and
+
+from loka.compiler.edges.nodes import args_of, value_of
+from loka.compiler.emit import Emitter
+from loka.compiler.gemms import TOKEN, region_gemm
+from loka.compiler.normed import normed_gemm
+from loka.kernels.edge.op import edge
+from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
+from loka.kernels.quantize.fp8_weights import fp8_weights
+
+aten = torch.ops.aten
+
+_KERNELS = {kernel.name: kernel for kernel in (TORCH, TORCH_FAST)}
+_FIXED = (edge, fp8_weights, normed_gemm)  # what they give lies as they say; else Inductor chooses strides
+
+
+def call_scaled_mm(emitter: Emitter) -> None:
+    """Puts torch's op in the place of GEMMs that it can run, the last of forward and backward aside, which
+    hold the token of what counts runs."""
+    for node in list(emitter.graph.nodes):
+        if node.target is region_gemm and node.args[TOKEN] is None and _is_torchs(node):
+            with emitter.like(node):
+                emitter.redirect(node, _scaled_mm(emitter, node))
+
+
+def _is_torchs(node: Node) -> bool:
+    a, a_scale, b, b_scale, _, _, _, kernel, *_ = args_of(node)
+    if kernel not in _KERNELS or not all(map(_lies, (a, a_scale, b, b_scale))):
+        return False
+    (m, k), (n, deep), one = value_of(a).shape, value_of(b).shape, value_of(a_scale).numel()
+    sizes = value_of(node).shape
+    return (
+        statically_known_true(sym_and(m == sizes[0], n == sizes[1], k == deep, m > 0, k % 16 == 0))
+        and n % 16 == 0
+        and (one == 1 or _is_column(value_of(a_scale), m))
+    )
+
+
+def _lies(node: Node) -> bool:
+    if node.target is aten.full.default:  # one element
+        return True
+    return node.op == "placeholder" or (node.target is operator.getitem and args_of(node)[0].target in _FIXED)
+
+
+def _is_column(scale: torch.Tensor, rows: int | torch.SymInt) -> bool:
+    return scale.dim() == 2 and statically_known_true(scale.shape[0] == rows)
+
+
+def _scaled_mm(emitter: Emitter, node: Node) -> Node:
+    a, a_scale, b, b_scale, *_, kernel, _, _, dtype = args_of(node)
+    if value_of(a_scale).numel() == 1:
+        b_scale = _first(emitter, b_scale, 1)
+    else:
+        n = value_of(b).shape[0]
+        b_scale = emitter.call(aten.view.default, _first(emitter, b_scale, n), [1, n])
+    turned = emitter.call(aten.permute.default, b, [1, 0])
+    fast = _KERNELS[kernel].fast
+    return emitter.call(aten._scaled_mm.default, a, turned, a_scale, b_scale, None, None, dtype, fast)
+
+
+def _first(emitter: Emitter, scale: Node, count: int) -> Node:
+    """`count` of the equal scales of a weight."""
+    if value_of(scale).shape[0] == count:
+        return scale
+    return emitter.call(aten.slice.Tensor, scale, 0, 0, count)

@@ -1,0 +1,71 @@
+"""GEMMs of regions as torch's own op: which, and that not a bit is another one."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from converted import JOINED, run
+from joint import JointBackend
+from torch import nn
+
+from loka.compiler import lower
+from loka.compiler.gemms import region_gemm
+from loka.graph.attach import attach
+from loka.nn.linears import signature
+
+_SCALED_MM = torch.ops.aten._scaled_mm.default
+LAYERS = 3
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch has rowwise FP8 on the CPU from 2.13 on"
+)
+
+
+def _tower(kernel: str, *sides: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for a, b in itertools.pairwise(sides) for layer in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers)
+    sites = signature(model).layers
+    attach(model, sites, dict.fromkeys(sites, (JOINED.replace("emulated", kernel),) * 3), join=True)
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
+    model = _tower("torch", 64, 32, 48, 64)
+    x = torch.randn(rows, 64)
+    x[0, 0] = 1e30
+    found = []
+    for calls in (False, True):
+        if not calls:
+            monkeypatch.setattr(lower, "call_scaled_mm", lambda emitter: None)
+        else:
+            monkeypatch.undo()
+        torch._dynamo.reset()
+        each, backend = copy.deepcopy(model), JointBackend()
+        found.append((*run(torch.compile(each, backend=backend, dynamic=dynamic), x), each))
+        # The last of forward and of backward hold the token of what counts runs.
+        assert backend.count(_SCALED_MM) == (3 * LAYERS - 2 if calls else 0)
+        assert backend.count(region_gemm) == (2 if calls else 3 * LAYERS)
+    (y, dx, one), (other_y, other_dx, other) = found
+    assert torch.equal(y, other_y)
+    assert torch.equal(dx[0], other_dx[0])
+    for weight, same in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(weight.grad, same.grad)
+
+
+def test_other_kernels_and_operands_of_the_compiler_stay():
+    """Inductor may give what it computes itself strides that the op cannot read."""
+    for kernel, autocast in (("emulated", True), ("torch", False)):
+        torch._dynamo.reset()
+        backend = JointBackend()
+        run(
+            torch.compile(_tower(kernel, 64, 32, 48, 64), backend=backend),
+            torch.randn(32, 64),
+            autocast=autocast,
+        )
+        first = next(node for node in backend.graphs[0].nodes if node.target in (_SCALED_MM, region_gemm))
+        assert first.target is region_gemm
+        assert bool(backend.count(_SCALED_MM)) == (kernel == "torch")
