@@ -60,7 +60,7 @@ def hot_of_input(
 
 
 def any_columns(candidate: str, device: torch.device) -> torch.Tensor | None:
-    """As many as its recipe takes, spread over the least width: times do not depend on which they are."""
+    """As many as its recipe takes: times do not depend on which they are."""
     count = 0 if candidate == HP else candidate_named(candidate).recipe.hot
     return torch.arange(0, 2 * count, 2, device=device) if count else None
 

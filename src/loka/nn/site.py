@@ -43,7 +43,7 @@ class Site:
 
     `join`: torch.compile may join it with other sites (loka/compiler).
     `centre` float32 [K] is taken off the input and put back (core/numerics/centring.py), `hot` int64 [32] are
-    columns whose residuals are multiplied too (core/numerics/hot_columns.py); the plan holds both.
+    the columns of a hot recipe (core/numerics/hot_columns.py); the plan holds both.
     `health` int64 [3, 3] (kernels/quantize/quantizer.py) is no buffer: DistributedDataParallel would
     overwrite every rank's flags with those of rank 0, and the model's buffers are the user's.
     """

@@ -82,17 +82,16 @@ def test_what_is_left_of_a_column_is_the_error_of_e4m3_once_more():
     x, weight = torch.randn(2000, 80, generator=generator), torch.randn(48, 80, generator=generator)
     x[:, 7:11] *= 1e6
     exact = x.double() @ weight.double().t()
-    columns = None, torch.arange(32), torch.arange(40, 72)
+    columns = None, torch.arange(32)
     errors = [(multiplied(x, weight, hot) - exact).square().sum() / exact.square().sum() for hot in columns]
     assert LEFT < errors[0] < 2 * LEFT  # of both operands
     assert LEFT / 4 < errors[1] / errors[0] < 4 * LEFT
-    assert errors[2] > 0.99 * errors[0]
 
 
-@pytest.mark.parametrize("name", [f"emulated:{HOT}", f"torch:{HOT}", "torch_fast:rowwise_e4m3_centred_hot32"])
+@pytest.mark.parametrize("name", [f"emulated:{HOT}", f"torch_fast:{HOT}"])
 def test_narrow_layers_are_refused_and_others_get_64_columns(name):
     candidate = candidate_named(name)
     problem = Problem(gemm=Gemm.OUTPUT, m=32, n=32, k=63, dtype="bfloat16", target="sm_90")
-    assert "64 more than it has" in candidate.illegal(problem)
+    assert "K=63 is less than the 64" in candidate.illegal(problem)
     assert candidate.illegal(replace(problem, k=64)) is None
     assert candidate.padded(replace(problem, k=367)).k == (432 if "torch" in name else 431)

@@ -47,7 +47,7 @@ def test_the_change_is_that_of_the_quantized_product(part, dtype, monkeypatch):
         # float32 sums of 150 * 20 * 3 products; the error itself is 2^-4 of their size.
         size = (grads.double().abs() * (low.abs() + exact.abs()))[rows].sum(dim=(1, 2))
         assert bool(((found[:, at].double() - expected).abs() <= 1e-5 * size).all())
-        if left.hot:  # what is left may be less than float32 sums leave: what residuals gave back is not
+        if left.hot:  # what is left may drown in float32 sums: not what residuals gave back
             expected = expected - found[:, CASTS.index((replace(left, hot=0), replace(right, hot=0)))]
         assert bool((expected.abs() > 1e-4 * size).any())
 

@@ -240,9 +240,7 @@ def _layer(
         unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
     cold = _cooled(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
     if cold > limits.centre:
-        unsafe.append(
-            f"its hot columns moved: they hold {1 - cold:.0%} of what as many others hold now; plan again"
-        )
+        unsafe.append(f"its hot columns moved: they hold {1 - cold:.0%} of what others hold now; plan again")
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -264,7 +262,7 @@ def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
 
 
 def _cooled(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
-    """What these columns have less of the error now than the hottest, as a share of those: 0 as planned."""
+    """What these columns have less of the error than the hottest now: 0 as planned."""
     if learnt is None or recipe is None or not columns:
         return 0.0
     table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")

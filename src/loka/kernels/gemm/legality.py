@@ -32,7 +32,7 @@ def too_narrow(problem: Problem, recipe: Recipe) -> str | None:
     """Whether hot columns would more than double it."""
     if problem.gemm is not Gemm.OUTPUT or problem.k >= 2 * recipe.hot:
         return None
-    return f"K={problem.k}: the residuals of {recipe.hot} columns are {2 * recipe.hot} more than it has"
+    return f"K={problem.k} is less than the {2 * recipe.hot} columns of residuals behind it"
 
 
 def not_hopper(target: str, what: str = "is built for sm_90") -> str | None:

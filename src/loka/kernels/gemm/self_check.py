@@ -190,7 +190,7 @@ def _quantizer_evidence(operand: str, hp: torch.Tensor, low: Quantized) -> str |
 
 
 def _residuals(hp: torch.Tensor, low: Quantized, columns: torch.Tensor, *, second: bool) -> int:
-    """Appends them to `low`; returns how many values are not those of the CPU."""
+    """Appends them; returns how many values are not the CPU's."""
     twin = Quantized(low.data.cpu().clone(), low.scale.cpu(), low.cast)
     append(twin, hp.cpu(), columns.cpu(), second=second)
     append_residuals(low, hp, columns, second=second)
