@@ -43,7 +43,10 @@ def check_heads(dim: int, heads: int) -> None:
 
 
 class SelfAttention(nn.Module):
-    """x [B, T, dim], seen [B, T] bool or None -> [B, T, dim]; `rotary` turns queries and keys by place."""
+    """x [B, T, dim], seen [B, T] or [B or 1, T, T] bool or None -> [B, T, dim]; i sees j where it is true.
+
+    `rotary` turns queries and keys by place.
+    """
 
     def __init__(self, dim: int, *, heads: int, rotary: bool) -> None:
         super().__init__()
@@ -58,8 +61,9 @@ class SelfAttention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.rotary:
             q, k = rotate(q), rotate(k)
-        found = attend(q, k, v, None if seen is None else seen[:, None, None, :])
-        return self.out(found.transpose(1, 2).flatten(2))
+        if seen is not None:
+            seen = seen[:, None, None, :] if seen.dim() == 2 else seen[:, None]
+        return self.out(attend(q, k, v, seen).transpose(1, 2).flatten(2))
 
 
 class AttentionPool(nn.Module):
