@@ -10,6 +10,7 @@ import torch
 from cases import combinations, on_gpu_or_cpu
 from sweeps import sweep
 
+from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, dequantize, expand_scale, quantize
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.quantize import quantizer
@@ -17,6 +18,7 @@ from loka.kernels.quantize.side import Side
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.quantize.triton.quantize")
+append_residuals_fused = pytest.importorskip("loka.kernels.quantize.triton.residuals").append_residuals_fused
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -108,6 +110,28 @@ def test_integers_are_the_twin_s_to_the_last_bit(dtype, transposed, device):
     hp[13] *= torch.finfo(dtype).max / hp[13].abs().max()
     check_pair(hp, INT8, None, (80, 256), device)
     check_pair(hp, None, INT8, (70, 150), device)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, and what is tested
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_residuals_of_hot_columns(transposed, second, device):
+    """Behind the columns of a wider row copy, beside a transpose, as a site quantizes its input."""
+    dtype = torch.bfloat16 if second else torch.float32
+    hp = nasty(70, 150, dtype, transposed=transposed)
+    hp[15, 3], hp[16, 5] = float("nan"), float("inf")
+    row, column = Side(cast=E4M3[Granularity.ROW], padded=(80, 224)), Side(cast=INT8, padded=(150, 70))
+    out, _ = fused.quantize_pair_fused(hp.to(device), row=row, column=column)
+    columns = torch.arange(1, 150, 4)[:32]
+    twin = Quantized(out.data.cpu().clone(), out.scale.cpu(), out.cast)
+    append(twin, hp, columns, second=second)
+    append_residuals_fused(out, hp.to(device), columns.to(device), second=second)
+    values = slice(150, 182) if second else slice(182, 214)
+    assert torch.equal(out.data.cpu()[:, values].view(torch.uint8), twin.data[:, values].view(torch.uint8))
+    bad = out.scale.isfinite().logical_not().view(-1).cpu()
+    assert bad.nonzero().flatten().tolist() == [15, 16]
+    both = [Quantized(q.data.cpu()[~bad], q.scale.cpu()[~bad], q.cast) for q in (out, twin)]
+    check(*both, (68, 214))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
