@@ -17,7 +17,7 @@ LONG = ("bench", "train", "budget", "scale", "segments", "validate")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
 
-def run(code: str, name: str, folder: Path) -> str:
+def run(code, name, folder):
     """In a process of its own and an empty folder."""
     (empty := folder / "empty").mkdir()
     return run_script(code, name=name, cwd=empty, output=folder / "printed")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _tower(kernel: str, *sides: int) -> nn.Module:
+def _tower(kernel, *sides):
     torch.manual_seed(0)
     layers = [layer for a, b in itertools.pairwise(sides) for layer in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers)

@@ -1,7 +1,5 @@
 """Training under FSDP2 with FP8 gathers, as every rank of a test does it."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from towers import LR, STEPS, loss_of, rows, width
 
 
-def shard(model: nn.Module, units: str = "layer", group: int = 0, **options: Any) -> nn.Module:
+def shard(model, units="layer", group=0, **options):
     """`group`: ranks over which HSDP shards."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -25,7 +23,7 @@ def shard(model: nn.Module, units: str = "layer", group: int = 0, **options: Any
     return fully_shard(model, mesh=mesh, **options)
 
 
-def trained(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[float]:
+def trained(model, rank, steps=STEPS, first=0):
     optimizer = torch.optim.Adam(model.parameters(), LR)
     losses = []
     for step in range(first, first + steps):

@@ -3,7 +3,6 @@ of the same bytes."""
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -27,7 +26,7 @@ from loka.distributed import GradientWire, fp8_all_gather, send_gradients
 from loka.distributed.gradient_codec import codec_named
 from loka.scaling.cluster import engines, wires
 from loka.scaling.cluster.compute import layers_in_fp8, placed
-from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, Replicated, traced_step
+from loka.scaling.cluster.engines import ENGINES, Matmul, Reduced, Replicated, traced_step
 from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.wires import DECODED, ENCODED, check_traced, gather_wire, reduce_wires
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
@@ -81,7 +80,7 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def noting(function: Any, op: str, found: Found) -> Any:
+def noting(function, op, found):
     def noted(*args, **kwargs):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
@@ -93,7 +92,7 @@ def noting(function: Any, op: str, found: Found) -> Any:
 
 
 @contextlib.contextmanager
-def called() -> Iterator[Found]:
+def called():
     """The same by the functions that are called: under a mode, backward of weights in FP8 refuses to run."""
     found: Found = []
     ops = {
@@ -158,14 +157,14 @@ class Job:
         }
 
 
-def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
+def traced(engine, sides):
     mode = fake_mode()
     model = fake_model(tower(*sides), mode)
     return traced_step(model, fake_batch(torch.randn(4, sides[0]), mode, rows=24), mode=mode, engine=engine)
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory) -> list[dict[str, Any]]:
+def real(tmp_path_factory):
     job, folder = Job(plan_of(uneven)), tmp_path_factory.mktemp("ranks")
     one, *more = on_ranks(job, RANKS, folder)
     first, *others = on_ranks(job, RANKS * REPLICAS, folder)

@@ -17,9 +17,7 @@ CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-def shape(
-    model: str, site: str, m: int, k: int, n: int, *, kind: str = "linear", count: int = 1
-) -> GemmShape:
+def shape(model, site, m, k, n, *, kind="linear", count=1):
     return GemmShape(model=model, site=site, kind=kind, batch=1, m=m, k=k, n=n, count=count)
 
 

@@ -25,18 +25,18 @@ TORCH = HOT if torch.__version__ < "2.13" else f"torch:{NAMES[1]}"
 PLANTED = torch.arange(1, 96, 3)  # 32 of 96 columns
 
 
-def rows(count: int = 256, hot: torch.Tensor = PLANTED) -> torch.Tensor:
+def rows(count=256, hot=PLANTED):
     x = torch.randn(count, 96)
     x[:, hot] = 8 * x[:, hot] + 4
     return x / 8
 
 
-def model_of() -> nn.Module:
+def model_of():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(96, 80), nn.ReLU(), nn.Linear(80, 48), nn.Tanh(), nn.Linear(48, 1))
 
 
-def probed(hot: torch.Tensor = PLANTED, mean: float = 0.0) -> loka.Stats:
+def probed(hot=PLANTED, mean=0.0):
     model = model_of()
     with loka.Probe(model, every=1) as probe:
         for _ in range(8):

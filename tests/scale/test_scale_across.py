@@ -3,9 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ from loka.scaling.cluster.schedule import Replicate, schedule
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
 
-def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwise_e4m3_pow2") -> Plan:
+def plan_of(model, *, rows=ROWS, candidate="torch:rowwise_e4m3_pow2"):
     """Every GEMM took 100 us in bf16 and takes 50 in eight bits, 10 of them saved by a neighbour."""
     decisions = {}
     for path, layer in model.named_modules():
@@ -164,7 +162,7 @@ def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp():
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Any:
+def prepared():
     """A step of each engine on 64 GPUs, with its times; HSDP's in groups of 16."""
     model, mode = tower(), fake_mode()
     found = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS)
@@ -312,7 +310,7 @@ def build():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Iterator[Path]:
+def folder(tmp_path):
     (tmp_path / "my_many_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path

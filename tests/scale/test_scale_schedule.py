@@ -99,7 +99,7 @@ _us = st.floats(min_value=0, max_value=1e4)
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> list[Item]:
+def _steps(draw):
     items: list[Item] = []
     for _ in range(draw(st.integers(1, 8))):
         items += [Gather(draw(_us), backward=draw(st.booleans())), Copied(), Compute(draw(_us))]

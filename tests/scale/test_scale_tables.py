@@ -12,7 +12,7 @@ from networks import exactly, network
 from torch import nn
 
 from loka.core.exceptions import LokaError, MissingLibrary
-from loka.scaling.cluster import Across, scale_across
+from loka.scaling.cluster import scale_across
 from loka.scaling.cluster.collectives import Wire, wire_us
 from loka.scaling.cluster.pricing import _exchanged
 from loka.scaling.cluster.tables import Tables, exchange, parsed
@@ -44,7 +44,7 @@ class Model(nn.Module):
         return self.top(self.table(ids))
 
 
-def across(**options: Any) -> Across:
+def across(**options):
     quiet = replace(network(inside=(2, 100), launch=1, memory=1000), elementwise_share=exactly(1e-12))
     ids = torch.zeros(4, 3, dtype=torch.long)
     return scale_across(Model(), ids, network=quiet, gpus=(8,), batch_size=ROWS, **options)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from served import converted, plan_for
-from test_serve_graphs import BUCKETS, Wide, inputs, wide
+from test_serve_graphs import BUCKETS, inputs, wide
 
-import loka
 from loka.core.error import sqnr_db
-from loka.serve import Server, freeze, graphs
+from loka.serve import freeze, graphs
 from loka.serve.rows import LEAST_DB
 from loka.serve.sites import answering
 from loka.serve.watch.monitor import EVERY
@@ -20,21 +19,21 @@ pytestmark = pytest.mark.gpu
 DEVICE, POW2, ROW = "cuda", "torch_fast:rowwise_e4m3_pow2", "torch:rowwise_e4m3"
 
 
-def rows(count: int, seed: int = 0) -> torch.Tensor:
+def rows(count, seed=0):
     return inputs(count, seed).to(DEVICE)
 
 
-def model_of(seed: int) -> Wide:
+def model_of(seed):
     return wide(seed).to(DEVICE)
 
 
-def plans(model: Wide) -> dict[int, loka.Plan]:
+def plans(model):
     """Two rows with one site in FP8, more with three."""
     many = {"first": POW2, "second": POW2, "odd": ROW}
     return {2: plan_for(model, {"odd": ROW}), 16: plan_for(model, many)}
 
 
-def frozen(model: Wide, plan: Any, **options: Any) -> Server:
+def frozen(model, plan, **options):
     calibration = [rows(40, seed) for seed in range(3)]
     return freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=BUCKETS, **options)
 

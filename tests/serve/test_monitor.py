@@ -15,7 +15,6 @@ from loka.serve import freeze
 from loka.serve.watch.monitor import (
     EVERY,
     WINDOW,
-    Alarm,
     Look,
     Monitor,
     Range,
@@ -28,7 +27,7 @@ from loka.serve.watch.monitor import (
 BOTH = {"first": ROW, "second": ROW}
 
 
-def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Alarm, ...]]:
+def first_alarm(candidate, scale, count):
     """After how many batches whose inputs are `scale` times as large, behind 200 healthy ones."""
     torch.manual_seed(0)
     layers = nn.Linear(24, 37, bias=False), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 16)
@@ -61,7 +60,7 @@ def test_saturation_of_a_static_scale_is_named():
     assert (alarm.site, alarm.kind) == ("0", "saturation")
 
 
-def looked(octaves: np.ndarray) -> list[float]:
+def looked(octaves):
     """Of rows whose largest magnitude has these octaves."""
     return octaves_of(torch.exp2(torch.from_numpy(octaves))).tolist()
 
@@ -90,7 +89,7 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=1.5, ceiling=None)
 
 
-def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
+def seen(rows, ceiling):
     return Look.of(look(rows), ceiling)
 
 

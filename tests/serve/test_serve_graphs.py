@@ -7,8 +7,6 @@ run op by op.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ import loka
 from loka.compiler.gemms import region_gemm
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.kernels.quantize.int8_weights import int8_weights
-from loka.serve import Server, freeze, graphs, load
+from loka.serve import freeze, graphs, load
 from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
 from loka.serve.sites import frozen_gemm, observed_by
@@ -47,12 +45,12 @@ class Wide(nn.Module):
 PLAN = {"first": POW2, "second": POW2, "odd": ROW}
 
 
-def wide(seed: int = 0) -> Wide:
+def wide(seed=0):
     torch.manual_seed(seed)
     return Wide().eval()
 
 
-def inputs(count: int, seed: int = 0) -> torch.Tensor:
+def inputs(count, seed=0):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
 
 
@@ -73,15 +71,13 @@ class Replayed:
             kept.copy_(made)
 
 
-def recorded(
-    function: Callable[[], Any], device: torch.device, stream: object, pool: object
-) -> tuple[Replayed, Any]:
+def recorded(function, device, stream, pool):
     made = Replayed(function)
     return made, made.output
 
 
 @pytest.fixture
-def backend(monkeypatch) -> Iterator[JointBackend]:
+def backend(monkeypatch):
     """Of what a server compiles; the device is said to have graphs."""
     torch._dynamo.reset()
     made, compile_ = JointBackend(), torch.compile
@@ -94,7 +90,7 @@ def backend(monkeypatch) -> Iterator[JointBackend]:
     torch._dynamo.reset()
 
 
-def frozen(model: nn.Module, **options: Any) -> Server:
+def frozen(model, **options):
     return freeze(
         model,
         plan_for(model, PLAN),
@@ -105,7 +101,7 @@ def frozen(model: nn.Module, **options: Any) -> Server:
     )
 
 
-def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def compiled_answer(model, x):
     """Of the converted model under torch.compile, as a user would run it."""
     program = torch.compile(converted(model, plan_for(model, PLAN)), dynamic=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

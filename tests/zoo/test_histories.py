@@ -28,13 +28,13 @@ READERS = (*TAKE_HISTORIES, "hstu:hybrid")
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def made(name: str, history: HistoryTable | None = ITEM, seed: int = 0) -> nn.Module:
+def made(name, history=ITEM, seed=0):
     torch.manual_seed(seed)
     name, _, size = name.partition(":")
     return build(name, size=size or "small", dense_features=5, vocab_sizes=VOCAB, history=history)
 
 
-def rows(count: int, *, slots: int = 6, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+def rows(count, *, slots=6, dtype=torch.float64):
     """dense, sparse, sequence and lengths; among the lengths are 0 and `slots`."""
     sparse = torch.stack([torch.randint(size, (count,)) for size in VOCAB], dim=1)
     lengths = torch.arange(count) % (slots + 1)
@@ -42,7 +42,7 @@ def rows(count: int, *, slots: int = 6, dtype: torch.dtype = torch.float64) -> t
     return torch.randn(count, 5, dtype=dtype), sparse, sequence, lengths
 
 
-def padded(sequence: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def padded(sequence, lengths):
     return torch.arange(sequence.shape[1]) >= lengths[:, None]
 
 
@@ -213,7 +213,7 @@ def test_mods_and_the_probe_reach_every_layer(name):
     assert {site.partition("[")[0] for site in probe.stats().layers} == linears | stacked
 
 
-def clicks(count: int, seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+def clicks(count, seed):
     """A click when the item is among the last events, and mostly not otherwise: nothing else tells."""
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 7, count)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 import loka
@@ -16,7 +15,7 @@ from loka.zoo.kunlun import GDPA, SumKron, WindowAttention, WukongExperts
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def tokens(*shape: int) -> torch.Tensor:
+def tokens(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -69,7 +68,7 @@ def test_experts_are_factorization_machines_over_their_own_tokens():
         WukongExperts(4, experts=4, tokens=6, rank=2, hidden=5, activation="silu")
 
 
-def small(count: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def small(count):
     """The small size and rows for it, some of them without an event."""
     torch.manual_seed(0)
     sparse = torch.stack([torch.randint(size, (count,)) for size in (4, 7, 9)], dim=1)

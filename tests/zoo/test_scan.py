@@ -10,7 +10,7 @@ from loka.zoo.presets import _PRESETS
 from loka.zoo.scan import ScanLayer, chunked_scan
 
 
-def recurrence(x: torch.Tensor, log_a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def recurrence(x, log_a, b, c):
     state, found = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[2]), []
     for t in range(x.shape[1]):
         state = log_a[:, t, :, None, None].exp() * state + torch.einsum("bhp,bn->bhpn", x[:, t], b[:, t])

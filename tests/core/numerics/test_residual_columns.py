@@ -19,11 +19,11 @@ HOT = "rowwise_e4m3_hot32"
 CAST = recipe_named(HOT).output[0]
 
 
-def multiplied(x: torch.Tensor, weight: torch.Tensor, hot: torch.Tensor | None) -> torch.Tensor:
+def multiplied(x, weight, hot):
     return run_gemm(f"emulated:{HOT}", x, weight, gemm=Gemm.OUTPUT, dtype=torch.float32, hot=hot)
 
 
-def both(hp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def both(hp):
     low = quantize(hp, CAST)
     rest = (hp.float() / low.scale).clamp(-448, 448) - low.data.float()
     return dequantize(low), rest.to(low.data.dtype).float() * low.scale

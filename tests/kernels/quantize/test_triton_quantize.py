@@ -28,7 +28,7 @@ CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
-def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
+def check(out, twin, inner):
     """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
     cast = twin.cast
     assert out.cast == cast
@@ -50,14 +50,7 @@ def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
     assert lost_carry.logical_and(~off_by_a_step).float().mean() < 0.05
 
 
-def check_pair(
-    hp: torch.Tensor,
-    row: Cast | None,
-    column: Cast | None,
-    padded: tuple[int, int],
-    device: torch.device,
-    given: torch.Tensor | None = None,
-):
+def check_pair(hp, row, column, padded, device, given=None):
     placed = hp.to(device)
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])
@@ -75,7 +68,7 @@ def check_pair(
         check(out_column, quantize(hp.t(), column, padded=turned, scale=given), tuple(hp.t().shape))
 
 
-def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> torch.Tensor:
+def nasty(rows, columns, dtype, *, transposed):
     hp = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     hp[7 % rows] = 0
     hp[9 % rows] *= 1e-9

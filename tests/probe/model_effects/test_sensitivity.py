@@ -19,12 +19,12 @@ from loka.probe.model_effects.calls import step_seed
 from loka.statistics.effect_casts import CASTS
 
 
-def picks() -> torch.Tensor:
+def picks():
     generator = torch.Generator().manual_seed(step_seed(0, 1))
     return torch.randperm(BATCH, generator=generator)[:PICKED]
 
 
-def actual(model: nn.Module, path: str, recipe: str, *inputs: torch.Tensor) -> float:
+def actual(model, path, recipe, *inputs):
     """Mean over the picked samples of 1/2 p (1 - p) dz^2, with the site's output GEMM emulated."""
     low = copy.deepcopy(model)
     convert_layers(low, {path: (f"emulated:{recipe}", "hp", "hp")})
@@ -35,7 +35,7 @@ def actual(model: nn.Module, path: str, recipe: str, *inputs: torch.Tensor) -> f
     return terms[picks()].double().mean().item()
 
 
-def predicted(stats: loka.Stats, path: str, recipe: str) -> float:
+def predicted(stats, path, recipe):
     return stats.layers[path].effects[recipe].loss().value
 
 
