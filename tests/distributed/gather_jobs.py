@@ -10,8 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from towers import LR, STEPS, loss_of, rows, width
 
 
-def shard(model: nn.Module, units: str = "layer", **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def shard(model: nn.Module, units: str = "layer", group: int = 0, **options: Any) -> nn.Module:
+    """`group`: ranks over which HSDP shards."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    if group:
+        mesh = init_device_mesh("cpu", (ranks // group, group), mesh_dim_names=("replicate", "shard"))
     if units == "layer":
         for layer in list(model.modules()):
             if isinstance(layer, nn.Linear):

@@ -1,6 +1,17 @@
-"""Networks of round numbers, whose times can be worked out by hand."""
+"""Networks of round numbers, whose times can be worked out by hand, and a tower on many GPUs of them."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.records.across import Across
 from loka.core.records.network import Link, Network, Quantity
+from loka.scaling.cluster import scale_across
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
+ROWS = 8192
 
 
 def exactly(value: float) -> Quantity:
@@ -26,3 +37,22 @@ def network(
         memory_gbps=exactly(memory),
         elementwise_share=exactly(share),
     )
+
+
+def tower(width: int = 2048, depth: int = 3) -> nn.Sequential:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def across(model: nn.Module | None = None, **options: Any) -> Across:
+    given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
+    return scale_across(model or tower(), torch.randn(4, 2048), **given)
+
+
+def row(found: Across, gpus: int, engine: str, gather: str, gradients: str = "bf16") -> Any:
+    (one,) = (
+        row
+        for row in found.rows
+        if (row.gpus, row.engine, row.gather, row.gradients) == (gpus, engine, gather, gradients)
+    )
+    return one

@@ -14,6 +14,7 @@ from loka.core.error import sqnr_db
 from loka.serve import Server, freeze, graphs
 from loka.serve.rows import LEAST_DB
 from loka.serve.sites import answering
+from loka.serve.watch.monitor import EVERY
 
 pytestmark = pytest.mark.gpu
 DEVICE, POW2, ROW = "cuda", "torch_fast:rowwise_e4m3_pow2", "torch:rowwise_e4m3"
@@ -106,3 +107,17 @@ def test_the_alarm_names_a_shift():
         if server.alarms():
             break
     assert {(alarm.site, alarm.kind) for alarm in server.alarms()} == {("first", "shift")}
+
+
+def test_a_shift_is_named_within_a_hundred_requests():
+    """By the graphs that show scales: nothing waits for them, so a look is read a request later or more."""
+    model = model_of(0)
+    server = frozen(model, plans(model)[16])
+    for turn in range(40 * EVERY):
+        server(rows(3, seed=turn))
+    torch.cuda.synchronize()
+    assert server.alarms() == ()
+    for turn in range(100):
+        server(rows(3, seed=turn) * 20)
+        torch.cuda.synchronize()
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "shift")]
