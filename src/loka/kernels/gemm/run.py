@@ -26,7 +26,8 @@ _RUNS: Counter[tuple[str, str]] = Counter()
 def kernel_runs() -> dict[tuple[str, str], int]:
     """How often each (candidate, gemm) was launched from Python in this process.
 
-    A CUDA-graph capture counts once and its replays do not: `nn.health_of` counts those.
+    A CUDA-graph capture counts once and its replays do not; of a compiled region the GEMMs that are torch's
+    own op do not count (compiler/scaled_mm.py). `nn.health_of` counts all of these.
     """
     return dict(_RUNS)
 
