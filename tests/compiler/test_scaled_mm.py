@@ -68,7 +68,7 @@ def test_scales_have_two_indices():
 
 def test_a_kernel_that_cannot_run_here_is_refused_wherever_it_stands():
     model = _tower("torch", 64, 32, 48, 64)
-    sites_of(model)["0"].candidates = (JOINED.replace("emulated", "torch_fast"),) * 3
+    sites_of(model)["2"].candidates = (JOINED.replace("emulated", "torch_fast"),) * 3
     with pytest.raises(NoKernelFits, match="fast accumulation is a mode of the GPU"):
         run(torch.compile(model, backend=JointBackend()), torch.randn(8, 64))
 
