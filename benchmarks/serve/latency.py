@@ -89,7 +89,7 @@ def _measure(
     cell: Cell, how: How, plans: Plans, arguments: argparse.Namespace, model: str, command: list[str]
 ) -> None:
     known = read(arguments.out)
-    server, told = _fastest(cell, how, plans, model)
+    server, told = _fastest(cell, how, plans, model, race=arguments.race)
     for rows in arguments.buckets:
         name = f"{model}_{rows}"
         if name not in known:
@@ -115,7 +115,9 @@ def _measure(
             print(f"{model} {part}: {found}", flush=True)
 
 
-def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, dict[int, dict[str, Any]]]:
+def _fastest(
+    cell: Cell, how: How, plans: Plans, model: str, *, race: bool
+) -> tuple[Server, dict[int, dict[str, Any]]]:
     """A server with the plan of each bucket whose graph took the least time; and what all took."""
     buckets = list(plans[min(plans)])
     took: dict[int, dict[float, float]] = {rows: {} for rows in buckets}
@@ -123,7 +125,7 @@ def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, di
         if not any(map(in_fp8, by_rows.values())):  # a server has some site in FP8
             by_rows[buckets[-1]] = plans[min(plans)][buckets[-1]]
         began = time.monotonic()
-        server = server_of(cell, how, by_rows)
+        server = server_of(cell, how, by_rows, race=race)
         replays = server.current.replays
         for rows, times in took.items():
             times[least] = 0.0 if replays is None else replays._graphs[rows].microseconds
@@ -131,9 +133,14 @@ def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, di
     chosen = {rows: min(times, key=times.__getitem__) for rows, times in took.items()}
     best = {rows: plans[least][rows] for rows, least in chosen.items()}
     if len(plans) > 1:
-        server = server_of(cell, how, best)
+        server = server_of(cell, how, best, race=race)
+    sites = dict(zip(server.card.buckets, server.card.in_hp, strict=True))
     return server, {
-        rows: {"by_margin_us": took[rows], "margin": chosen[rows], "fp8_sites": len(in_fp8(best[rows]))}
+        rows: {
+            "by_margin_us": took[rows],
+            "margin": chosen[rows],
+            "fp8_sites": len(server.card.sites) - len(sites[rows]),
+        }
         for rows in buckets
     }
 
@@ -252,6 +259,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small numbers in place of the real ones")
+    parser.add_argument("--race", action="store_true", help="each bucket by the fastest plan, or in bf16")
     parser.add_argument("--kernels", action="store_true", help="keep what graphs launch")
     parser.add_argument("--plans", type=Path, help="folder of plans: those there are used, others written")
     parser.add_argument("--out", type=Path, default=Path("latency.jsonl"))

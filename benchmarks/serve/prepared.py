@@ -52,10 +52,10 @@ def _gaining(plan: loka.Plan, least: float) -> loka.Plan:
     return replace(plan, decisions=decisions)
 
 
-def server_of(cell: Cell, how: How, plans: dict[int, loka.Plan]) -> Server:
+def server_of(cell: Cell, how: How, plans: dict[int, loka.Plan], *, race: bool = False) -> Server:
     model = cell.model(how.device, tiny=how.tiny).bfloat16().eval()
     requests, _ = replace(cell, rows=512).batch(how.device, tiny=how.tiny)
-    return freeze(model, plans, calibration=[requests], buckets=sorted(plans))
+    return freeze(model, plans, calibration=[requests], buckets=sorted(plans), race=race)
 
 
 def warm(model: str, how: How, arguments: Namespace) -> None:

@@ -21,6 +21,7 @@ from loka.serve.watch.monitor import (
     apart,
     look,
     look_of_scales,
+    looks_of,
     octaves_of,
     range_of,
 )
@@ -91,7 +92,8 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
 
 
 def seen(rows, ceiling):
-    return Look.of(look(rows), ceiling)
+    (found,) = looks_of(look(rows).unsqueeze(0), [ceiling])
+    return found
 
 
 def test_looks():
@@ -117,6 +119,22 @@ def test_each_token_of_a_batch_has_its_turn(batch, tokens):
     seen = torch.arange(0, batch * tokens, step)
     assert min(16, batch * tokens) <= len(seen) <= 128
     assert len((seen % tokens).unique()) >= min(tokens, len(seen))
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1e-30, 0.7, 3.0, 500.0, math.inf, math.nan]), min_size=5, max_size=5)
+    )
+)
+def test_sites_at_once_are_as_one_by_one(rows):
+    ceilings = [None if place % 2 else 2.0 for place in range(len(rows))]
+    found = looks_of(torch.tensor(rows).view(-1, 5), ceilings)
+    for amax, ceiling, each in zip(rows, ceilings, found, strict=True):
+        finite = [x for x in amax if math.isfinite(x)]
+        positive = sorted(octaves_of(torch.tensor([x for x in finite if x > 0])).tolist())
+        assert each.octaves == (positive[(len(positive) - 1) // 2] if positive else None)
+        assert each.saturated == (0 if ceiling is None else sum(x > ceiling for x in finite))
+        assert (each.rows, each.nonfinite) == (5, 5 - len(finite))
 
 
 def test_scales_of_zeros_and_of_what_is_not_finite():

@@ -235,10 +235,10 @@ def test_looks_see_what_the_sites_get(backend, count):
     assert replays is not None
     seen: dict[str, torch.Tensor] = {}
     plain = replays([x], 16)
-    replays.note(seen.__setitem__)
+    replays.note(lambda names, maxima: seen.update(zip(names, maxima, strict=True)))
     assert not seen
     assert torch.equal(replays([x], 16, looking=True), plain)
-    replays.note(seen.__setitem__)
+    replays.note(lambda names, maxima: seen.update(zip(names, maxima, strict=True)))
     assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
     eager: dict[str, torch.Tensor] = {}
     with (
@@ -272,7 +272,7 @@ def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
         replays = frozen(wide()).current.replays
         replays([inputs(16)], 16, looking=True)
         seen = {}
-        replays.note(seen.__setitem__)
+        replays.note(lambda names, maxima: seen.update(zip(names, maxima, strict=True)))
         found.append(seen["first"])
     assert torch.equal(*found)
 

@@ -104,16 +104,16 @@ class Replays:
                 self._shown.append(_Waiting.for_device(shown, (count, rows), self._stream))
             return mapped(output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
-    def note(self, note: Callable[[str, torch.Tensor], None], *, wait: bool = False) -> None:
-        """Hands over the row maxima of requests that were looked at, where the device is done with them; or
-        waits for it."""
+    def note(self, note: Callable[[list[str], torch.Tensor], None], *, wait: bool = False) -> None:
+        """Hands over the row maxima [sites, rows] of requests that were looked at, where the device is done
+        with them; or waits for it."""
         while self._shown:
             with self._lock:
                 if not self._shown or not self._shown[0].done(wait=wait):
                     return
                 waiting = self._shown.popleft()
-            for name, maxima in waiting.by_site():
-                note(name, maxima)
+            for names, maxima in waiting.by_rows():
+                note(names, maxima)
 
     @property
     def unscaled(self) -> tuple[str, ...]:
@@ -148,15 +148,20 @@ class _Waiting:
             self.event.synchronize()
         return self.event is None or self.event.query()
 
-    def by_site(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Maxima, without rows that only pad: the last of a site's, where these lie by rows of the batch;
-        else some copies of the last row are among them."""
+    def by_rows(self) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Sites of which as many rows were looked at, and maxima, without rows that only pad: the last of a
+        site's, where these lie by rows of the batch; else some copies of the last row are among them."""
         parts = self.values.split([seen.looked_at for seen in self.sites])
         count, whole = self.filled
+        found: dict[int, list[tuple[Seen, torch.Tensor]]] = {}
         for seen, part in zip(self.sites, parts, strict=True):
-            kept = part[: -(-(count * seen.rows // whole) // apart(seen.rows))]
-            if len(kept) >= _LEAST_ROWS or len(kept) == len(part) or seen.rows <= whole:
-                yield seen.name, look_of_scales(kept) if seen.what == SCALES else kept
+            kept = -(-(count * seen.rows // whole) // apart(seen.rows))
+            if kept >= _LEAST_ROWS or kept == len(part) or seen.rows <= whole:
+                found.setdefault(kept, []).append((seen, part[:kept]))
+        for sites in found.values():
+            numbers = torch.stack([part for _, part in sites])
+            scaled = torch.tensor([seen.what == SCALES for seen, _ in sites]).unsqueeze(1)
+            yield [seen.name for seen, _ in sites], torch.where(scaled, look_of_scales(numbers), numbers)
 
 
 class Capturer:
@@ -239,10 +244,7 @@ class Capturer:
                 made = call(inputs)
             with uncounted():
                 recording, output = record(lambda: call(inputs), self._device, stream, pool)
-                sites: list[Seen] = []
-                looking, (again, values) = record(
-                    lambda: self._shown(lambda: call(inputs), sites), self._device, stream, pool
-                )
+                looking = self._looking(lambda: call(inputs), stream, pool) if self._ranges else None
         except (LokaError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # compilers raise what they like
@@ -255,8 +257,14 @@ class Capturer:
             recording.replay()
         else:
             self._times[rows] = _microseconds(recording, self._device)
-        shown = looking, again, Shown(values, tuple(sites))
-        return Graph(rows, inputs, output, recording, self._times[rows], shown), made
+        return Graph(rows, inputs, output, recording, self._times[rows], looking), made
+
+    def _looking(
+        self, call: Callable[[], Any], stream: torch.cuda.Stream | None, pool: Any
+    ) -> tuple[Recording, Any, Shown]:
+        sites: list[Seen] = []
+        recording, (output, values) = record(lambda: self._shown(call, sites), self._device, stream, pool)
+        return recording, output, Shown(values, tuple(sites))
 
     def _shown(self, call: Callable[[], Any], sites: list[Seen]) -> tuple[Any, torch.Tensor]:
         """The call's output, and what `Shown.values` are; `sites` says whose."""

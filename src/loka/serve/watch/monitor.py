@@ -25,7 +25,7 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,17 +95,21 @@ class Look:
     saturated: int
     nonfinite: int
 
-    @classmethod
-    def of(cls, row_amax: torch.Tensor, ceiling: float | None) -> Look:
-        """From what `look` gave, on the host; `ceiling`: the largest |x| that a static scale holds."""
-        finite = row_amax[row_amax.isfinite()]
-        positive = finite[finite > 0]
-        return cls(
-            octaves=float(octaves_of(positive).median()) if positive.numel() else None,
-            rows=row_amax.numel(),
-            saturated=0 if ceiling is None else int((finite > ceiling).sum()),
-            nonfinite=row_amax.numel() - finite.numel(),
-        )
+
+def looks_of(row_amax: torch.Tensor, ceilings: Sequence[float | None]) -> list[Look]:
+    """Of sites at once, as a server's thread has to do it between requests: what `look` gave of each,
+    [sites, rows], on the host, and the largest |x| that its static scale holds."""
+    finite = row_amax.isfinite()
+    positive = finite & (row_amax > 0)
+    ordered = octaves_of(row_amax).masked_fill(~positive, torch.inf).sort(dim=1).values
+    counts = positive.sum(dim=1)
+    middle = ordered.gather(1, ((counts - 1).clamp_min(0) // 2).unsqueeze(1)).squeeze(1)  # the lower of two
+    most = torch.tensor([math.inf if ceiling is None else ceiling for ceiling in ceilings]).unsqueeze(1)
+    found = counts, middle, (finite & (row_amax > most)).sum(dim=1), (~finite).sum(dim=1)
+    return [
+        Look(octaves=octaves if count else None, rows=row_amax.shape[1], saturated=over, nonfinite=nonfinite)
+        for count, octaves, over, nonfinite in zip(*(each.tolist() for each in found), strict=True)
+    ]
 
 
 def octaves_of(row_amax: torch.Tensor) -> torch.Tensor:
@@ -154,11 +158,13 @@ class Monitor:
     def observe(self, name: str, rows: torch.Tensor) -> None:
         """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
         if name in self.ranges and rows.numel():
-            self.look_at(name, look(rows).cpu())
+            self.look_at([name], look(rows).cpu().unsqueeze(0))
 
-    def look_at(self, name: str, row_amax: torch.Tensor) -> None:
-        """Takes what `look` gave of the site `name`, on the host."""
-        self.note(name, Look.of(row_amax, self.ranges[name].ceiling))
+    def look_at(self, names: Sequence[str], row_amax: torch.Tensor) -> None:
+        """Takes what `look` gave of sites, [sites, rows] on the host."""
+        ceilings = [self.ranges[name].ceiling for name in names]
+        for name, found in zip(names, looks_of(row_amax, ceilings), strict=True):
+            self.note(name, found)
 
     def note(self, name: str, look: Look) -> None:
         """Takes a look; raises an alarm at most once of a kind and site."""
@@ -167,19 +173,18 @@ class Monitor:
             window.looks += 1
             if look.octaves is not None:
                 window.octaves.append(look.octaves)
-            window.saturated.append((look.saturated, look.rows))
             if look.nonfinite and not any(kind == "nonfinite" for _, kind in self._raised):
                 # The sites behind it see it too; the first one is what to look for.
                 self._raise(name, "nonfinite", f"{look.nonfinite} of {look.rows} rows hold NaN or infinity")
-            over, rows = (sum(column) for column in zip(*window.saturated, strict=True))
-            if over >= max(SATURATED_ROWS, SATURATED_SHARE * rows):
-                self._raise(
-                    name,
-                    "saturation",
-                    f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds",
-                )
+            if known.ceiling is not None:
+                window.saturated.append((look.saturated, look.rows))
+                over, rows = (sum(column) for column in zip(*window.saturated, strict=True))
+                if over >= max(SATURATED_ROWS, SATURATED_SHARE * rows):
+                    text = f"{over} of {rows} rows are beyond {known.ceiling:.3g}, which the scale holds"
+                    self._raise(name, "saturation", text)
             if len(window.octaves) == WINDOW:
-                moved = statistics.median(window.octaves) - known.median
+                ordered = sorted(window.octaves)
+                moved = (ordered[WINDOW // 2 - 1] + ordered[WINDOW // 2]) / 2 - known.median
                 if abs(moved) > known.limit:
                     # The window still holds batches of before; the last ones tell how far it went.
                     now = statistics.median([*window.octaves][-WINDOW // 4 :]) - known.median
