@@ -121,11 +121,10 @@ def test_each_token_of_a_batch_has_its_turn(batch, tokens):
     assert len((seen % tokens).unique()) >= min(tokens, len(seen))
 
 
-@given(
-    st.lists(
-        st.lists(st.sampled_from([0.0, 1e-30, 0.7, 3.0, 500.0, math.inf, math.nan]), min_size=5, max_size=5)
-    )
-)
+AMAX = st.sampled_from([0.0, 1e-30, 0.7, 3.0, 500.0, math.inf, math.nan])
+
+
+@given(st.lists(st.lists(AMAX, min_size=5, max_size=5)))
 def test_sites_at_once_are_as_one_by_one(rows):
     ceilings = [None if place % 2 else 2.0 for place in range(len(rows))]
     found = looks_of(torch.tensor(rows).view(-1, 5), ceilings)
