@@ -305,55 +305,52 @@ def run(real: Path | None, seed: int, models: Sequence[str], settings: Settings)
 
 
 def tables(entries: Mapping[str, Any]) -> str:
-    """Of each data set KL/H, +- its standard error over seeds, and the changes of NE, +- over rows."""
+    """Of each data set KL/H and the change of NE by model, then all measures in the mean of the models."""
     lines = []
     for data in dict.fromkeys(key.partition("/")[0] for key in entries):
         mine = [entry for key, entry in entries.items() if key.startswith(f"{data}/")]
-        names, rows = list(mine[0]["models"]), sum(entry["rows"] for entry in mine)
-        clicks = sum(entry["rows"] * entry["rate"] for entry in mine)
-        lines += [f"{data}: {len(mine)} seeds, {rows} rows, {clicks:.0f} clicks; NE, sites:"]
-        for name in names[:-1]:
-            ne = np.mean([entry["models"][name]["ne"] for entry in mine])
-            lines += [f"  {name} {ne:.4f}, {mine[0]['models'][name]['sites']}"]
-        found = {
-            (what, name, arm): pooled([entry["models"][name]["formats"][arm][at] for entry in mine])
-            for at, what in enumerate(MEASURES)
-            for name in names
+        *names, mean = mine[0]["models"]
+        rows, clicks = sum(e["rows"] for e in mine), sum(e["rows"] * e["rate"] for e in mine)
+        known = {
+            (name, arm, what): pooled([entry["models"][name]["formats"][arm][at] for entry in mine])
+            for name in (*names, mean)
             for arm in ARMS
+            for at, what in enumerate(MEASURES)
         }
-        for what in MEASURES:
-            cells = {
-                key: f"{number(mean)} +- {number(errors[key[0] == MEASURES[0]])}"
-                for key, (mean, *errors) in found.items()
-            }
-            table = [(arm, *(cells[what, name, arm] for name in names)) for arm in ARMS]
-            ratios = [by_seeds / by_rows for key, (_, by_rows, by_seeds) in found.items() if key[0] == what]
-            lines += ["", format_table((f"{what} x 1e-6", *names), table)]
-            lines += [f"SE over seeds / SE over rows: median {np.median(ratios):.2f}"]
-            if what != MEASURES[0]:
-                apart = [
-                    abs(found[what, name, arm][0] - found[MEASURES[0], name, arm][0])
-                    / found[what, name, arm][1]
-                    for name in names[:-1]
-                    for arm in ARMS
-                ]
-                within = sum(value < 2 for value in apart)
-                lines += [
-                    f"within 2 SE (rows) of KL/H: {within} of {len(apart)}; farthest {max(apart):.1f}",
-                    "",
-                ]
+        kl, ne, _ = MEASURES
+        lines += [f"{data}: {len(mine)} seeds, {rows} rows, {clicks:.0f} clicks; model, NE, sites:"]
+        for name in names:
+            models = [entry["models"][name] for entry in mine]
+            lines += [f"  {name} {np.mean([each['ne'] for each in models]):.4f} {models[0]['sites']}"]
+        lines += ["x 1e-6: KL/H(SE over seeds) change of NE(SE over rows)"]
+        table = [
+            (arm, *(f"{cell(known[n, arm, kl], 'seeds')} {cell(known[n, arm, ne], 'rows')}" for n in names))
+            for arm in ARMS
+        ]
+        lines += [format_table(("format", *names), table), "mean of the models(SE over rows; over seeds)"]
+        table = [(arm, *(cell(known[mean, arm, what], "rows", "seeds") for what in MEASURES)) for arm in ARMS]
+        lines += [format_table(("format", *MEASURES), table)]
+        for what in MEASURES[1:]:
+            pairs = [(known[n, arm, what], known[n, arm, kl]) for n in names for arm in ARMS]
+            within = sum(abs(one["mean"] - other["mean"]) < 2 * one["rows"] for one, other in pairs)
+            lines += [f"{what} within 2 SE over rows of KL/H: {within} of {len(pairs)}"]
     return "\n".join(lines)
 
 
-def pooled(seeds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
-    """The mean of the seeds' means, and its standard errors over rows and over seeds (NaN of one seed)."""
+def pooled(seeds: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The mean of the seeds' means, and its standard errors."""
     means = np.array([mean for mean, _ in seeds])
-    of_rows = math.hypot(*(error for _, error in seeds)) / len(seeds)
-    return float(means.mean()), of_rows, mean_and_error(means)[1] if len(seeds) > 1 else math.nan
+    over_rows = math.hypot(*(error for _, error in seeds)) / len(seeds)
+    over_seeds = mean_and_error(means)[1] if len(seeds) > 1 else math.nan
+    return {"mean": float(means.mean()), "rows": over_rows, "seeds": over_seeds}
+
+
+def cell(of: Mapping[str, float], *errors: str) -> str:
+    return f"{number(of['mean'])}({'; '.join(number(of[each]) for each in errors)})"
 
 
 def number(value: float) -> str:
-    return f"{1e6 * value:.0f}" if abs(value) > 1e-5 else f"{1e6 * value:.2g}"
+    return f"{1e6 * value:.0f}" if abs(value) > 1e-5 else f"{1e6 * value:.1f}"
 
 
 def main() -> None:
