@@ -8,8 +8,7 @@ of values, and shapes of few programs.
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,12 +16,12 @@ T = TypeVar("T")
 ON_GPU = torch.cuda.is_available()
 
 
-def on_gpu_or_cpu(gpu: T, cpu: T) -> T:
+def on_gpu_or_cpu(gpu, cpu):
     """A size, a shape or a list of cases by where kernels run."""
     return gpu if ON_GPU else cpu
 
 
-def combinations(*axes: Sequence[Any], together: int) -> list[tuple[Any, ...]]:
+def combinations(*axes, together):
     """All combinations of the axes' values on a GPU; on a CPU few that hold every pair of values of
     two axes (`together` 2), or all three of three (3). The same ones in every process."""
     rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
@@ -31,7 +30,7 @@ def combinations(*axes: Sequence[Any], together: int) -> list[tuple[Any, ...]]:
     return [tuple(axis[place] for axis, place in zip(axes, row, strict=True)) for row in rows]
 
 
-def _covering(rows: list[tuple[int, ...]], together: int) -> list[tuple[int, ...]]:
+def _covering(rows, together):
     """Greedy: the row that holds most of what is missing, until nothing is; of equals the one whose
     values were taken least, so that none is left to the rows that the others need not."""
     parts = {row: set(itertools.combinations(enumerate(row), together)) for row in rows}

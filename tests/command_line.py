@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import sys
-from pathlib import Path
 from unittest import mock
 
 from loka.cli import main
@@ -15,7 +14,7 @@ measure_coarsely = functools.partial(measure, settings=Settings(rows=64, max_dra
 """Takes the place of `measure` in commands where every error is wanted, and none to a tenth of a dB."""
 
 
-def loka(*arguments: object, cwd: Path, fails: bool | int = False) -> str:
+def loka(*arguments, cwd, fails=False):
     """What it prints to both streams; `fails` says whether its exit status has to differ from 0, or is it."""
     text = io.StringIO()
     status: object = 0

@@ -52,7 +52,7 @@ gc.disable()
 atexit.register(gc.unfreeze)  # or torch's and triton's libraries would report leaks
 
 
-def pytest_configure(config: pytest.Config):
+def pytest_configure(config):
     import forked
 
     if hasattr(config, "workerinput"):
@@ -77,7 +77,7 @@ def overflow_is_an_error(monkeypatch):
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]):
+def pytest_collection_modifyitems(items):
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     skip = pytest.mark.skip(reason="needs a CUDA GPU of capability 9.0 or newer")
     for item in items:
@@ -86,5 +86,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request) -> torch.device:
+def device(request):
     return torch.device(request.param)

@@ -1,12 +1,9 @@
 """What reaches the disk in which order: a power cut loses renames and bytes that were not flushed."""
 
 import os
-from pathlib import Path
-
-import pytest
 
 
-def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def watch_disk(monkeypatch):
     """("flush", path) and ("rename", new path) as they come, of this process."""
     seen: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
@@ -29,12 +26,12 @@ def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return seen
 
 
-def flushed_before(seen: list[tuple[str, str]], new: Path, suffix: str) -> bool:
+def flushed_before(seen, new, suffix):
     """Whether a file whose name ends so was flushed before `new` got its name."""
     before = seen[: seen.index(("rename", str(new)))]
     return any(what == "flush" and path.endswith(suffix) for what, path in before)
 
 
-def folder_flushed_after(seen: list[tuple[str, str]], new: Path) -> bool:
+def folder_flushed_after(seen, new):
     """Whether the folder that holds `new` was flushed after it got its name."""
     return ("flush", str(new.parent)) in seen[seen.index(("rename", str(new))) :]

@@ -11,9 +11,7 @@ import multiprocessing
 import os
 import sys
 import types
-from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
 
@@ -45,7 +43,7 @@ def join():
         held.ensure_running = resource_tracker.ensure_running  # it would wait for it as for its own child
 
 
-def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
+def run_script(code, *, name, cwd, output):
     """What `code` prints, to both streams, as a script in the folder `cwd`; asserts that it ends well."""
     process = _start(_script, code, name, cwd=cwd, output=output)
     process.join()
@@ -53,19 +51,19 @@ def run_script(code: str, *, name: str, cwd: Path, output: Path) -> str:
     return output.read_text()
 
 
-def start_loka(*arguments: object, cwd: Path, output: Path, **replaced: object) -> BaseProcess:
+def start_loka(*arguments, cwd, output, **replaced):
     """The `loka` command at work in `cwd`. `replaced`: names of loka.cli.arms, or "loka.cli.app.NAME" and so
     on, replaced in that process."""
     return _start(_loka, [str(argument) for argument in arguments], replaced, cwd=cwd, output=output)
 
 
-def _start(work: Callable[..., None], *arguments: object, cwd: Path, output: Path) -> BaseProcess:
+def _start(work, *arguments, cwd, output):
     process = SERVER.Process(target=_work, args=(work, arguments, cwd, output))
     process.start()
     return process
 
 
-def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, output: Path):
+def _work(work, arguments, cwd, output):
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -75,13 +73,13 @@ def _work(work: Callable[..., None], arguments: tuple[object, ...], cwd: Path, o
     work(*arguments)
 
 
-def _script(code: str, name: str):
+def _script(code, name):
     main = types.ModuleType("__main__")
     with mock.patch.object(sys, "argv", [name]), mock.patch.dict(sys.modules, {"__main__": main}):
         exec(compile(code, name, "exec", dont_inherit=True), main.__dict__)
 
 
-def _loka(arguments: list[str], replaced: dict[str, object]):
+def _loka(arguments, replaced):
     from loka.cli import main
 
     for path, value in replaced.items():

@@ -1,13 +1,11 @@
 """Models that are not ours, with sides that fit nothing."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def odd_mlp() -> nn.Sequential:
+def odd_mlp():
     return nn.Sequential(
         nn.Linear(13, 479), nn.LayerNorm(479), nn.SiLU(), nn.Linear(479, 1000), nn.ReLU(), nn.Linear(1000, 1)
     )
@@ -26,7 +24,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x).mean(dim=1))
 
 
-def batches(model: nn.Module, count: int, rows: int = 40) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(model, count, rows=40):
     generator = torch.Generator().manual_seed(0)
     shape = (rows, 7, 48) if isinstance(model, Encoder) else (rows, 13)
     made = []
@@ -37,14 +35,7 @@ def batches(model: nn.Module, count: int, rows: int = 40) -> list[tuple[torch.Te
     return made
 
 
-def train_steps(
-    model: nn.Module,
-    count: int,
-    *,
-    call: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    device: str = "cpu",
-    lr: float = 1e-3,
-) -> list[float]:
+def train_steps(model, count, *, call=None, device="cpu", lr=1e-3):
     """`count` steps of Adam under bf16 autocast; the losses."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     losses = []

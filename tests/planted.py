@@ -1,6 +1,6 @@
 """Bugs of the kind that adapters have, planted in a kernel that is right without them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,23 +9,22 @@ import torch
 from loka.core.numerics.reference import Quantized
 from loka.core.recipe import RECIPES
 from loka.kernels.gemm import registry
-from loka.kernels.gemm.kernel import Kernel
 
 Operands = tuple[Quantized, Quantized]
 Bug = Callable[[Quantized, Quantized], Operands]
 
 
-def neighbour(quantized: Quantized, dim: int) -> Quantized:
+def neighbour(quantized, dim):
     """Every group reads the scale of its neighbour before it in `dim`: 0 rows, 1 columns."""
     return replace(quantized, scale=quantized.scale.roll(1, dims=dim))
 
 
-def order(quantized: Quantized) -> Quantized:
+def order(quantized):
     """The scales lie in memory row by row and are read as if column by column."""
     return replace(quantized, scale=quantized.scale.t().reshape(quantized.scale.shape))
 
 
-def transposed(quantized: Quantized) -> Quantized:
+def transposed(quantized):
     """Block (i, j) reads the scale of block (j, i), where there is one."""
     side = min(quantized.scale.shape)
     scale = quantized.scale.clone()
@@ -33,7 +32,7 @@ def transposed(quantized: Quantized) -> Quantized:
     return replace(quantized, scale=scale)
 
 
-def turned_block(quantized: Quantized) -> Quantized:
+def turned_block(quantized):
     """Data: within each 16 of K, the two halves change places."""
     rows, columns = quantized.shape
     whole = columns // 16 * 16
@@ -60,17 +59,17 @@ BUGS: dict[str, Bug] = {
 }
 
 
-def fitted(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def fitted(scale, like):
     rows, columns = like.shape
     repeated = scale.repeat(-(-rows // scale.shape[0]), -(-columns // scale.shape[1]))
     return repeated[:rows, :columns]
 
 
-def rolled(data: torch.Tensor) -> torch.Tensor:
+def rolled(data):
     return data.view(torch.uint8).roll(1, dims=0).view(data.dtype)
 
 
-def broken(kernel: Kernel, bug: Bug, *, name: str) -> Kernel:
+def broken(kernel, bug, *, name):
     """`kernel` under another name, with the bug. It does not say that it emulates."""
 
     def run(a, b, dtype, *, algorithm=0):
@@ -83,7 +82,7 @@ Plant = Callable[..., None]
 
 
 @pytest.fixture
-def plant(monkeypatch) -> Iterator[Plant]:
+def plant(monkeypatch):
     """plant(kernel, recipe, ...) registers a kernel, and recipes that are not registered yet."""
 
     def forget():

@@ -23,7 +23,7 @@ _GRACE = 5.0  # seconds that the others have to say how they fail, after one did
 _SAID = 4000  # characters of what a rank without an answer wrote last
 
 
-def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> list[dict[str, Any]]:
+def on_ranks(job, world, folder, *, seconds=120):
     """What `job(rank, folder)` returned, by rank. `job` is pickled, and so is what it returns: no tensors.
 
     Asserts that no rank raised, ended without an answer, or took longer than `seconds`; it says of every rank
@@ -68,11 +68,11 @@ def on_ranks(job: Job, world: int, folder: Path, *, seconds: float = 120) -> lis
     return [found[rank] for rank in range(world)]
 
 
-def _stderr(meeting: Path, rank: int) -> Path:
+def _stderr(meeting, rank):
     return meeting.with_name(f"stderr of rank {rank}")
 
 
-def _failure(answer: dict[str, Any] | None, code: int | None, stderr: Path) -> str:
+def _failure(answer, code, stderr):
     """Empty for a rank that did its job."""
     if answer is None:
         said = stderr.read_text(errors="replace").strip()[-_SAID:] if stderr.exists() else ""
@@ -80,7 +80,7 @@ def _failure(answer: dict[str, Any] | None, code: int | None, stderr: Path) -> s
     return answer.get("error", "")
 
 
-def _work(job: Job, rank: int, world: int, folder: Path, meeting: Path, answers: Any):
+def _work(job, rank, world, folder, meeting, answers):
     with _stderr(meeting, rank).open("w") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)

@@ -6,17 +6,16 @@ from torch import nn
 
 from loka.graph.attach import attach
 from loka.nn import signature
-from loka.nn.site_ops import Candidates
 
 
-def convert_layer(linear: nn.Linear, candidates: Candidates) -> nn.Linear:
+def convert_layer(linear, candidates):
     """Makes a linear layer run as the site "it", and returns it."""
     holder = nn.ModuleDict({"it": linear})
     attach(holder, signature(holder).layers, {"it": candidates})
     return linear
 
 
-def convert_layers(model: nn.Module, candidates: Candidates | Mapping[str, Candidates]):
+def convert_layers(model, candidates):
     """Makes linear layers of `model` sites: all of them alike, or those that are named."""
     layers = signature(model).layers
     chosen = candidates if isinstance(candidates, Mapping) else dict.fromkeys(layers, candidates)

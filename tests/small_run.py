@@ -57,6 +57,6 @@ class SmallModel(nn.Module):
         return self.mlp(inputs).squeeze(1)
 
 
-def small_model(seed: int = 0) -> SmallModel:
+def small_model(seed=0):
     torch.manual_seed(seed)
     return SmallModel()

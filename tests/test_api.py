@@ -7,9 +7,7 @@ A change that adds one, takes one away or gives it another default shows in that
 import difflib
 import importlib
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import typer.main
 
@@ -32,7 +30,7 @@ PACKAGES = (
 )
 
 
-def names() -> Iterator[str]:
+def names():
     """A line a name; of functions and classes of `loka` itself with arguments and defaults."""
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -42,25 +40,25 @@ def names() -> Iterator[str]:
             yield f"{package}.{name}{_arguments(value) if whole else ''}"
 
 
-def _arguments(value: Any) -> str:
+def _arguments(value):
     if isinstance(value, type) and issubclass(value, Exception):
         return ""
     given = inspect.signature(value).parameters.values()
     return f"({', '.join(_argument(one) for one in given)})"
 
 
-def _argument(one: inspect.Parameter) -> str:
+def _argument(one):
     star = "*" if one.kind is one.KEYWORD_ONLY else ""
     default = "" if one.default is one.empty else f"={one.default!r}"
     return f"{star}{one.name}{'=...' if '<' in default else default}"
 
 
-def commands() -> Iterator[str]:
+def commands():
     """A line an argument or option of each command, with its default."""
     yield from _of_command("loka", typer.main.get_command(app))
 
 
-def _of_command(path: str, command: Any) -> Iterator[str]:
+def _of_command(path, command):
     for parameter in sorted(command.params, key=lambda parameter: parameter.name or ""):
         told = " ".join((*parameter.opts, *parameter.secondary_opts))
         default = (
@@ -73,7 +71,7 @@ def _of_command(path: str, command: Any) -> Iterator[str]:
         yield from _of_command(f"{path} {name}", inner)
 
 
-def listed() -> str:
+def listed():
     return "\n".join([*names(), *commands()]) + "\n"
 
 

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 
-# tests/planner/test_planted_bug.py and tests/serve/test_teacher_example.py
-TESTED_APART = {"planted_bug.py", "teacher.py"}
+# tests/planner/test_planted_bug.py, tests/scale/test_scale_page.py and tests/serve/test_teacher_example.py
+TESTED_APART = {"planted_bug.py", "search_parallel.py", "teacher.py"}
 LONG = ("bench", "train", "budget", "scale", "segments", "validate")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in TESTED_APART]
 
 
-def run(code: str, name: str, folder: Path) -> str:
+def run(code, name, folder):
     """In a process of its own and an empty folder."""
     (empty := folder / "empty").mkdir()
     return run_script(code, name=name, cwd=empty, output=folder / "printed")

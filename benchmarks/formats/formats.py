@@ -45,12 +45,13 @@ from torch import nn
 
 from loka.core.device import fingerprint
 from loka.core.numerics.reference import dequantize, quantize
-from loka.core.recipe import RECIPES, Cast, Format, Granularity
+from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
 from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
 from loka.data import Source, SyntheticClicks, open_table
 from loka.data.batch import Batch
+from loka.kernels.gemm.run import run_gemm
 from loka.train import TrainConfig, train
 from loka.train.metrics import Floats, checked, divergences, log_losses, normalized_entropy
 from loka.zoo import build
@@ -58,7 +59,6 @@ from loka.zoo import build
 _KIND, _VERSION = "loka-bench-formats", 2
 HOT = 32
 E4M3, INT8 = Cast(Format.E4M3, Granularity.ROW), Cast(Format.INT8, Granularity.ROW)
-TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 _E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
 MEASURES = ("KL/H", "change of NE", "recentred")
 MODELS = ("dlrm", "dcnv2", "wukong", "interformer", "dhen", "foreign")
@@ -90,31 +90,24 @@ def low(hp: torch.Tensor, cast: Cast) -> torch.Tensor:
     return dequantize(quantize(hp, cast))
 
 
-def scaled(cast: Cast, *, centre: bool = False, hot: str = "") -> Product:
-    """Quantized by `cast`; `hot`: "", "x" or "xw". The residual shares the scales of its row."""
+def by_recipe(name: str) -> Product:
+    """As a converted site runs it."""
 
     def product(x: torch.Tensor, weight: torch.Tensor, columns: Columns) -> torch.Tensor:
-        m = columns.centre if centre else torch.zeros(x.shape[1])
-        given = quantize(x - m, cast)
-        rows, low_weight = dequantize(given), low(weight, cast)
-        out = rows @ low_weight.t() + m @ weight.t()
-        if hot:
-            at = columns.hot_centred if centre else columns.hot
-            left = (x - m - rows)[:, at] / given.scale
-            left = left.clamp(-cast.format.max, cast.format.max).to(cast.format.dtype).float() * given.scale
-            out += left @ low_weight[:, at].t()
-        if hot == "xw":
-            of_weight = quantize(weight, cast)
-            left = ((weight - low_weight)[:, at] / of_weight.scale).to(cast.format.dtype).float()
-            out += rows[:, at] @ (left * of_weight.scale).t()
-        return out
+        centred = RECIPES[name].centred
+        m, hot = (columns.centre, columns.hot_centred) if centred else (None, columns.hot)
+        gemm, dtype = Gemm.OUTPUT, torch.float32
+        return run_gemm(f"emulated:{name}", x, weight, gemm=gemm, dtype=dtype, centre=m, hot=hot)
 
     return product
 
 
-def blocks(x: torch.Tensor, weight: torch.Tensor, columns: Columns) -> torch.Tensor:
-    of_input, of_weight = RECIPES["blockwise_e4m3"].output or (E4M3, E4M3)
-    return low(x, of_input) @ low(weight, of_weight).t()
+def hot_x(x: torch.Tensor, weight: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """The residual of x alone, which shares the scales of its rows."""
+    given, low_weight, at = quantize(x, E4M3), low(weight, E4M3), columns.hot
+    left = (x - dequantize(given))[:, at] / given.scale
+    left = left.to(given.data.dtype).float() * given.scale
+    return dequantize(given) @ low_weight.t() + left @ low_weight[:, at].t()
 
 
 def grouped(hp: torch.Tensor, wide: int) -> torch.Tensor:
@@ -148,17 +141,17 @@ def int4(weight: torch.Tensor) -> torch.Tensor:
 
 
 ARMS: dict[str, Product] = {
-    "fp8_tensor": scaled(TENSOR),
-    "fp8_row": scaled(E4M3),
-    "fp8_128": blocks,
+    "fp8_tensor": by_recipe("tensorwise_e4m3"),
+    "fp8_row": by_recipe("rowwise_e4m3"),
+    "fp8_128": by_recipe("blockwise_e4m3"),
     "mxfp8": lambda x, weight, columns: mx(x) @ mx(weight).t(),
     "nvfp4": lambda x, weight, columns: nv(x) @ nv(weight).t(),
-    "fp8_row + centre": scaled(E4M3, centre=True),
-    "fp8_row + hot x": scaled(E4M3, hot="x"),
-    "fp8_row + hot xw": scaled(E4M3, hot="xw"),
-    "fp8_row + centre + hot xw": scaled(E4M3, centre=True, hot="xw"),
-    "int8_row": scaled(INT8),
-    "int8_row + centre": scaled(INT8, centre=True),
+    "fp8_row + centre": by_recipe("rowwise_e4m3_centred"),
+    "fp8_row + hot x": hot_x,
+    "fp8_row + hot xw": by_recipe("rowwise_e4m3_hot32"),
+    "fp8_row + centre + hot xw": by_recipe("rowwise_e4m3_centred_hot32"),
+    "int8_row": by_recipe("int8_row"),
+    "int8_row + centre": by_recipe("int8_row_centred"),
     "w8a16": lambda x, weight, columns: x @ low(weight, INT8).t(),
     "w4a16": lambda x, weight, columns: x @ int4(weight).t(),
 }

@@ -43,6 +43,7 @@ from loka.serve.by_rows import in_fp8
 from loka.serve.graphs import Graph, Replays
 from loka.serve.rows import Form, form_of
 
+LOOKED_AT = "loka, shown to the alarm"
 BUCKETS = (512, 2048, 8192, 128, 64, 16, 1)  # in the order in which they are wanted
 Answer = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -125,7 +126,7 @@ def _fastest(cell: Cell, how: How, plans: Plans, model: str) -> tuple[Server, di
         server = server_of(cell, how, by_rows)
         replays = server.current.replays
         for rows, times in took.items():
-            times[least] = 0.0 if replays is None else replays.microseconds([rows])
+            times[least] = 0.0 if replays is None else replays._graphs[rows].microseconds
         print(f"{model}: frozen in {time.monotonic() - began:.1f} s, {took}", flush=True)
     chosen = {rows: min(times, key=times.__getitem__) for rows, times in took.items()}
     best = {rows: plans[least][rows] for rows, least in chosen.items()}
@@ -143,7 +144,10 @@ def _raced(cell: Cell, how: How, server: Server, rows: int, arguments: argparse.
     arms: dict[str, Answer] = {LOKA: lambda tensors: server(tensors).output}
     replays: dict[str, Callable[[], object]] = {LOKA: lambda: server._run(server.current.module, request)}
     if server.current.replays is not None:
-        replays[LOKA] = server.current.replays._graphs[rows].recording.replay
+        graph = server.current.replays._graphs[rows]
+        replays[LOKA] = graph.recording.replay
+        if graph.looking is not None:  # each 8th request
+            replays[LOOKED_AT] = graph.looking[0].replay
     failures = {}
     for name in arguments.arms:
         if absent := missing(name):

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 
-import pytest
 import torch
 
 from loka.core.error import Estimate
@@ -63,7 +62,7 @@ class Passes:
         )
 
 
-def _in_regions(*args: object, **options: object) -> dict[str, Measurement]:
+def _in_regions(*args, **options):
     """Ten times as fast as hp, which no bench of sites may take for its own."""
     times = {HP: Estimate(100.0, 100.0, 100.0), REGION: Estimate(10.0, 10.0, 10.0)}
     return {
@@ -72,9 +71,7 @@ def _in_regions(*args: object, **options: object) -> dict[str, Measurement]:
     }
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, *, measured: Times, confirmed: Times | None = None, saved: float = 0.0
-) -> ByResult:
+def install(monkeypatch, *, measured, confirmed=None, saved=0.0):
     """`measure` and `confirm` time on the CPU, by these tables; returns the timer of `confirm`."""
     timer = ByResult(measured if confirmed is None else confirmed)
     monkeypatch.setattr(sys.modules["loka.measurement.measure"], "timeable", lambda device: True)
@@ -86,7 +83,7 @@ def install(
 
 
 @contextmanager
-def libraries(*names: str):
+def libraries(*names):
     """For a while only these libraries exist: emulation under their names, rowwise_e4m3 alone."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     before = dict(registry.KERNELS)

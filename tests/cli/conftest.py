@@ -1,7 +1,6 @@
 """A folder that several files of tests start from."""
 
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import SMALL, loka, measure_coarsely
@@ -10,7 +9,7 @@ from loka.cli import app
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory) -> Path:
+def measured(tmp_path_factory):
     """In which `loka probe` and `loka measure` ran: stats/ and report.json; to be copied."""
     folder = tmp_path_factory.mktemp("measured")
     loka("probe", "--model", "dlrm", *SMALL, "--every", 4, "--out", "stats", cwd=folder)
@@ -22,7 +21,7 @@ def measured(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def net(tmp_path, monkeypatch) -> str:
+def net(tmp_path, monkeypatch):
     """The name of an own model, of two linear layers."""
     (tmp_path / "mine.py").write_text(
         "import torch\n"

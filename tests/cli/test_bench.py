@@ -1,7 +1,5 @@
 """`loka bench gemm` from suite to verdict, on times that are given, so that every number is known."""
 
-from pathlib import Path
-
 import command_line
 import pytest
 from bench_fakes import install, libraries
@@ -42,7 +40,7 @@ def two_libraries():
 
 
 @pytest.fixture
-def config(tmp_path) -> GemmConfig:
+def config(tmp_path):
     (tmp_path / "suite.csv").write_text(SUITE)
     return GemmConfig(
         out=tmp_path / "out",
@@ -201,7 +199,7 @@ def test_a_damaged_result_is_not_overwritten(config, monkeypatch):
     assert len(file.read_bytes()) == 300
 
 
-def bench(*arguments: object, cwd: Path, fails: bool = False) -> str:
+def bench(*arguments, cwd, fails=False):
     """What it prints in a process of its own: kernels here are fakes."""
     output = cwd / "printed"
     process = start_loka("bench", *arguments, cwd=cwd, output=output)

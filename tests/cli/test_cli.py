@@ -18,7 +18,7 @@ from loka.core.storage.files import write_record
 
 
 @pytest.fixture(scope="module")
-def folder(measured, tmp_path_factory) -> Path:
+def folder(measured, tmp_path_factory):
     """A folder in which probe, measure and plan ran."""
     folder = shutil.copytree(measured, tmp_path_factory.mktemp("cli") / "folder")
     loka("plan", "report.json", "--out", "plan.json", cwd=folder)

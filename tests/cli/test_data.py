@@ -1,7 +1,5 @@
 """`loka data`: what is prepared on the command line is what the library reads."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -15,7 +13,7 @@ pa = pytest.importorskip("pyarrow")
 
 
 @pytest.fixture
-def rows(tmp_path) -> Path:
+def rows(tmp_path):
     rng = np.random.default_rng(0)
     columns = {name: rng.integers(0, 2 if name == "label" else 9, 200) for name in CRITEO.columns}
     path = tmp_path / "rows.parquet"
@@ -23,7 +21,7 @@ def rows(tmp_path) -> Path:
     return path
 
 
-def run(*command: object) -> str:
+def run(*command):
     done = CliRunner().invoke(data_app, [f"{part}" for part in command], catch_exceptions=False)
     assert done.exit_code == 0
     return done.output

@@ -8,9 +8,6 @@ import os
 import signal
 import sys
 import time
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import SMALL, loka, measure_coarsely
@@ -23,7 +20,7 @@ from loka.core.records.report import Report
 from loka.train import newest_step
 
 
-def kill_at_step(step: int, checkpoints: Path, process: BaseProcess):
+def kill_at_step(step, checkpoints, process):
     deadline = time.monotonic() + 60
     while newest_step(checkpoints) < step and process.is_alive():
         assert time.monotonic() < deadline
@@ -33,7 +30,7 @@ def kill_at_step(step: int, checkpoints: Path, process: BaseProcess):
     assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def content_of(path):
     """Of a record, without what was measured by the clock."""
 
     def timeless(found):
@@ -63,7 +60,7 @@ def test_killed_training_ends_with_the_same_numbers(measured, tmp_path):
     assert len(judged(whole)) > 3
 
 
-def killed(command: str, at: int, *arguments: object, cwd: Path, **replaced: object):
+def killed(command, at, *arguments, cwd, **replaced):
     bars = {f"loka.cli.{command}.ProgressBars": functools.partial(_Dying, at), **replaced}
     process = start_loka(*arguments, cwd=cwd, output=cwd / "printed", **bars)
     process.join()

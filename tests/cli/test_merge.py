@@ -1,7 +1,5 @@
 """`loka merge`: statistics of several runs into one record; `loka probe --base-rate`."""
 
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
@@ -10,7 +8,7 @@ from loka.core.exceptions import PlanMismatch
 from loka.core.records.stats import Stats
 
 
-def probed(folder: Path, seed: int, *options: str) -> Stats:
+def probed(folder, seed, *options):
     command = ["probe", "--model", "dlrm", "--rows", "1200", "--every", "2", "--seed", str(seed), *options]
     done = CliRunner().invoke(app, [*command, "--out", str(folder)], catch_exceptions=False)
     assert done.exit_code == 0
@@ -18,7 +16,7 @@ def probed(folder: Path, seed: int, *options: str) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> tuple[Path, Path, Stats, Stats]:
+def two(tmp_path_factory):
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     return first, second, probed(first, 0), probed(second, 1, "--base-rate", "0.31")
 

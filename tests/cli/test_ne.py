@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from command_line import loka
@@ -15,7 +14,7 @@ from loka.core.records.stats import Stats
 
 
 @pytest.fixture(scope="module")
-def folder(measured, tmp_path_factory) -> Path:
+def folder(measured, tmp_path_factory):
     return shutil.copytree(measured, tmp_path_factory.mktemp("ne") / "folder")
 
 

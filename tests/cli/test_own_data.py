@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import typer
@@ -16,7 +15,7 @@ COLUMNS = {"label": "y", "dense": ["price", "age"], "sparse": ["shop", "city"]}
 FEW = ("--batch-size", 64, "--device", "cpu")
 
 
-def write(path: Path, rows: int, seed: int, extra: str = ""):
+def write(path, rows, seed, extra=""):
     draw = random.Random(seed)
     lines = [
         f"{draw.randrange(2)},{draw.random():.3f},{draw.randrange(90)},s{draw.randrange(9)},{extra}c{draw.randrange(5)}"
@@ -26,14 +25,14 @@ def write(path: Path, rows: int, seed: int, extra: str = ""):
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     write(tmp_path / "train.csv", 400, 0)
     write(tmp_path / "test.csv", 120, 1)
     (tmp_path / "schema.json").write_text(json.dumps(COLUMNS))
     return tmp_path
 
 
-def commands_with(option: str) -> set[str]:
+def commands_with(option):
     """By name, those of the groups too."""
     found = set()
 

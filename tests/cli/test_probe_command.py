@@ -1,7 +1,6 @@
 """`loka probe`: effects of the model at the end, from rows that training has not used; `--checkpoint`."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 from command_line import loka
@@ -13,14 +12,14 @@ FEW = ("--model", "dlrm", "--rows", "3000", "--batch-size", "128")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probed")
     text = loka("train", *FEW, "--checkpoints", "run", cwd=folder)
     assert "held out" in text
     return folder
 
 
-def digests(folder: Path) -> dict[str, str]:
+def digests(folder):
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 

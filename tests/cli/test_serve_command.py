@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from command_line import loka
@@ -18,7 +17,7 @@ FEW = ("--model", "dlrm", "--rows", "3000")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A checkpoint, a plan and a server."""
     folder = tmp_path_factory.mktemp("served")
     loka("train", *FEW, "--batch-size", "512", "--no-mods", "--checkpoints", "run", cwd=folder)

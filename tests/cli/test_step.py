@@ -5,7 +5,6 @@ import functools
 import sys
 import types
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from loka.cli.app import app
 from loka.cli.commands import step
 from loka.cli.commands.step import DISPATCH, EVERYWHERE, StepConfig, run_step_bench
-from loka.cli.inputs import Data, open_data
+from loka.cli.inputs import open_data
 from loka.core.error import Estimate
 from loka.core.exceptions import LokaError, MissingLibrary, UnknownName
 from loka.core.records.plan import Plan
@@ -71,7 +70,7 @@ def measured_coarsely():
 
 
 @pytest.fixture
-def steps(monkeypatch) -> FakeSteps:
+def steps(monkeypatch):
     """The CPU passes for a device with CUDA graphs; probing and measuring are real."""
     fake = FakeSteps()
     monkeypatch.setattr(step, "time_steps", fake)
@@ -79,7 +78,7 @@ def steps(monkeypatch) -> FakeSteps:
     return fake
 
 
-def config_in(out: Path, **changes: Any) -> StepConfig:
+def config_in(out, **changes):
     config = StepConfig(
         model="dlrm",
         batch_size=32,
@@ -95,18 +94,18 @@ def config_in(out: Path, **changes: Any) -> StepConfig:
 
 
 @pytest.fixture(scope="module")
-def data() -> Data:
+def data():
     return open_data(None, rows=100, seed=0, holdout=0.01)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, data) -> Report:
+def measured(tmp_path_factory, data):
     """A report over emulated kernels at all sites of a small DLRM."""
     config = config_in(tmp_path_factory.mktemp("measured"))
     return step._report(config, data)
 
 
-def never(*args: object, **options: object):
+def never(*args, **options):
     raise AssertionError("nothing has to be probed or measured")
 
 

@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import command_line
 import numpy as np
@@ -15,7 +13,6 @@ from ranks import on_ranks
 
 from loka.cli.inputs import open_data
 from loka.core.exceptions import LokaError
-from loka.data.batch import Source
 
 SMALL = ("train", "--model", "dlrm", "--rows", "4000", "--batch-size", "64", "--device", "cpu")
 AUTO = (
@@ -31,12 +28,12 @@ AUTO = (
 HELD_OUT = re.compile(r"held out: .*\(800 rows.*")
 
 
-def loka(folder: Path, *arguments: object, fails: bool = False) -> str:
+def loka(folder, *arguments, fails=False):
     dist.barrier()
     return command_line.loka(*SMALL, *arguments, cwd=folder, fails=fails)
 
 
-def trained(rank: int, folder: Path) -> dict[str, Any]:
+def trained(rank, folder):
     kept = ("--checkpoints", "kept", "--checkpoint-every", "10")
     said = {"trained": loka(folder, *kept), "goes on": loka(folder, *kept)}
     # Its lines come at other steps than another's, so they would wait for each other.
@@ -45,7 +42,7 @@ def trained(rank: int, folder: Path) -> dict[str, Any]:
     return said
 
 
-def planned(rank: int, folder: Path) -> dict[str, Any]:
+def planned(rank, folder):
     said = {"auto": loka(folder, *AUTO, "--out", "runs"), "again": loka(folder, *AUTO, "--out", "runs")}
     said["by plan"] = loka(folder, "--plan", "runs/plan.json", "--checkpoints", "kept")
     said["goes on"] = loka(folder, "--checkpoints", "kept")
@@ -53,11 +50,11 @@ def planned(rank: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> list[dict[str, str]]:
+def two(tmp_path_factory):
     return on_ranks(trained, 2, tmp_path_factory.mktemp("torchrun"))
 
 
-def held_out(text: str) -> str:
+def held_out(text):
     (line,) = HELD_OUT.findall(text)
     return line
 
@@ -103,7 +100,7 @@ def test_each_rank_reads_its_own_rows_and_all_hold_out_the_same(tmp_path):
         open_data(tmp_path / "rows.csv", rows=0, seed=0, part=(1, 2))
 
 
-def read(source: Source) -> list[int]:
+def read(source):
     return [int(value) for batch in source.batches(7) for value in batch.dense[:, 0]]
 
 
@@ -126,7 +123,7 @@ def test_other_commands_are_of_one_process(tmp_path, monkeypatch):
         assert f"loka {command[0]} is of one process" in said
 
 
-def torchrun(folder: Path, *arguments: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+def torchrun(folder, *arguments, ranks=2):
     """A process each, which meet by what torchrun says in the environment."""
     command = [
         sys.executable,

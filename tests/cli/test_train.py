@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import command_line
 import pytest
@@ -20,20 +19,20 @@ SMALL = ["train", "--model", "dlrm", "--rows", "4000", "--batch-size", "128", "-
 AUTO = ["--auto", "--probe-every", "4", "--probe-steps", "9", "--candidate", "emulated:rowwise_e4m3"]
 
 
-def loka(*arguments: object) -> str:
+def loka(*arguments):
     done = CliRunner().invoke(app, [*SMALL, *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == 0
     return done.stdout
 
 
-def refused(*arguments: object) -> str:
+def refused(*arguments):
     done = CliRunner().invoke(app, [*SMALL, *map(str, arguments)])
     assert isinstance(done.exception, LokaError)
     return str(done.exception)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> tuple[Path, str]:
+def made(tmp_path_factory):
     """A run from a cold start."""
     folder = tmp_path_factory.mktemp("auto")
     return folder, loka(*AUTO, "--out", folder, "--no-cache")

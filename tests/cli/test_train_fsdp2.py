@@ -15,7 +15,6 @@ import test_torchrun
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from torch import nn
 
 import loka
 from loka.cli.commands import train as command
@@ -33,12 +32,12 @@ SHARDED = ("--batch-size", BATCH, "--dense", "fsdp2", "--plan", "plan.json", "--
 HELD_OUT = re.compile(r"held out: .*")
 
 
-def built(name: str = "dlrm") -> nn.Module:
+def built(name="dlrm"):
     data = open_data(None, rows=ROWS, seed=0)
     return command._build(name, data.train, seed=0, with_mods=True)
 
 
-def make_plan(folder: Path) -> loka.Plan:
+def make_plan(folder):
     """Every GEMM in FP8, by the recipe whose weights can travel in FP8."""
     model, data = built(), open_data(None, rows=ROWS, seed=0)
     with loka.Probe(model, every=1, effect_samples=0) as probe:
@@ -48,13 +47,13 @@ def make_plan(folder: Path) -> loka.Plan:
     return plan
 
 
-def forced(stats: loka.Stats) -> loka.Plan:
+def forced(stats):
     quick = Settings(rows=32, min_draws=2, max_draws=2)
     report = loka.measure(stats, device="cpu", candidates=[POW2], errors_only=True, settings=quick)
     return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
-def logged(folder: Path, *arguments: object, fails: bool = False) -> dict[str, Any]:
+def logged(folder, *arguments, fails=False):
     """What the command says, and the sum of the losses of this rank's rows after each step."""
     losses: list[float] = []
 
@@ -138,22 +137,22 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fsdp2")
 
 
 @pytest.fixture(scope="module")
-def plan(folder) -> loka.Plan:
+def plan(folder):
     return make_plan(folder)
 
 
 @pytest.fixture(scope="module")
-def two(folder, plan) -> list[dict[str, Any]]:
+def two(folder, plan):
     logged(folder, "--batch-size", 2 * BATCH, "--checkpoints", "alone")
     return on_ranks(Job(folder), 2, folder)
 
 
-def alone(plan: loka.Plan, names: set[str]) -> list[float]:
+def alone(plan, names):
     """Sums of losses of one process that takes the ranks' rows one after the other, with weights as they are
     gathered; the masters get the mean gradients."""
     real = steps._backward
@@ -274,7 +273,7 @@ def test_a_rank_of_four_dies_and_two_go_on(tmp_path):
 AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
 
 
-def automatic(rank: int, folder: Path) -> dict[str, Any]:
+def automatic(rank, folder):
     """From bf16 to FP8 under both engines; and sharded with FP8 gathers, killed as it converted."""
     found = {}
     for dense in ("ddp", "fsdp2"):
@@ -309,7 +308,7 @@ def test_from_bf16_to_fp8_as_under_ddp(tmp_path):
         assert len(found["again"]["losses"]) == STEPS - 4
 
 
-def held_out(text: str) -> str:
+def held_out(text):
     (line,) = HELD_OUT.findall(text)
     return line
 

@@ -7,9 +7,7 @@ the checkpoint's files hold, bit for bit.
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import command_line
@@ -26,7 +24,6 @@ from loka.cli.inputs import open_data
 from loka.cli.torchrun import process_group
 from loka.core.exceptions import LokaError
 from loka.core.records.plan import Plan
-from loka.data.batch import Source
 from loka.distributed import EmbeddingBags, shard_tables, with_embedding_bags
 from loka.train import TrainConfig, train
 from loka.train.checkpointing.sharded import read_tensors
@@ -42,7 +39,7 @@ SHARDED = ("--engine", "torchrec", "--batch-size", BATCH)
 CONFIG = TrainConfig(batch_size=BATCH, precision="fp32", checkpoint_every=2, log_every=1)
 
 
-def write_rows(folder: Path):
+def write_rows(folder):
     """800 rows in the layout of MLPerf's Criteo: 13 counts, 26 ids of columns from 3 to 128 ids wide."""
     rng = np.random.default_rng(0)
     rows = np.arange(ROWS)[:, None]
@@ -51,7 +48,7 @@ def write_rows(folder: Path):
     np.save(folder / "day_0_labels.npy", (rng.random((ROWS, 1)) < 0.3).astype(np.int32))
 
 
-def on_two(rank: int, folder: Path) -> dict[str, Any]:
+def on_two(rank, folder):
     planned = (*SHARDED, "--data", "criteo", "--plan", "plan.json")
     kept = (*planned, "--checkpoints", "kept", "--checkpoint-every", "2")
     found: dict[str, Any] = {
@@ -81,7 +78,7 @@ def on_two(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def looks_up_alike(sharded: Callable[[nn.Module], nn.Module]) -> bool:
+def looks_up_alike(sharded):
     """Whether logits are those of the model before its tables were sharded, bit for bit."""
     model, batch = built("dcnv2"), next(open_data(None, rows=ROWS, seed=0).test.batches(BATCH))
     with torch.no_grad():
@@ -89,11 +86,11 @@ def looks_up_alike(sharded: Callable[[nn.Module], nn.Module]) -> bool:
         return torch.equal(sharded(model)(batch.dense, batch.sparse), expected)
 
 
-def by_tables(model: nn.Module) -> nn.Module:
+def by_tables(model):
     return shard_tables(model, device="cpu", batch_size=BATCH, lr=CONFIG.sparse_lr)
 
 
-def by_rows(model: nn.Module) -> nn.Module:
+def by_rows(model):
     """Every table cut in two, which TorchRec's planner does on GPUs alone."""
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
     from torchrec.distributed.types import ShardingPlan
@@ -105,7 +102,7 @@ def by_rows(model: nn.Module) -> nn.Module:
     return shard_tables(model, device="cpu", batch_size=BATCH, lr=0.1, placement=plan)
 
 
-def saved_again(folder: Path, rank: int, ranks: int):
+def saved_again(folder, rank, ranks):
     """A model of other weights takes over the checkpoint in folder/dcn, and saves what it holds then."""
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, ranks), parts=2).train
     model = built("dcnv2")
@@ -131,12 +128,12 @@ class Saves(Callback):
             run.save(self.folder, beside={}, identity={})
 
 
-def on_one(rank: int, folder: Path) -> dict[str, Any]:
+def on_one(rank, folder):
     saved_again(folder, 0, 1)
     return {name: as_the_other(name) for name in ("dlrm", "dcnv2")}
 
 
-def as_the_other(name: str) -> dict[str, Any]:
+def as_the_other(name):
     """Losses of the other engine over the rows of two ranks, and how far losses and weights are from it."""
     rows = open_data(None, rows=ROWS, seed=0, parts=2).train
     config = replace(CONFIG, batch_size=2 * BATCH)
@@ -158,7 +155,7 @@ def as_the_other(name: str) -> dict[str, Any]:
     }
 
 
-def losses_of(model: nn.Module, rows: Source, config: TrainConfig) -> list[float]:
+def losses_of(model, rows, config):
     """The mean loss of this rank's rows so far, after each step."""
     seen: list[float] = []
     train(model, rows, config=config, on_log=lambda line: seen.append(line.reading.lifetime.logloss))
@@ -166,12 +163,12 @@ def losses_of(model: nn.Module, rows: Source, config: TrainConfig) -> list[float
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("torchrec")
 
 
 @pytest.fixture(scope="module")
-def two(folder) -> list[dict[str, Any]]:
+def two(folder):
     (folder / "criteo").mkdir()
     write_rows(folder / "criteo")
     make_plan(folder)
@@ -179,7 +176,7 @@ def two(folder) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one(two, folder) -> dict[str, Any]:
+def one(two, folder):
     return on_ranks(on_one, 1, folder)[0]
 
 
@@ -221,7 +218,7 @@ def test_state_comes_back_bit_for_bit_on_two_ranks_and_on_one(two, one, folder):
         assert all(torch.equal(again[name], value) for name, value in there.items())
 
 
-def read_all(path: Path) -> dict[str, torch.Tensor]:
+def read_all(path):
     into: dict[str, torch.Tensor] = {}
 
     def wanted(there):
@@ -321,7 +318,7 @@ def test_one_process_probes_the_model_of_sharded_tables(two, folder):
 AUTO = ("--auto", "--probe-every", 2, "--probe-steps", 3, "--candidate", POW2, "--no-cache")
 
 
-def joined(rank: int, folder: Path) -> dict[str, Any]:
+def joined(rank, folder):
     seen = Regions()
     plan, config = Plan.load(folder / "plan.json"), replace(CONFIG, step="compile")
     rows = open_data(None, rows=ROWS, seed=0, part=(rank, 2)).train

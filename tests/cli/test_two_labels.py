@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from command_line import loka
@@ -18,7 +17,7 @@ COLUMNS = {"label": ["click", "buy"], "dense": ["price", "age"], "sparse": ["sho
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Half of the rows are clicked, more in every third shop, and some of these bought."""
     path, draw = tmp_path_factory.mktemp("two"), random.Random(0)
     lines = []
@@ -58,7 +57,7 @@ def test_a_task_by_itself_is_another_model(folder):
     assert "labels: ('click', 'buy') and ('buy',)" in refused
 
 
-def _with_one(folder: Path) -> Path:
+def _with_one(folder):
     convert = ("data", "convert", "rows.csv", "--schema", "one.json", "--out", "one", "--vocabulary", "rows")
     loka(*convert, cwd=folder)
     return folder

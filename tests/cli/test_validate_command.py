@@ -1,7 +1,5 @@
 """`loka validate` and `loka report`: exit statuses, messages, files."""
 
-from pathlib import Path
-
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -17,7 +15,7 @@ app.command()(report)
 RUNNER = CliRunner()
 
 
-def call(*arguments: object):
+def call(*arguments):
     return RUNNER.invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
@@ -25,7 +23,7 @@ SMALL = ("--model", "dlrm", "--rows", 2000, "--batch-size", 192, "--pairs", 1)
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory) -> tuple[Path, str, int]:
+def judged(tmp_path_factory):
     out = tmp_path_factory.mktemp("validate")
     result = call("validate", "--arm", "naive", *SMALL, "--segment", "dense:0:2", "--out", out / "v")
     return out, result.output, result.exit_code

@@ -1,10 +1,6 @@
 """Pairs of one model: as it is, with its sites eagerly, and with them joined."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import nn
 
 import loka
 from loka.core.records.report import HP
@@ -14,9 +10,7 @@ JOINED, INT8 = "emulated:rowwise_e4m3_pow2", "emulated:int8_row"
 QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 
 
-def plan_for(
-    model: nn.Module, *inputs: torch.Tensor, autocast: bool = True, force: dict[str, str] | None = None
-) -> loka.Plan:
+def plan_for(model, *inputs, autocast=True, force=None):
     """Every site that a region takes, forced into FP8, but for those that `force` names."""
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, *inputs, autocast=autocast)
@@ -27,9 +21,7 @@ def plan_for(
     return loka.plan(report, loka.Budget(), force={**(force or {}), "*": JOINED})
 
 
-def run(
-    model: Callable[..., Any], *inputs: torch.Tensor, autocast: bool = True, seed: int = 3
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+def run(model, *inputs, autocast=True, seed=3):
     """y and the gradients of the inputs and of what the model's parameters are, for a random dy."""
     inputs = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -39,14 +31,14 @@ def run(
     return y.detach().float(), [x.grad for x in inputs]
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def error(found, expected):
     """Relative, in the norm."""
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def fp8_sites(plan: loka.Plan) -> set[str]:
+def fp8_sites(plan):
     return {d.path for d in plan.decisions.values() if d.candidate != HP}

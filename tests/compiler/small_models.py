@@ -9,19 +9,19 @@ from torch import nn
 from loka.nn.block_norm import BlockNorm
 
 
-def relu() -> nn.Module:
+def relu():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 32))
 
 
-def relu_narrow() -> nn.Module:
+def relu_narrow():
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
 
 
-def layer_norm_silu() -> nn.Module:
+def layer_norm_silu():
     return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.SiLU(), nn.Linear(96, 32))
 
 
-def block_norm_hard_swish() -> nn.Module:
+def block_norm_hard_swish():
     return nn.Sequential(
         nn.Linear(64, 512, bias=False), BlockNorm(512), nn.Hardswish(), nn.Linear(512, 32, bias=False)
     )
@@ -124,7 +124,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def made(name: str) -> nn.Module:
+def made(name):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return relu_narrow() if name == "relu_narrow" else MODELS[name]()

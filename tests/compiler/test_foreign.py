@@ -7,7 +7,6 @@ from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
 from joint import JointBackend
 from sweeps import sweep
-from torch import nn
 
 import loka
 from loka.compiler.gemms import region_gemm
@@ -25,7 +24,7 @@ FAMILIES = (
 ALWAYS = ("batchnorm_tower", "used_twice", "lora_modules", "checkpoint_modules", "torchrec_dlrm_dcn")
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     return {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
 
 

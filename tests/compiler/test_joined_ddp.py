@@ -23,7 +23,7 @@ from loka.compiler.gemms import region_gemm
 from loka.core.records.plan import Plan
 
 
-def halves() -> tuple[torch.Tensor, torch.Tensor]:
+def halves():
     first, second = torch.randn(128, 64, generator=torch.Generator().manual_seed(2)).chunk(2)
     return first, second
 

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
 }
 
 
-def tower(activation: Activation = Activation.HARD_SWISH, block: int = 64) -> nn.Sequential:
+def tower(activation=Activation.HARD_SWISH, block=64):
     torch.manual_seed(0)
     make = ACTIVATIONS[activation]
     return nn.Sequential(
@@ -39,14 +39,14 @@ def tower(activation: Activation = Activation.HARD_SWISH, block: int = 64) -> nn
     )  # fmt: skip
 
 
-def compiled(model: nn.Module, x: torch.Tensor = X) -> tuple[nn.Module, nn.Module, JointBackend]:
+def compiled(model, x=X):
     """The model by sites, and joined."""
     plan = plan_for(copy.deepcopy(model), x)
     by_site, joined = (loka.convert(copy.deepcopy(model), plan) for _ in range(2))
     return by_site, joined, JointBackend()
 
 
-def check(model: nn.Module, epilogues: int, x: torch.Tensor = X) -> JointBackend:
+def check(model, epilogues, x=X):
     """That joined it is as good as by sites, with so many GEMMs that have an epilogue."""
     by_site, joined, backend = compiled(model, x)
     pairs = []
@@ -221,7 +221,7 @@ def test_training_follows_site_by_site():
     assert abs(losses[2] - losses[0]) <= 2 * abs(losses[1] - losses[0]) + 0.01 * start
 
 
-def _program(**changes: object) -> Program:
+def _program(**changes):
     steps = (
         Step("square", (0,)), Step("block_sum", (1,)), Step("mul", (2, 1 / 64)), Step("add", (3, 1e-6)),
         Step("rsqrt", (4,)), Step("mul", (5, 0)), Step("relu", (6,)),

@@ -11,8 +11,10 @@ from torch import nn
 
 from loka.compiler import lower
 from loka.compiler.gemms import region_gemm
+from loka.core.exceptions import NoKernelFits
 from loka.graph.attach import attach
 from loka.nn.linears import signature
+from loka.nn.site import sites_of
 
 _SCALED_MM = torch.ops.aten._scaled_mm.default
 LAYERS = 3
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _tower(kernel: str, *sides: int) -> nn.Module:
+def _tower(kernel, *sides):
     torch.manual_seed(0)
     layers = [layer for a, b in itertools.pairwise(sides) for layer in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers)
@@ -54,6 +56,21 @@ def test_the_bits_are_those_of_the_op_in_python(monkeypatch, rows, dynamic):
     assert torch.equal(dx[0], other_dx[0])
     for weight, same in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(weight.grad, same.grad)
+
+
+def test_scales_have_two_indices():
+    """Inductor's own kernels, which `max-autotune` tries, read them by two."""
+    backend = JointBackend()
+    run(torch.compile(_tower("torch", 64, 32, 48, 64), backend=backend), torch.randn(7, 64))
+    calls = [node for graph in backend.graphs for node in graph.nodes if node.target is _SCALED_MM]
+    assert {scale.meta["val"].dim() for node in calls for scale in node.args[2:4]} == {2}
+
+
+def test_a_kernel_that_cannot_run_here_is_refused_wherever_it_stands():
+    model = _tower("torch", 64, 32, 48, 64)
+    sites_of(model)["2"].candidates = (JOINED.replace("emulated", "torch_fast"),) * 3
+    with pytest.raises(NoKernelFits, match="fast accumulation is a mode of the GPU"):
+        run(torch.compile(model, backend=JointBackend()), torch.randn(8, 64))
 
 
 def test_other_kernels_and_operands_of_the_compiler_stay():

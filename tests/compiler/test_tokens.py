@@ -72,7 +72,7 @@ class _Keys(_Base):
         return self.mlp((torch.bmm(q, k.transpose(1, 2))[:, :OUT]).flatten(1))
 
 
-def _planned(model: nn.Module, x: torch.Tensor) -> loka.Plan:
+def _planned(model, x):
     """The MLP in FP8, what lies over tokens in high precision."""
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         run(model, x)
@@ -84,11 +84,11 @@ def _planned(model: nn.Module, x: torch.Tensor) -> loka.Plan:
     return loka.plan(report, loka.Budget(), force=force)
 
 
-def _input(tokens: int = TOKENS, batch: int = 6, columns: int = COLUMNS) -> torch.Tensor:
+def _input(tokens=TOKENS, batch=6, columns=COLUMNS):
     return torch.randn(batch, tokens, columns, generator=torch.Generator().manual_seed(1))
 
 
-def _compiled(model: nn.Module, plan: loka.Plan, **options: bool) -> tuple[nn.Module, JointBackend]:
+def _compiled(model, plan, **options):
     torch._dynamo.reset()
     backend = JointBackend()
     return torch.compile(loka.convert(model, plan, **options), backend=backend, fullgraph=True), backend
@@ -131,7 +131,7 @@ def test_nothing_is_copied_and_nothing_changes(case, monkeypatch):
         assert error(ours[name], truth[name]) < 1.1 * error(theirs[name], truth[name]) + 2**-8
 
 
-def _in_float64(model: nn.Module, x: torch.Tensor) -> nn.Module:
+def _in_float64(model, x):
     model = copy.deepcopy(model).double()
     y = model(x.double())
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
@@ -139,7 +139,7 @@ def _in_float64(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return model
 
 
-def _products(model: nn.Module, plan: loka.Plan, x: torch.Tensor, **options: bool) -> list[int]:
+def _products(model, plan, x, **options):
     """Products of matrices that are left, in forward and in backward."""
     step, backend = _compiled(model, plan, **options)
     run(step, x)

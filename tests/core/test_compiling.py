@@ -1,7 +1,5 @@
 """A module is compiled whole where it is compiled in its place."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -10,12 +8,12 @@ from loka.core.compiling import compile_in_place, new_frame, run_as_written
 from loka.nn.block_norm import BlockNorm
 
 
-def tower() -> nn.Sequential:
+def tower():
     return nn.Sequential(nn.Linear(32, 32), BlockNorm(32, 16), nn.Hardswish(), nn.Linear(32, 16))
 
 
 @pytest.fixture
-def graphs(monkeypatch) -> Iterator[list[torch.fx.GraphModule]]:
+def graphs(monkeypatch):
     """What was compiled."""
     found: list[torch.fx.GraphModule] = []
 

@@ -4,13 +4,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
 from loka.core import timing
-from loka.core.timing import LEVEL, Race, median_interval, race, time_interleaved
+from loka.core.timing import LEVEL, median_interval, race, time_interleaved
 
 MANY = {f"candidate {i:02}": 100.0 * (1.1 + 0.1 * i) for i in range(23)}
 
@@ -43,7 +42,7 @@ class Clock:
         return samples
 
 
-def run(true: Mapping[str, float], seed: int = 0, **options: object) -> tuple[Race, Clock]:
+def run(true, seed=0, **options):
     clock = Clock(true, seed=seed)
     return race(clock, list(true), baseline="hp", **options), clock
 
@@ -175,7 +174,7 @@ def test_off_cuda_nothing_is_timed():
         time_interleaved({"hp": lambda: None}, baseline="hp", device=torch.device("cpu"))
 
 
-def faked_cuda(monkeypatch: pytest.MonkeyPatch, usable: Callable[[], bool]):
+def faked_cuda(monkeypatch, usable):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)

@@ -1,16 +1,14 @@
 """Criteo-like rows, made up, as files; and all the rows of a source."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
-from loka.data import CRITEO, Source
+from loka.data import CRITEO
 
 Rows = list[tuple[object, ...]]
 
 
-def made_up(rows: int, seed: int = 0) -> Rows:
+def made_up(rows, seed=0):
     """Criteo-like rows: label, 13 counts or None, 26 hex strings or None."""
     rng = np.random.default_rng(seed)
 
@@ -22,25 +20,25 @@ def made_up(rows: int, seed: int = 0) -> Rows:
     return [row() for _ in range(rows)]
 
 
-def lines(rows: Rows, separator: str) -> list[str]:
+def lines(rows, separator):
     return [separator.join("" if value is None else str(value) for value in row) for row in rows]
 
 
-def write_tsv(path: Path, rows: Rows) -> Path:
+def write_tsv(path, rows):
     path.write_text("".join(line + "\n" for line in lines(rows, "\t")))
     return path
 
 
-def write_csv(path: Path, rows: Rows, header: tuple[str, ...] = CRITEO.columns) -> Path:
+def write_csv(path, rows, header=CRITEO.columns):
     path.write_text("\n".join([",".join(header), *lines(rows, ",")]))  # no newline at the end
     return path
 
 
-def gather(source: Source, batch_size: int = 64, start: int = 0) -> list[torch.Tensor]:
+def gather(source, batch_size=64, start=0):
     batches = list(source.batches(batch_size, start=start))
     return [torch.cat([getattr(b, part) for b in batches]) for part in ("dense", "sparse", "label")]
 
 
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]):
+def assert_same(left, right):
     for a, b in zip(left, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -1,7 +1,5 @@
 """Rows to convert, and what a conversion left."""
 
-from pathlib import Path
-
 import pytest
 from click_files import made_up
 from pyarrow import parquet
@@ -19,11 +17,11 @@ ROWS = made_up(ALL, seed=3)
 HASHED = hashed_vocabulary(99)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def criteo_parquet(path: Path) -> Path:
+def criteo_parquet(path):
     from loka.data import CRITEO
 
     columns = dict(zip(CRITEO.columns, map(list, zip(*ROWS, strict=True)), strict=True))

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 from click_files import assert_same, gather, write_tsv
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("small_pieces")
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
 
 
-def killed(path: Path, folder: Path):
+def killed(path, folder):
     """In the fourth shard."""
     conversion.LEAST_SHARD, conversion.GROUP_ROWS = 8_000, 16
     finished = [0]

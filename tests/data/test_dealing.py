@@ -37,15 +37,15 @@ class Counted:
         return {"odd": 1}
 
 
-def parts(count: int, rows: int) -> list[Counted]:
+def parts(count, rows):
     return [Counted(100 * part, rows) for part in range(count)]
 
 
-def steps_of(source: Dealt, batch_size: int, start: int = 0) -> list[list[int]]:
+def steps_of(source, batch_size, start=0):
     return [batch.dense[:, 0].int().tolist() for batch in source.batches(batch_size, start=start)]
 
 
-def dealt(count: int, rows: int, ranks: int) -> list[Dealt]:
+def dealt(count, rows, ranks):
     return [Dealt(parts(count, rows), rank=rank, ranks=ranks) for rank in range(ranks)]
 
 

@@ -1,7 +1,5 @@
 """Npy triplets: the rows of the files, days in order, raw hashes by modulo, nothing taken on trust."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from loka.core.exceptions import DataRefused
 from loka.data import Shuffle, Triplet, npy_triplets, open_npy, open_rows
 
 
-def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50, flat: bool = False):
+def write_day(folder, day, rows, *, low=0, high=50, flat=False):
     """As TorchRec's preprocessing names, types and shapes them."""
     rng = np.random.default_rng(day)
     np.save(folder / f"day_{day}_dense.npy", rng.random((rows, 13)).astype(np.float32) + day)
@@ -21,7 +19,7 @@ def write_day(folder: Path, day: int, rows: int, *, low: int = 0, high: int = 50
 
 
 @pytest.fixture
-def days(tmp_path, monkeypatch) -> Path:
+def days(tmp_path, monkeypatch):
     monkeypatch.setattr("loka.data.formats.npy.GROUP_ROWS", 16)
     monkeypatch.setattr("loka.data.formats.npy._SCAN_ROWS", 20)
     write_day(tmp_path, 10, 40)
@@ -29,7 +27,7 @@ def days(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def stacked(folder: Path, name: str) -> np.ndarray:
+def stacked(folder, name):
     return np.concatenate(
         [np.load(folder / f"day_{day}_{name}.npy").reshape(n, -1) for day, n in ((2, 55), (10, 40))]
     )

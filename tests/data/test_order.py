@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loka.data.order import Order, Shuffle, order_of
+from loka.data.order import Shuffle, order_of
 
 
-def rows_in(order: Order, group_rows: np.ndarray) -> np.ndarray:
+def rows_in(order, group_rows):
     """The row numbers of the whole store in the order in which a rank reads them."""
     begins = np.cumsum(group_rows) - group_rows
     parts = []

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loka.data import Schema
-from loka.data.files import TableFile, open_files
+from loka.data.files import open_files
 from loka.data.source.rows import count_piece, count_rows, piece_chunks, pieces_of, read_rows
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'loka[data]')")
@@ -18,7 +18,7 @@ ROWS = 211
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> dict[str, TableFile]:
+def files(tmp_path_factory):
     """The row number is its dense value; groups of 10 rows in parquet."""
     folder = tmp_path_factory.mktemp("pieces")
     table = pa.table({"y": [0] * ROWS, "d": list(range(ROWS)), "c": ["x"] * ROWS})
@@ -27,7 +27,7 @@ def files(tmp_path_factory) -> dict[str, TableFile]:
     return {kind: open_files(folder / f"t.{kind}")[0] for kind in ("parquet", "csv")}
 
 
-def numbers(chunks: object) -> list[int]:
+def numbers(chunks):
     return [int(number) for chunk in chunks for number in chunk.table.column("d").to_pylist()]
 
 

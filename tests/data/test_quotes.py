@@ -1,7 +1,6 @@
 """Quotes that do not close cost their own line and no other."""
 
 import csv
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ SCHEMA = Schema(label="y", dense=("d",), sparse=("c", "e"))
 HEADER = "y,d,c,e\n"
 
 
-def read(path: Path, text: str) -> TableClicks:
+def read(path, text):
     path.write_text(HEADER + text, newline="")
     return TableClicks(path, schema=SCHEMA, vocabulary=hashed_vocabulary(10**9))
 

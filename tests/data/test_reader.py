@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loka.core.exceptions import DataRefused
-from loka.data import Batch, History, Reader, Shuffle, at_epoch
+from loka.data import History, Reader, Shuffle, at_epoch
 from loka.data.block import Block
 from loka.data.reader import split
 from loka.data.workers import processors
@@ -51,7 +51,7 @@ class Rows:
         return replace(block, sequence=np.repeat(rows[:, None], 3, axis=1), lengths=rows % 4)
 
 
-def numbers(batches: list[Batch]) -> list[int]:
+def numbers(batches):
     """The row numbers, after a look at whether every part of a row is of that row."""
     rows = torch.cat([batch.sparse[:, 0] for batch in batches])
     assert rows.dtype == torch.int64
@@ -62,7 +62,7 @@ def numbers(batches: list[Batch]) -> list[int]:
     return rows.tolist()
 
 
-def threads() -> list[str]:
+def threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("loka-data")]
 
 

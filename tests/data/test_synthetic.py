@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from loka.data import History, Source, SyntheticClicks
+from loka.data import History, SyntheticClicks
 from loka.data.generated.synthetic import BLOCK_ROWS
 from loka.data.generated.teacher import CALIBRATION_ROWS
 
 SMALL = (5, 2, 300)
 
 
-def gather(source: Source, batch_size: int = 1000, start: int = 0) -> list[torch.Tensor]:
+def gather(source, batch_size=1000, start=0):
     """All rows as dense, sparse, label."""
     batches = list(source.batches(batch_size, start=start))
     return [torch.cat([getattr(b, part) for b in batches]) for part in ("dense", "sparse", "label")]
 
 
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def normalized_entropy(logits: torch.Tensor, label: torch.Tensor) -> float:
+def normalized_entropy(logits, label):
     rate = label.double().mean()
     loss = nn.functional.binary_cross_entropy_with_logits(logits.double(), label.double())
     return float(loss / -(rate * rate.log() + (1 - rate) * (1 - rate).log()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from click_files import Rows, assert_same, gather, made_up, write_csv, write_tsv
+from click_files import assert_same, gather, made_up, write_csv, write_tsv
 
 from loka.core.exceptions import DataRefused, MissingLibrary, UnknownName
 from loka.data import CRITEO, Schema, TableClicks, build_vocabulary, hashed_vocabulary, open_table
@@ -21,14 +21,14 @@ REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_80k.parquet"
 TINY = Schema(label="y", dense=("d",), sparse=("c",))
 
 
-def write_parquet(path: Path, rows: Rows, group: int = 50) -> Path:
+def write_parquet(path, rows, group=50):
     columns = dict(zip(CRITEO.columns, zip(*rows, strict=True), strict=True))
     table = pa.table({name.lower(): list(values) for name, values in reversed(columns.items())})
     parquet.write_table(table.append_column("extra", pa.array(range(len(rows)))), path, row_group_size=group)
     return path
 
 
-def tiny(path: Path, text: str, **options: object) -> TableClicks:
+def tiny(path, text, **options):
     path.write_text(text)
     return TableClicks(path, schema=TINY, vocabulary=hashed_vocabulary(10), **options)
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ from loka.data.categories.hashing import hashes_of  # noqa: E402
 SCHEMA = Schema(label="y", dense=(), sparse=("a", "b"))
 
 
-def strings(*values: str | None) -> "pa.ChunkedArray":
+def strings(*values):
     return pa.chunked_array([pa.array(values, pa.string())])
 
 
 @pytest.fixture
-def table(tmp_path) -> Path:
+def table(tmp_path):
     path = tmp_path / "t.parquet"
     columns = {"y": [0, 1, 0, 1, 0, 1], "a": ["x", "w", "x", None, "w", "q"], "b": [7, 7, 7, 30, 30, 5]}
     parquet.write_table(pa.table(columns), path)
@@ -102,7 +101,7 @@ def test_a_column_it_was_not_built_for_is_refused(table):
         build_vocabulary(table, schema=SCHEMA).size("c")
 
 
-def fnv1a(text: str) -> int:
+def fnv1a(text):
     """One string at a time, from the definition."""
     value = 0xCBF29CE484222325
     for byte in text.encode():

@@ -1,7 +1,5 @@
 """Training under FSDP2 with FP8 gathers, as every rank of a test does it."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,8 +8,12 @@ from torch.distributed.fsdp import fully_shard
 from towers import LR, STEPS, loss_of, rows, width
 
 
-def shard(model: nn.Module, units: str = "layer", **options: Any) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def shard(model, units="layer", group=0, **options):
+    """`group`: ranks over which HSDP shards."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    if group:
+        mesh = init_device_mesh("cpu", (ranks // group, group), mesh_dim_names=("replicate", "shard"))
     if units == "layer":
         for layer in list(model.modules()):
             if isinstance(layer, nn.Linear):
@@ -21,7 +23,7 @@ def shard(model: nn.Module, units: str = "layer", **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
-def trained(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[float]:
+def trained(model, rank, steps=STEPS, first=0):
     optimizer = torch.optim.Adam(model.parameters(), LR)
     losses = []
     for step in range(first, first + steps):

@@ -4,12 +4,11 @@ import copy
 import importlib
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Job, on_ranks
+from ranks import on_ranks
 from torch import nn
 
 from loka.core.exceptions import LokaError
@@ -33,7 +32,7 @@ class Tables(nn.Module):
         return (self.one(ids) * direction).sum() + (self.bag(ids[:, None] // 2) * direction).sum()
 
 
-def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rank, step):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(0, ROWS // 4, (16,), generator=generator) + rank * ROWS // 8
     return ids, torch.randn(16, WIDTH, generator=generator)
@@ -75,21 +74,21 @@ class Trained:
         }
 
 
-def _each(jobs: tuple[Job, ...], rank: int, folder: Path) -> dict[str, Any]:
+def _each(jobs, rank, folder):
     return {"found": [job(rank, folder) for job in jobs]}
 
 
-def in_turn(*jobs: Job, ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
+def in_turn(*jobs, ranks, folder):
     """By job, what each rank found; ranks take longer to start than a job."""
     answers = on_ranks(partial(_each, jobs), ranks, folder)
     return [[*found] for found in zip(*(answer["found"] for answer in answers), strict=True)]
 
 
-def told(state: dict[str, torch.Tensor]) -> dict[str, list[list[float]]]:
+def told(state):
     return {name: tensor.double().tolist() for name, tensor in state.items()}
 
 
-def mean_of_whole_tables(rank: int, folder: Path) -> dict[str, Any]:
+def mean_of_whole_tables(rank, folder):
     """Without LoKA: the mean of whole tables over replicas after each step."""
     torch.manual_seed(0)
     model = Tables()
@@ -105,7 +104,7 @@ def mean_of_whole_tables(rank: int, folder: Path) -> dict[str, Any]:
     return {"after": told(model.state_dict())}
 
 
-def not_a_number(rank: int, folder: Path) -> dict[str, Any]:
+def not_a_number(rank, folder):
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH)
     sync = row_sync(table, every=1)
@@ -118,7 +117,7 @@ def not_a_number(rank: int, folder: Path) -> dict[str, Any]:
     return {"first": first, "after": table.weight.isnan().any(dim=1).nonzero().flatten().tolist()}
 
 
-def lookups_that_train_nothing(rank: int, folder: Path) -> dict[str, Any]:
+def lookups_that_train_nothing(rank, folder):
     """Under no_grad; twice in one step; of indices that are none."""
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH)
@@ -137,7 +136,7 @@ def lookups_that_train_nothing(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def refused(rank: int, folder: Path) -> dict[str, Any]:
+def refused(rank, folder):
     found: dict[str, str] = {}
 
     def tried(name, call):

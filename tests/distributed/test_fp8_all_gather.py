@@ -42,7 +42,7 @@ class Counting(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-def whole(model: nn.Module) -> list[torch.Tensor]:
+def whole(model):
     return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
@@ -177,17 +177,17 @@ class Job:
 CASES = [("convert first", "layer"), ("shard first", "root")]
 
 
-def wide() -> nn.Module:
+def wide():
     return tower(128, 200, 160)
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory) -> list[dict[str, Any]]:
+def three(tmp_path_factory):
     return on_ranks(Job(plan_of(uneven), plan_of(wide)), 3, tmp_path_factory.mktemp("three"))
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[list[float]], nn.Module]:
+def expected():
     model = loka.convert(uneven(), plan_of(uneven))
     return alone(model, NAMES, 3), model
 

@@ -1,19 +1,16 @@
 """The gather of each unit, chosen by times: two ranks whose clocks differ end with one choice, and train what
 one process does whose weights are quantized alike."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
 from gather_jobs import shard, trained
 from ranks import on_ranks
 from towers import alone, plan_of, uneven
 
 import loka
 from loka.distributed import Choice, choose_gather, fp8_all_gather
-from loka.distributed.choice import HP, Ways
+from loka.distributed.choice import HP
 
 CHOSEN = {"0.weight", "6.weight"}
 # Microseconds in (FP8, own dtype) on the first rank and on the second, by unit.
@@ -25,7 +22,7 @@ CLOCKS = [
 ]
 
 
-def clock(rank: int, scales: float) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
+def clock(rank, scales):
     times = [(scales, scales), *(of_unit[rank] for of_unit in CLOCKS)]
 
     def timer(ways, device):
@@ -63,7 +60,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> list[dict[str, Any]]:
+def two(tmp_path_factory):
     return on_ranks(Job(plan_of(uneven)), 2, tmp_path_factory.mktemp("choice"))
 
 

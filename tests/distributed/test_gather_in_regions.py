@@ -1,6 +1,5 @@
 """FP8 gathers on two ranks, eager and compiled: equal to one process, and what regions read."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +79,11 @@ class Exact:
         }
 
 
-def is_forward(graph: torch.fx.Graph) -> bool:
+def is_forward(graph):
     return not any("tangents" in str(node.target) for node in graph.nodes if node.op == "placeholder")
 
 
-def stepped(model: nn.Module, called: Callable[..., Any], ranks: list[int]) -> list[list[float]]:
+def stepped(model, called, ranks):
     """Losses [STEPS][ranks] under autocast; an update has the mean gradient of the ranks in this process."""
     optimizer = torch.optim.Adam(model.parameters(), LR)
     losses = []
@@ -107,7 +106,7 @@ def stepped(model: nn.Module, called: Callable[..., Any], ranks: list[int]) -> l
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> list[dict[str, Any]]:
+def two(tmp_path_factory):
     return on_ranks(Exact(plan_of(uneven), plan_of(joinable)), 2, tmp_path_factory.mktemp("two"))
 
 

@@ -2,8 +2,6 @@
 for both, and what it refuses."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from towers import loss_of, rows, tower
 
 from loka.core.exceptions import LokaError
 from loka.distributed import choose_gradients
-from loka.distributed.choice import HP, Ways, time_in_turns
+from loka.distributed.choice import HP, time_in_turns
 from loka.distributed.gradient_gate import STEPS
 
 WIDE = 128
@@ -24,7 +22,7 @@ WIDE = 128
 CLOCKS = {HP: (100.0, 110.0), "int8": (50.0, 120.0), "e4m3": (90.0, 80.0)}
 
 
-def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
+def clock(rank):
     def timer(ways, device):
         for run in ways.values():
             run()
@@ -33,7 +31,7 @@ def clock(rank: int) -> Callable[[Ways, torch.device], dict[str, list[float]]]:
     return timer
 
 
-def stepping(model: nn.Module, rank: int) -> Callable[[int], None]:
+def stepping(model, rank):
     def step(number):
         model.zero_grad()
         loss_of(model, *rows(number, rank, WIDE)).backward()
@@ -41,7 +39,7 @@ def stepping(model: nn.Module, rank: int) -> Callable[[int], None]:
     return step
 
 
-def single() -> nn.Module:
+def single():
     torch.manual_seed(0)
     return nn.Linear(WIDE, 64, bias=False)
 
@@ -57,7 +55,7 @@ class Faint(nn.Module):
         return self.tower(x * torch.tensor([1.0, 5e-4]).repeat(WIDE // 2))
 
 
-def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+def on_rank(rank, folder):
     found: dict[str, Any] = {}
     for engine in ("ddp", "fsdp2"):
         model = wrapped(engine, None)
@@ -78,7 +76,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     return {**found, "refused": refused(rank)}
 
 
-def refused(rank: int) -> dict[str, str]:
+def refused(rank):
     told = {}
     for name in ("zero", "nan", "nothing", "sparse"):
         inner = nn.Embedding(8, 8, sparse=True) if name == "sparse" else single()
@@ -96,7 +94,7 @@ def refused(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> list[dict[str, Any]]:
+def two(tmp_path_factory):
     return on_ranks(on_rank, 2, tmp_path_factory.mktemp("gate"))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from loka.distributed.gradient_codec import CODECS, codec_named
 SIDES = (128, 200, 33, 1)
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def error(found, exact):
     return float((found - exact).norm() / exact.norm())
 
 
@@ -72,7 +71,7 @@ def test_sums_in_eight_bits_lose_what_sums_in_float32_keep():
     assert errors["sums", 64] > 6 * errors["e4m3", 64]
 
 
-def summed_in_fp8(parts: torch.Tensor) -> torch.Tensor:
+def summed_in_fp8(parts):
     """A ring's sum of [ranks, n], each partial sum e4m3 under one scale that leaves room for the whole."""
     scale = parts.abs().amax() * len(parts) / 448
     total = torch.zeros_like(parts[0])
@@ -88,12 +87,12 @@ def test_unknown_names():
         send_gradients(nn.Linear(2, 2), GradientWire())
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     full = ((name.removeprefix("module."), p.grad) for name, p in model.named_parameters())
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in full}
 
 
-def exact_mean(ranks: int, steps: int = 1) -> dict[str, torch.Tensor]:
+def exact_mean(ranks, steps=1):
     model = tower(*SIDES)
     for step in range(steps):
         for rank in range(ranks):
@@ -101,7 +100,7 @@ def exact_mean(ranks: int, steps: int = 1) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def wrapped(engine: str, wire: GradientWire | None) -> nn.Module:
+def wrapped(engine, wire):
     model = tower(*SIDES)
     if engine == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=0.05)
@@ -116,12 +115,12 @@ def wrapped(engine: str, wire: GradientWire | None) -> nn.Module:
     return model
 
 
-def told(model: nn.Module) -> dict[str, float]:
+def told(model):
     exact = exact_mean(dist.get_world_size())
     return {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
 
 
-def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+def on_rank(rank, folder):
     found: dict[str, Any] = {}
     for engine in ("ddp", "fsdp2"):
         for codec in ("bf16", "int8", "e4m3"):
@@ -136,7 +135,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def accumulated(engine: str, rank: int) -> dict[str, float]:
+def accumulated(engine, rank):
     """Two backwards, of which the second sends both."""
     model = wrapped(engine, wire := GradientWire(scatter="int8", gather="int8"))
     for step in range(2):
@@ -154,7 +153,7 @@ def accumulated(engine: str, rank: int) -> dict[str, float]:
     return {name: error(grad, exact[name]) for name, grad in gradients(model).items()}
 
 
-def clipped(engine: str, rank: int) -> list[float]:
+def clipped(engine, rank):
     """Weights after three clipped steps."""
     model = wrapped(engine, GradientWire(scatter="e4m3", gather="e4m3"))
     optimizer = torch.optim.Adam(model.parameters(), LR)
@@ -168,7 +167,7 @@ def clipped(engine: str, rank: int) -> list[float]:
     return torch.cat([p.detach().flatten() for p in full]).tolist()
 
 
-def scaled(engine: str, rank: int) -> dict[str, Any]:
+def scaled(engine, rank):
     """One rank's overflow makes all of them leave the step out and halve their scale."""
     model = wrapped(engine, GradientWire(scatter="int8", gather="int8"))
     before = copy.deepcopy([p.detach().clone() for p in model.parameters()])
@@ -183,7 +182,7 @@ def scaled(engine: str, rank: int) -> dict[str, Any]:
     return {"kept": bool(kept), "scale": scaler.get_scale()}
 
 
-def unused() -> str:
+def unused():
     """A parameter of a unit that has no gradient."""
     model = tower(32, 32, 32)
     model.register_parameter("rests", nn.Parameter(torch.zeros(8, 8)))
@@ -195,7 +194,7 @@ def unused() -> str:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory) -> list[dict[str, Any]]:
+def three(tmp_path_factory):
     return on_ranks(on_rank, 3, tmp_path_factory.mktemp("wire"))
 
 

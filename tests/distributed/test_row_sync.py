@@ -1,7 +1,5 @@
 """Replicas of tables that are kept together by the rows they changed: over gloo, two and three of them."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -25,11 +23,11 @@ STEP = 0.01 * 5.0  # lr times more than the largest gradient of a row that is lo
 HALF = 2.0**-4  # of e4m3, relative, in the middle of its range
 
 
-def values(found: dict[str, Any], when: str = "after") -> dict[str, np.ndarray]:
+def values(found, when="after"):
     return {name: np.array(found[when][name]) for name in TRAINED}
 
 
-def alike(answers: list[dict[str, Any]]):
+def alike(answers):
     for answer in answers[1:]:
         assert answer["after"] == answers[0]["after"], "replicas differ after flush"
 

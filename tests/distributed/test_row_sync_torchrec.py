@@ -3,9 +3,6 @@
 DMPCollection runs on GPUs alone; here its groups are made by hand, of ranks of one gloo world.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,7 +40,7 @@ class Model(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def rows(step: int, part: slice) -> tuple[Any, torch.Tensor]:
+def rows(step, part):
     """A part of a step's rows; lengths of bags differ, and some are empty."""
     from torchrec import KeyedJaggedTensor
 
@@ -55,14 +52,14 @@ def rows(step: int, part: slice) -> tuple[Any, torch.Tensor]:
     return KeyedJaggedTensor.from_lengths_sync(list(NAMES), values, lengths[:, part].flatten()), labels[part]
 
 
-def grid(size: int) -> DeviceMesh:
+def grid(size):
     """Groups that hold the tables, `size` ranks each, as DMPCollection makes them."""
     step = dist.get_world_size() // size
     sides = [[step * r + g for r in range(size)] for g in range(step)]
     return DeviceMesh("cpu", sides, mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: DeviceMesh, how: str, options: dict[str, float]) -> nn.Module:
+def sharded(mesh, how, options):
     """The model in DistributedModelParallel over its group of the mesh."""
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -101,13 +98,13 @@ def sharded(mesh: DeviceMesh, how: str, options: dict[str, float]) -> nn.Module:
     )
 
 
-def batched(model: nn.Module) -> list[Any]:
+def batched(model):
     from loka.distributed.lookups import lookups_of
 
     return list({id(one.module): one.module for one in lookups_of(model)}.values())
 
 
-def start(model: nn.Module):
+def start(model):
     """The same rows on every replica: sharding draws them anew."""
     for one in batched(model):
         for table in one.split_embedding_weights():
@@ -115,14 +112,14 @@ def start(model: nn.Module):
             table.copy_(torch.randn(table.shape, generator=generator) * 0.1)
 
 
-def told(model: nn.Module) -> dict[str, Any]:
+def told(model):
     return {
         "weights": [w.tolist() for one in batched(model) for w in one.split_embedding_weights()],
         "momentum": [m.tolist() for one in batched(model) for (m,) in one.split_optimizer_states()],
     }
 
 
-def two_replicas_of_two_shards(rank: int, folder: Path) -> dict[str, Any]:
+def two_replicas_of_two_shards(rank, folder):
     """Ranks 0 and 2 hold the tables, 1 and 3 hold them too; each rank has a quarter of the rows."""
     mesh = grid(2)
     part = slice(rank * BATCH // 4, (rank + 1) * BATCH // 4)
@@ -152,7 +149,7 @@ def test_replicas_of_sharded_tables_agree_to_the_bit(tmp_path):
     assert answers[0]["rows"]["weights"] != answers[2]["rows"]["weights"], "shards of a table are its parts"
 
 
-def by_replicas(rank: int, folder: Path) -> dict[str, Any]:
+def by_replicas(rank, folder):
     """Momentum of two replicas of half of the rows each, and of one group with all of them."""
     mesh = grid(1)
     found = {}

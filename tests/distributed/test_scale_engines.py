@@ -3,8 +3,7 @@ of the same bytes."""
 
 import contextlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -27,12 +26,12 @@ from loka.distributed import GradientWire, fp8_all_gather, send_gradients
 from loka.distributed.gradient_codec import codec_named
 from loka.scaling.cluster import engines, wires
 from loka.scaling.cluster.compute import layers_in_fp8, placed
-from loka.scaling.cluster.engines import ENGINES, EngineStep, Matmul, Reduced, traced_step
+from loka.scaling.cluster.engines import ENGINES, Matmul, Reduced, Replicated, traced_step
 from loka.scaling.cluster.pricing import Formats, step_of
 from loka.scaling.cluster.wires import DECODED, ENCODED, check_traced, gather_wire, reduce_wires
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
-RANKS = 2
+RANKS, REPLICAS = 2, 2  # of hsdp, in each replica
 SIDES = {"uneven": (24, 100, 33, 4, 40), "buckets": (64, 700, 900, 1100, 8)}  # the second fills two buckets
 FORMATS = [
     ("ddp", Formats("-", "bf16")),
@@ -42,6 +41,9 @@ FORMATS = [
     ("fsdp2", Formats("bf16", "int8")),
     ("fsdp2", Formats("fp8", "bf16")),
     ("fsdp2", Formats("fp8", "e4m3")),
+    ("hsdp", Formats("bf16", "bf16")),
+    ("hsdp", Formats("bf16", "int8")),
+    ("hsdp", Formats("fp8", "bf16")),
 ]
 CASES = [  # the plan that gathers in FP8 is of the uneven tower
     (name, engine, formats)
@@ -57,35 +59,42 @@ _OPS = {
 }
 
 
+Found = list[tuple[str, int, int]]
+
+
 class Sent(TorchDispatchMode):
-    """Collectives, each with the bytes of its larger buffer."""
+    """Collectives, each with the bytes of its larger buffer and the ranks of its group."""
 
     def __init__(self):
         super().__init__()
-        self.found: list[tuple[str, int]] = []
+        self.found: Found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             largest = max(x.numel() * x.element_size() for x in leaves)
             name = str(func._overloadpacket)
-            self.found.append((_OPS.get(name, name), largest))
+            group = next(x for x in args if isinstance(x, torch.ScriptObject))  # the operation is behind it
+            ranks = dist.ProcessGroup.unbox(group).size()
+            self.found.append((_OPS.get(name, name), largest, ranks))
         return func(*args, **(kwargs or {}))
 
 
-def noting(function: Any, op: str, found: list[tuple[str, int]]) -> Any:
+def noting(function, op, found):
     def noted(*args, **kwargs):
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        found.append((op, max(x.numel() * x.element_size() for x in leaves)))
+        groups = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)]
+        ranks = groups[0].size() if groups else dist.get_world_size()
+        found.append((op, max(x.numel() * x.element_size() for x in leaves), ranks))
         return function(*args, **kwargs)
 
     return noted
 
 
 @contextlib.contextmanager
-def called() -> Iterator[list[tuple[str, int]]]:
+def called():
     """The same by the functions that are called: under a mode, backward of weights in FP8 refuses to run."""
-    found: list[tuple[str, int]] = []
+    found: Found = []
     ops = {
         "all_reduce": "all_reduce",
         "all_gather_single": "all_gather",
@@ -100,7 +109,7 @@ def called() -> Iterator[list[tuple[str, int]]]:
         yield found
 
 
-def in_bf16(state, bucket):  # type: ignore[no-untyped-def]
+def in_bf16(state, bucket):
     """torch's hook, which DDP refuses by its name where there is no NCCL."""
     return bf16_compress_hook(state, bucket)
 
@@ -114,6 +123,8 @@ class Job:
     def __call__(self, rank, folder):
         found: dict[str, Any] = {}
         for name, engine, formats in CASES:
+            if (engine == "hsdp") == (dist.get_world_size() == RANKS):
+                continue
             found[f"{name} {engine} {formats}"] = self.step(engine, formats, SIDES[name], rank)
         return found
 
@@ -128,7 +139,7 @@ class Job:
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
             if formats.gather == "fp8":
                 model = loka.convert(model, self.plan)
-            model = shard(model, mp_policy=mixed)
+            model = shard(model, group=RANKS if engine == "hsdp" else 0, mp_policy=mixed)
         gathering = fp8_all_gather(model, self.plan) if formats.gather == "fp8" else None
         if formats.gradients != "bf16":
             send_gradients(model, wire)
@@ -146,27 +157,30 @@ class Job:
         }
 
 
-def traced(engine: Any, sides: tuple[int, ...]) -> EngineStep:
+def traced(engine, sides):
     mode = fake_mode()
     model = fake_model(tower(*sides), mode)
     return traced_step(model, fake_batch(torch.randn(4, sides[0]), mode, rows=24), mode=mode, engine=engine)
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory) -> list[dict[str, Any]]:
-    return on_ranks(Job(plan_of(uneven)), RANKS, tmp_path_factory.mktemp("ranks"))
+def real(tmp_path_factory):
+    job, folder = Job(plan_of(uneven)), tmp_path_factory.mktemp("ranks")
+    one, *more = on_ranks(job, RANKS, folder)
+    first, *others = on_ranks(job, RANKS * REPLICAS, folder)
+    return [{**one, **first}, *more, *others]
 
 
 @pytest.mark.parametrize(("name", "engine", "formats"), CASES)
 def test_bytes_and_order_are_those_of_real_ranks(real, name, engine, formats):
     key = f"{name} {engine} {formats}"
     step = traced(engine, SIDES[name])
-    told = step_of(
-        step, placed(step, ()), RANKS, formats=formats, in_fp8=frozenset(real[0][key]["fp8"])
-    ).wires
+    ranks, group = (RANKS * REPLICAS, RANKS) if engine == "hsdp" else (RANKS, 0)
+    fp8 = frozenset(real[0][key]["fp8"])
+    told = step_of(step, placed(step, ()), ranks, formats=formats, in_fp8=fp8, group=group).wires
     assert len(told) == len(real[0][key]["sent"]) > 0
-    for rank in real:
-        assert [(wire.op, int(wire.size)) for wire in told] == rank[key]["sent"]
+    for rank in (rank for rank in real if key in rank):
+        assert [(wire.op, int(wire.size), wire.ranks or ranks) for wire in told] == rank[key]["sent"]
         if formats.gradients != "bf16":  # of which LoKA keeps count itself: what went to the other rank
             sent = sum(
                 w.size for w in told if w.op == "all_to_all" or (engine == "ddp" and w.op == "all_gather")
@@ -195,11 +209,11 @@ def test_bytes_that_are_not_the_engines_are_refused():
     step = traced("fsdp2", SIDES["uneven"])
     first = next(place for place, event in enumerate(step.events) if isinstance(event, Reduced))
     events = list(step.events)
-    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)  # type: ignore[union-attr]
-    with pytest.raises(LokaError, match="were counted"):
-        check_traced(
-            EngineStep(engine="fsdp2", events=tuple(events), units=(), params=(), tables=(), buffers=0)
-        )
+    events[first] = Reduced(events[first].params[:-1], events[first].size, 2)
+    own = [Replicated((), 8, 4)]  # an all-reduce of the model's
+    for wrong in (events, own):
+        with pytest.raises(LokaError, match="were counted"):
+            check_traced(replace(step, events=tuple(wrong)))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

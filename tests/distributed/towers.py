@@ -3,9 +3,7 @@ do."""
 
 import functools
 import itertools
-from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ QUICK = Settings(rows=32, min_draws=2, max_draws=2)
 STEPS, LR = 4, 0.01
 
 
-def tower(*sides: int) -> nn.Sequential:
+def tower(*sides):
     """Linear - ReLU - ... - Linear with weights that are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -29,7 +27,7 @@ def tower(*sides: int) -> nn.Sequential:
         return nn.Sequential(*layers[:-1])
 
 
-def uneven() -> nn.Sequential:
+def uneven():
     """Rows that three ranks cannot share evenly, one rank with none of them; sides that are no multiple of
     16."""
     return tower(24, 100, 33, 4, 40)
@@ -49,12 +47,12 @@ class Joinable(nn.Module):
         return self.layers[-1](x)
 
 
-def joinable() -> nn.Module:
+def joinable():
     return Joinable()
 
 
 @functools.cache
-def plan_of(make: Callable[[], nn.Module], candidate: str = POW2) -> loka.Plan:
+def plan_of(make, candidate=POW2):
     """Every GEMM of every layer forced into FP8."""
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
@@ -65,21 +63,21 @@ def plan_of(make: Callable[[], nn.Module], candidate: str = POW2) -> loka.Plan:
     return loka.plan(report, loka.Budget(), force={"*": candidate})
 
 
-def width(model: nn.Module) -> int:
+def width(model):
     return int(next(m for m in model.modules() if isinstance(m, nn.Linear)).in_features)
 
 
-def rows(step: int, rank: int, features: int, count: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(step, rank, features, count=16):
     drawn = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(count, features, generator=drawn), torch.randn(count, generator=drawn)
 
 
-def loss_of(model: Callable[..., Any], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x, y):
     return F.mse_loss(model(x).sum(-1), y)
 
 
 @contextmanager
-def as_gathered(model: nn.Module, names: set[str]):
+def as_gathered(model, names):
     """Within it weights hold what eight bits with one scale, the power of two below 256 / 448 of e4m3, leave
     of them.
 
@@ -98,7 +96,7 @@ def as_gathered(model: nn.Module, names: set[str]):
                 p.data = masters[name]
 
 
-def alone(model: nn.Module, names: set[str], ranks: int, steps: int = STEPS) -> list[list[float]]:
+def alone(model, names, ranks, steps=STEPS):
     """Losses [steps][ranks] of one process with the rows of each rank in turn; mean gradients, Adam."""
     optimizer = torch.optim.Adam(model.parameters(), LR)
     losses = []

@@ -4,8 +4,6 @@ Without reentrance backward computes again only as far as it needs: a block's la
 checkpoint_sequential leaves its last segment alone.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -80,7 +78,7 @@ _MODULES = 32 * 32 + 4 * 32 * 64 + 32
 _FUNCTIONS = 2 * 32 * 32 + 2 * 32 * 64 + 32
 
 
-def _checkpointed(name: str, build: Callable[[], nn.Module], multiplications: int, **flags: bool) -> Foreign:
+def _checkpointed(name, build, multiplications, **flags):
     return Foreign(
         name=name,
         build=seeded(build),

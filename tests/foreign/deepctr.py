@@ -5,7 +5,6 @@ parallel DNN, logits of one output without bias, a sigmoid at the end); the code
 float tensor, [B, 5]: three columns of ids, two dense ones.
 """
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -186,17 +185,17 @@ class WideDCN(DCN):
         return torch.sigmoid(logit + self.dnn_linear(both) + self.bias)
 
 
-def columns(rows: int) -> tuple[torch.Tensor]:
+def columns(rows):
     drawn = generator()
     sparse = torch.randint(VOCABULARY, (rows, FIELDS), generator=drawn).float()
     return (torch.cat([sparse, torch.randn(rows, DENSE, generator=drawn)], dim=1),)
 
 
-def _dnn(fan_in: int) -> int:
+def _dnn(fan_in):
     return fan_in * 64 + 64 * 32 + 32
 
 
-def _deepctr(name: str, build: Callable[[], nn.Module], multiplications: int, notes: str = "") -> Foreign:
+def _deepctr(name, build, multiplications, notes=""):
     return Foreign(
         name=name,
         build=seeded(build),

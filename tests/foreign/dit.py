@@ -44,7 +44,7 @@ class DiT(nn.Module):
         return self.noise(F.layer_norm(self.block(self.patch(x), condition), (WIDTH,)))
 
 
-def _noised(rows: int) -> tuple[torch.Tensor, ...]:
+def _noised(rows):
     g = generator()
     x = torch.randn(rows, TOKENS, CHANNELS, generator=g)
     return x, 1000 * torch.rand(rows, generator=g), torch.randint(10, (rows,), generator=g)

@@ -3,10 +3,7 @@
 Three features of 32, two of them ragged. The first layer is 13 wide as on Criteo, DLRM's interaction 38.
 """
 
-from typing import Any
-
 import torch
-from torch import nn
 
 from .spec import Foreign, generator, of_logits, seeded, variant, whole
 
@@ -14,7 +11,7 @@ FEATURES, DIM, DENSE, RANK, LAYERS = 3, 32, 13, 32, 2
 NAMES = [f"f{i}" for i in range(FEATURES)]
 
 
-def _tables() -> nn.Module:
+def _tables():
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -25,25 +22,25 @@ def _tables() -> nn.Module:
     )
 
 
-def dlrm_dcn() -> nn.Module:
+def dlrm_dcn():
     from torchrec.models.dlrm import DLRM_DCN
 
     return DLRM_DCN(_tables(), DENSE, [64, DIM], [64, 32, 1], LAYERS, RANK)
 
 
-def dlrm() -> nn.Module:
+def dlrm():
     from torchrec.models.dlrm import DLRM
 
     return DLRM(_tables(), DENSE, [64, DIM], [64, 32, 1])
 
 
-def dlrm_train() -> nn.Module:
+def dlrm_train():
     from torchrec.models.dlrm import DLRMTrain
 
     return DLRMTrain(dlrm_dcn())
 
 
-def features(rows: int) -> tuple[torch.Tensor, Any]:
+def features(rows):
     """Dense features [rows, 13] and a KeyedJaggedTensor: one id of the first feature, up to three else."""
     from torchrec import KeyedJaggedTensor
 
@@ -55,7 +52,7 @@ def features(rows: int) -> tuple[torch.Tensor, Any]:
     return torch.randn(rows, DENSE, generator=drawn), sparse
 
 
-def batch(rows: int) -> tuple[Any]:
+def batch(rows):
     from torchrec.datasets.utils import Batch
 
     dense, sparse = features(rows)

@@ -1,11 +1,9 @@
 """nn.TransformerEncoder and nn.MultiheadAttention, whose projections are raw parameters; and an LSTM."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from .spec import Foreign, Inputs, floats, generator, ids, of_logits, seeded, whole
+from .spec import Foreign, floats, generator, ids, of_logits, seeded, whole
 
 WIDTH, HEADS, FEED, LAYERS, TOKENS, VOCABULARY = 32, 2, 64, 2, 8, 60
 TOKEN = 3 * WIDTH**2 + WIDTH**2 + 2 * WIDTH * FEED  # multiplications of one token in one layer
@@ -77,21 +75,19 @@ class RecurrentTower(nn.Module):
 HISTORY = ids(TOKENS, VOCABULARY)
 
 
-def _padded(rows: int) -> tuple[torch.Tensor]:
+def _padded(rows):
     """Row i has 8 - i % 4 items; the first row has all, so that a nested tensor's width is the batch's."""
     drawn = torch.randint(1, VOCABULARY, (rows, TOKENS), generator=generator())
     lengths = TOKENS - torch.arange(rows).unsqueeze(1) % 4
     return (drawn * (torch.arange(TOKENS) < lengths),)
 
 
-def _attended(rows: int) -> tuple[torch.Tensor, ...]:
+def _attended(rows):
     drawn = generator()
     return tuple(torch.randn(rows, tokens, w, generator=drawn) for tokens, w in ((4, 32), (8, 48), (8, 64)))
 
 
-def _encoder(
-    name: str, inputs: Callable[[int], Inputs] = HISTORY, notes: str = "", **options: bool
-) -> Foreign:
+def _encoder(name, inputs=HISTORY, notes="", **options):
     return Foreign(
         name=name,
         build=seeded(lambda: Encoder(**options)),

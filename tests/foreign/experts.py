@@ -9,7 +9,7 @@ from .spec import Foreign, floats, of_logits, seeded, whole
 EXPERTS, FAN_IN, HIDDEN, FAN_OUT = 4, 32, 64, 32
 
 
-def _experts(fan_in: int, fan_out: int) -> nn.Parameter:
+def _experts(fan_in, fan_out):
     return nn.Parameter(torch.randn(EXPERTS, fan_in, fan_out) / fan_in**0.5)
 
 
@@ -92,7 +92,7 @@ _MMOE = (
 )  # multiplications of one row
 
 
-def _mmoe(name: str, build: type[nn.Module]) -> Foreign:
+def _mmoe(name, build):
     return Foreign(
         name=name,
         build=seeded(build),

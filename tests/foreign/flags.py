@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from .registry import FOREIGN
 from .spec import Foreign, call, train_step
@@ -17,7 +16,7 @@ from .spec import Foreign, call, train_step
 TOLERANCE = 1e-4  # float32, other orders of the same sums
 
 
-def _compiled(foreign: Foreign):
+def _compiled(foreign):
     eager, model = foreign.build(), foreign.build()
     expected = train_step(foreign, eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -29,7 +28,7 @@ def _compiled(foreign: Foreign):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _exported(foreign: Foreign, *, strict: bool):
+def _exported(foreign, *, strict):
     inputs = foreign.inputs(32)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     program = torch.export.export(foreign.build(), args, kwargs, strict=strict)
@@ -37,11 +36,11 @@ def _exported(foreign: Foreign, *, strict: bool):
     _assert_trained(foreign, loss.detach())
 
 
-def _remade(foreign: Foreign, remake: Callable[[nn.Module], nn.Module]):
+def _remade(foreign, remake):
     _assert_trained(foreign, train_step(foreign, remake(foreign.build())))
 
 
-def _assert_trained(foreign: Foreign, loss: torch.Tensor):
+def _assert_trained(foreign, loss):
     expected = train_step(foreign, foreign.build())
     torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -55,7 +54,7 @@ CHECKS: dict[str, Callable[[Foreign], None]] = {
 }
 
 
-def why_not(foreign: Foreign, flag: str) -> str | None:
+def why_not(foreign, flag):
     """The error that clears the flag, or None."""
     torch._dynamo.reset()
     try:
@@ -65,7 +64,7 @@ def why_not(foreign: Foreign, flag: str) -> str | None:
     return None
 
 
-def main(parts: list[str]):
+def main(parts):
     for foreign in FOREIGN.values():
         if parts and not any(part in foreign.name for part in parts):
             continue

@@ -10,12 +10,9 @@ Trade-off: memory is told by its address, so every copy of a parameter is kept u
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,7 +46,7 @@ class Flops:
     unaccounted: dict[str, int]  # operations that may multiply and are not known here, with their calls
 
 
-def count_flops(model: nn.Module, run: Callable[[], object]) -> Flops:
+def count_flops(model, run):
     """Count what `run` does: one forward of the eager, unsharded model.
 
     Of a backward, GEMMs are counted too; those of attention and convolutions land in `unaccounted`.
@@ -139,16 +136,16 @@ class Memory:
                 yield from names
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor):
     return 0 if tensor.is_nested else tensor.untyped_storage().data_ptr()
 
 
-def _bytes(tensor: torch.Tensor) -> range:
+def _bytes(tensor):
     """From the first byte to behind the last one, within the storage."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset()
     return range(start * tensor.element_size(), (start + span) * tensor.element_size())
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+def _tensors(tree):
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

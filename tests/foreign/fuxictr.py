@@ -121,7 +121,7 @@ class XDeepFM(nn.Module):
         return {"y_pred": torch.sigmoid(self.cin(fields) + self.dnn(fields.flatten(start_dim=1)))}
 
 
-def features(rows: int) -> tuple[dict[str, torch.Tensor]]:
+def features(rows):
     drawn = generator()
     return ({f"field_{i}": torch.randint(VOCABULARY, (rows,), generator=drawn) for i in range(FIELDS)},)
 
@@ -134,7 +134,7 @@ _MULTIPLICATIONS = {
 }
 
 
-def _dcnv2(structure: str, multiplications: int) -> Foreign:
+def _dcnv2(structure, multiplications):
     return Foreign(
         name=f"fuxictr_dcnv2_{structure}",
         build=seeded(lambda: DCNv2(structure, batch_norm=structure == "stacked")),

@@ -1,8 +1,5 @@
 """Hugging Face's GPT-2, BERT and Llama in tiny configurations with random weights: nothing is downloaded."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,7 +9,7 @@ from .spec import Foreign, generator, seeded, variant
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY = 64, 4, 2, 16, 96
 
 
-def _gpt2(head: str, **more: Any) -> nn.Module:
+def _gpt2(head, **more):
     import transformers
 
     config = transformers.GPT2Config(
@@ -23,15 +20,15 @@ def _gpt2(head: str, **more: Any) -> nn.Module:
     return getattr(transformers, head)(config)
 
 
-def gpt2_lm() -> nn.Module:
+def gpt2_lm():
     return _gpt2("GPT2LMHeadModel")
 
 
-def gpt2_classifier() -> nn.Module:
+def gpt2_classifier():
     return _gpt2("GPT2ForSequenceClassification", num_labels=1)
 
 
-def bert() -> nn.Module:
+def bert():
     import transformers
 
     config = transformers.BertConfig(
@@ -42,7 +39,7 @@ def bert() -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def llama() -> nn.Module:
+def llama():
     import transformers
 
     config = transformers.LlamaConfig(
@@ -64,17 +61,17 @@ class Actor(nn.Module):
         return found.gather(2, actions.unsqueeze(2)).squeeze(2).sum(1)
 
 
-def acted(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def acted(rows):
     states = tokens(rows)["input_ids"]
     return states, states.flip(0)
 
 
-def _policy_gradient(output: torch.Tensor) -> torch.Tensor:
+def _policy_gradient(output):
     """REINFORCE, with advantages of both signs."""
     return -(torch.linspace(-1, 1, len(output)) * output).mean()
 
 
-def checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.Module]:
+def checkpointing(build, reentrant):
     def built():
         model = build()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
@@ -83,28 +80,28 @@ def checkpointing(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[
     return built
 
 
-def tokens(rows: int) -> dict[str, torch.Tensor]:
+def tokens(rows):
     drawn = torch.randint(2, VOCABULARY, (rows, TOKENS), generator=generator())
     return {"input_ids": drawn, "attention_mask": torch.ones_like(drawn)}
 
 
-def padded(rows: int) -> dict[str, torch.Tensor]:
+def padded(rows):
     """Row i has 16 - i % 4 tokens."""
     made = tokens(rows)
     mask = (torch.arange(TOKENS) < TOKENS - torch.arange(rows).unsqueeze(1) % 4).long()
     return {"input_ids": made["input_ids"] * mask, "attention_mask": mask}
 
 
-def _logits(output: Any) -> torch.Tensor:
+def _logits(output):
     return output.logits
 
 
-def _next_token(output: Any) -> torch.Tensor:
+def _next_token(output):
     targets = torch.arange(output.logits.shape[:-1].numel(), device=output.logits.device) % VOCABULARY
     return F.cross_entropy(output.logits.flatten(0, 1), targets)
 
 
-def _score(output: Any) -> torch.Tensor:
+def _score(output):
     scores = output.logits.squeeze(-1)
     return F.binary_cross_entropy_with_logits(scores, (torch.arange(len(scores)) % 2).to(scores))
 

@@ -3,9 +3,6 @@
 In the last two a GEMM's weight is computed from parameters: that GEMM has no parameter as its operand.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,17 +47,17 @@ class MergedLoRALinear(RawLoRALinear):
         return F.linear(x, self.weight + (self.A @ self.B).t(), self.bias)
 
 
-def _wrapped() -> nn.Module:
+def _wrapped():
     tower = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
     tower[0], tower[2] = LoRALinear(tower[0]), LoRALinear(tower[2])
     return tower
 
 
-def _tower(layer: Callable[[int, int], nn.Module]) -> nn.Module:
+def _tower(layer):
     return nn.Sequential(layer(64, 96), nn.ReLU(), layer(96, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
-def _lora(name: str, build: Callable[[], nn.Module], flops: Callable[[int], int], **more: Any) -> Foreign:
+def _lora(name, build, flops, **more):
     return Foreign(
         name=name,
         build=seeded(build),

@@ -5,7 +5,6 @@ Biases and additions are free. Names are those of the schema without its overloa
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -13,65 +12,63 @@ Product = Iterator[tuple[int, tuple[torch.Tensor, ...]]]
 Tensor = torch.Tensor
 
 
-def _mm(out: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Product:
+def _mm(out, a, b, *_, **__):
     """[M, K] by [K, N], and with leading dimensions: every number of `a` meets N columns."""
     yield 2 * a.numel() * b.shape[-1], (a, b)
 
 
-def _addmm(out: Tensor, bias: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> Product:
+def _addmm(out, bias, a, b, *_, **__):
     yield 2 * a.numel() * b.shape[-1], (a, b)
 
 
-def _mv(out: Tensor, a: Tensor, b: Tensor) -> Product:
+def _mv(out, a, b):
     yield 2 * a.numel(), (a, b)
 
 
-def _addmv(out: Tensor, bias: Tensor, a: Tensor, b: Tensor, **__: Any) -> Product:
+def _addmv(out, bias, a, b, **__):
     yield 2 * a.numel(), (a, b)
 
 
-def _linear(out: Tensor, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Product:
+def _linear(out, x, weight, *_, **__):
     yield 2 * x.numel() * weight.shape[0], (x, weight)
 
 
-def _linear_of_transposed(out: Tensor, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Product:
+def _linear_of_transposed(out, x, weight, *_, **__):
     yield 2 * x.numel() * weight.shape[1], (x, weight)
 
 
-def _convolution(out: Tensor, x: Tensor, weight: Tensor, *more: Any, **kwargs: Any) -> Product:
+def _convolution(out, x, weight, *more, **kwargs):
     """Each number of the output (of the input, if transposed) meets `weight[0]`."""
     transposed = kwargs.get("transposed", more[4] if len(more) > 4 and isinstance(more[4], bool) else False)
     places = x if transposed else out
     yield 2 * places.numel() * math.prod(weight.shape[1:]), (x, weight)
 
 
-def _attention(out: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Product:
+def _attention(out, query, key, value, *_, **__):
     """[B, H, L, E]: scores, then the mixture of values. A mask or causality saves nothing."""
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
     yield 2 * scores * query.shape[-1], (query, key)
     yield 2 * scores * value.shape[-1], (value,)
 
 
-def _rnn_layer(out: Any, x: Tensor, w_ih: Tensor, w_hh: Tensor, *_: Any, **__: Any) -> Product:
+def _rnn_layer(out, x, w_ih, w_hh, *_, **__):
     tokens = x.numel() // w_ih.shape[1]
     yield 2 * tokens * w_ih.numel(), (w_ih,)
     yield 2 * tokens * w_hh.numel(), (w_hh,)
 
 
-def _cudnn_rnn(out: Any, x: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> Product:
+def _cudnn_rnn(out, x, weights, *_, **__):
     tokens = x.numel() // x.shape[-1]
     for weight in weights:
         if weight.dim() == 2:
             yield 2 * tokens * weight.numel(), (weight,)
 
 
-def _lengths(x: Tensor) -> list[int]:
+def _lengths(x):
     return [len(row) for row in x.unbind()] if x.is_nested else [x.shape[1]] * x.shape[0]
 
 
-def _encoder_layer(
-    out: Tensor, x: Tensor, width: int, heads: int, qkv: Tensor, qkv_bias: Tensor, proj: Tensor, *more: Any
-) -> Product:
+def _encoder_layer(out, x, width, heads, qkv, qkv_bias, proj, *more):
     """The fused layer of nn.TransformerEncoderLayer in evaluation; a nested tensor has no padding."""
     lengths = _lengths(x)
     weights = [a for a in more if isinstance(a, torch.Tensor) and a.is_floating_point() and a.dim() == 2]
@@ -80,18 +77,7 @@ def _encoder_layer(
     yield 4 * width * sum(length**2 for length in lengths), ()
 
 
-def _native_attention(
-    out: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    width: int,
-    heads: int,
-    qkv: Tensor,
-    _: Any,
-    proj: Tensor,
-    *__: Any,
-) -> Product:
+def _native_attention(out, q, k, v, width, heads, qkv, _, proj, *__):
     """The fused self-attention of nn.MultiheadAttention in evaluation."""
     lengths = _lengths(q)
     for weight in (qkv, proj):

@@ -7,7 +7,7 @@ from torch import nn
 from .spec import Foreign, floats, ids, of_logits, seeded, whole
 
 
-def _weight(*shape: int) -> nn.Parameter:
+def _weight(*shape):
     return nn.Parameter(nn.init.xavier_uniform_(torch.empty(*shape)))
 
 
@@ -125,16 +125,16 @@ class UsedTwice(nn.Module):
         return self.out(self.again(self.shared(F.relu(self.shared(x)))))
 
 
-def _two(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _two(rows):
     (x,) = floats(96)(rows)
     return x[:, :32].contiguous(), x[:, 32:].contiguous()
 
 
-def _next_item_loss(scores: torch.Tensor) -> torch.Tensor:
+def _next_item_loss(scores):
     return F.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
 
 
-def _logits(name: str, build: type[nn.Module], inputs, multiplications: int) -> Foreign:
+def _logits(name, build, inputs, multiplications):
     return Foreign(
         name=name,
         build=seeded(build),

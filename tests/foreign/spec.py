@@ -40,18 +40,18 @@ class Foreign:
             pytest.importorskip(library)
 
 
-def call(model: Callable[..., Any], inputs: Inputs) -> Any:
+def call(model, inputs):
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
-def train_step(foreign: Foreign, model: nn.Module, rows: int = 32) -> torch.Tensor:
+def train_step(foreign, model, rows=32):
     """One forward and one backward. Gradients stay in the parameters; the loss is returned."""
     loss = foreign.loss(call(model, foreign.inputs(rows)))
     loss.backward()
     return loss.detach()
 
 
-def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
+def seeded(build, seed=0):
     @functools.wraps(build)
     def made():
         with torch.random.fork_rng(devices=[]):
@@ -61,39 +61,39 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Mod
     return made
 
 
-def generator(seed: int = 1) -> torch.Generator:
+def generator(seed=1):
     return torch.Generator().manual_seed(seed)
 
 
-def floats(*shape: int) -> Callable[[int], Inputs]:
+def floats(*shape):
     """Inputs of one tensor, [rows, *shape], normally distributed."""
     return lambda rows: (torch.randn(rows, *shape, generator=generator()),)
 
 
-def ids(columns: int, vocabulary: int) -> Callable[[int], Inputs]:
+def ids(columns, vocabulary):
     """Inputs of one tensor of ids, [rows, columns]."""
     return lambda rows: (torch.randint(vocabulary, (rows, columns), generator=generator()),)
 
 
-def labels(like: torch.Tensor) -> torch.Tensor:
+def labels(like):
     """Zeros and ones in turn, in the shape of `like`."""
     return (torch.arange(like.numel(), device=like.device) % 2).to(like.dtype).reshape(like.shape)
 
 
-def whole(output: torch.Tensor) -> torch.Tensor:
+def whole(output):
     return output
 
 
-def of_logits(logits: Callable[[Any], torch.Tensor] = whole) -> Loss:
+def of_logits(logits=whole):
     """Binary cross-entropy of what `logits` takes out of the output."""
     return lambda output: F.binary_cross_entropy_with_logits(logits(output), labels(logits(output)))
 
 
-def of_probabilities(output: Any) -> torch.Tensor:
+def of_probabilities(output):
     """Binary cross-entropy of a model that ends in a sigmoid, as DeepCTR-Torch and FuxiCTR do."""
     probabilities = output["y_pred"] if isinstance(output, dict) else output
     return F.binary_cross_entropy(probabilities, labels(probabilities))
 
 
-def variant(foreign: Foreign, **changes: Any) -> Foreign:
+def variant(foreign, **changes):
     return dataclasses.replace(foreign, **changes)

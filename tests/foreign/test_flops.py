@@ -1,7 +1,5 @@
 """The count against cases worked out by hand: which operations, which operands, whose copies."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ class Held(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(shape)))
 
 
-def counted(run: Callable[[Held], object], *shapes: tuple[int, ...]) -> Flops:
+def counted(run, *shapes):
     held = Held(*shapes)
     return count_flops(held, lambda: run(held))
 

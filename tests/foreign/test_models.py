@@ -12,7 +12,7 @@ import torch
 from .flags import why_not
 from .flops import count_flops
 from .registry import FOREIGN
-from .spec import Foreign, call, train_step
+from .spec import call, train_step
 
 ROWS = 32
 # In transformers 5 it has another name, and is what users call.
@@ -21,7 +21,7 @@ RECOMPUTED = [name for name in FOREIGN if "checkpoint" in name]
 
 
 @pytest.fixture(params=FOREIGN)
-def foreign(request) -> Foreign:
+def foreign(request):
     entry = FOREIGN[request.param]
     entry.skip_without_libraries()
     return entry

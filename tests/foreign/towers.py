@@ -1,9 +1,7 @@
 """Towers by hand, and the shapes that an output can have: a tensor, a dict, a dataclass, features."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -96,9 +94,7 @@ class TwoTasks(nn.Module):
         return self.click(shared).squeeze(-1), self.buy(shared).squeeze(-1)
 
 
-def _tower(
-    name: str, build: type[nn.Module], logits: Callable[[Any], torch.Tensor] = whole, **more: Any
-) -> Foreign:
+def _tower(name, build, logits=whole, **more):
     return Foreign(
         name=name,
         build=seeded(build),

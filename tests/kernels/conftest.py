@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device():
     """The GPU, or the CPU through triton's interpreter; a process has one or the other."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -8,7 +8,7 @@ import loka
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)
     model = odd_mlp()
     with loka.Probe(model, every=2) as probe:

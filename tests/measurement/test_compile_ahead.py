@@ -13,7 +13,6 @@ from loka.core.exceptions import UnknownName
 from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import HP
-from loka.kernels.gemm.kernel import Kernel
 from loka.measurement import Settings
 from loka.measurement.times.compile_ahead import compile_ahead, untracked
 
@@ -58,7 +57,7 @@ class Bars:
         self.ended[place] = True
 
 
-def compiling(name: str, compiler: Compiler, missing: str | None = None, *recipes: str) -> Kernel:
+def compiling(name, compiler, missing=None, *recipes):
     return dataclasses.replace(
         kernel(name), precompile=compiler, missing=lambda: missing, recipes=recipes or ("rowwise_e4m3",)
     )
@@ -120,7 +119,7 @@ def test_a_compiler_that_fails_is_heard():
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)
     model = odd_mlp()
     with loka.Probe(model, every=2) as probe:

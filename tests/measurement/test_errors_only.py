@@ -17,7 +17,7 @@ ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
     with loka.Probe(model, every=1) as probe:
@@ -25,14 +25,14 @@ def stats() -> loka.Stats:
     return probe.stats()
 
 
-def measured(stats: loka.Stats, out: Path, **options) -> loka.Report:
+def measured(stats, out, **options):
     settings = Settings(max_draws=4)
     return loka.measure(
         stats, device="cpu", settings=settings, candidates=[ROWWISE, TENSORWISE], out=out, **options
     )
 
 
-def refused(*args: object, **options: object):
+def refused(*args, **options):
     raise AssertionError("times were taken, or compiled for")
 
 

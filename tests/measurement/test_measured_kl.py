@@ -15,7 +15,7 @@ CANDIDATES = ("emulated:tensorwise_e4m3", "emulated:rowwise_e4m3")
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 1))
     with loka.Probe(model, every=1) as probe:
@@ -25,7 +25,7 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats) -> loka.Report:
+def report(stats):
     return loka.measure(stats, device="cpu", candidates=CANDIDATES, settings=Settings(max_draws=4))
 
 

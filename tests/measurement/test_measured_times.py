@@ -19,7 +19,7 @@ ROWWISE, TENSORWISE, MANY = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3",
 
 
 @pytest.fixture
-def twins() -> loka.Stats:
+def twins():
     """Two layers of one shape and a third of another."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
@@ -28,13 +28,13 @@ def twins() -> loka.Stats:
     return probe.stats()
 
 
-def timed(stats: loka.Stats, **options) -> loka.Report:
+def timed(stats, **options):
     return loka.measure(
         stats, device="cpu", **{"settings": QUICK, "candidates": [ROWWISE, TENSORWISE], **options}
     )
 
 
-def noted(calls: list[object], function):
+def noted(calls, function):
     def call(*args, **options):
         calls.append(args)
         return function(*args, **options)
@@ -42,7 +42,7 @@ def noted(calls: list[object], function):
     return call
 
 
-def races_of_sites(timer: FakeTimer) -> int:
+def races_of_sites(timer):
     return sum("hp" in names for names in timer.races)
 
 

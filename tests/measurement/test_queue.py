@@ -33,7 +33,7 @@ class Branches(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)
     model = Branches()
     with loka.Probe(model, every=1) as probe:
@@ -41,7 +41,7 @@ def stats() -> loka.Stats:
     return probe.stats()
 
 
-def timed(stats: loka.Stats, **options) -> loka.Report:
+def timed(stats, **options):
     settings = Settings(min_draws=2, max_draws=2)
     return loka.measure(stats, device="cpu", candidates=[ROWWISE], settings=settings, **options)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from loka.compiler.gemms import region_gemm
 from loka.compiler.listing import regions
 from loka.core.error import Estimate
 from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
-from loka.core.records.stats import LinearStats
 from loka.core.signature import LinearShape
 from loka.kernels.quantize.fp8_weights import fp8_weights
 from loka.kernels.quantize.int8_weights import int8_weights
@@ -37,7 +35,7 @@ QUICK = Settings(max_draws=4, quantize_once_rounds=9)
 ROWWISE = "emulated:rowwise_e4m3"
 
 
-def layer_of(sides: tuple[int, int], *, first: bool = False, frozen: bool = False) -> LinearStats:
+def layer_of(sides, *, first=False, frozen=False):
     """Statistics of one layer at 32 rows; it is the first of its model, or its weight is frozen."""
     model = nn.Sequential(nn.Linear(*sides))
     model[0].weight.requires_grad_(not frozen)
@@ -46,11 +44,11 @@ def layer_of(sides: tuple[int, int], *, first: bool = False, frozen: bool = Fals
     return probe.stats().layers["0"]
 
 
-def shape(sides: tuple[int, int], *, bias: bool = True) -> LinearShape:
+def shape(sides, *, bias=True):
     return LinearShape(in_features=sides[0], out_features=sides[1], bias=bias)
 
 
-def of_all(**runs: int) -> dict[str, int]:
+def of_all(**runs):
     """Of each layer in a cell."""
     return {f"layers.{i}/{gemm}": count for i in range(LAYERS) for gemm, count in runs.items()}
 
@@ -68,12 +66,12 @@ class Spy(FakeTimer):
         return super().__call__(functions, **options)
 
 
-def _place(step: Callable[[], object], name: str) -> int:
+def _place(step, name):
     return step.__code__.co_freevars.index(name)
 
 
 @pytest.fixture
-def spy(monkeypatch) -> Spy:
+def spy(monkeypatch):
     timer = Spy({HP: 100.0, REGION: 50.0, REGION_INT8: 52.0})
     monkeypatch.setattr(region_times, "time_interleaved", timer)
     monkeypatch.setattr(region_times, "ARMS", {REGION: EMULATED, REGION_INT8: INTEGERS})
@@ -134,7 +132,7 @@ def test_a_served_layer_keeps_its_weight_in_fp8(spy, monkeypatch):
 
 
 @pytest.fixture
-def uncompiled(spy, monkeypatch) -> Spy:
+def uncompiled(spy, monkeypatch):
     """Cells run as written, and count as joined: for what does not depend on a compiler."""
     monkeypatch.setattr(region_times, "compile_in_place", lambda cell: cell)
     listed = regions(nn.Identity())
@@ -258,7 +256,7 @@ def test_layers_that_take_equally_long_share_a_key():
 
 
 @pytest.fixture
-def twins() -> loka.Stats:
+def twins():
     """Two layers of one shape, a third of another, and one that fits no region."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
     model.append(nn.Linear(16, 13))
@@ -285,14 +283,14 @@ class Regions:
 
 
 @pytest.fixture
-def timed(monkeypatch) -> Regions:
+def timed(monkeypatch):
     install(monkeypatch, FakeTimer())
     stub = Regions()
     monkeypatch.setattr(timing, "time_region", stub)
     return stub
 
 
-def measured(stats: loka.Stats, **options: object) -> loka.Report:
+def measured(stats, **options):
     return loka.measure(stats, device="cpu", settings=QUICK, candidates=[ROWWISE], **options)
 
 

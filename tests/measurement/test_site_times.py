@@ -10,14 +10,13 @@ import torch
 
 from loka.core.error import Estimate
 from loka.core.numerics.reference import scaled_mm
-from loka.core.problem import Problem, linear_problem
+from loka.core.problem import linear_problem
 from loka.core.recipe import RECIPES, Gemm
 from loka.kernels.gemm.registry import candidate_named
 from loka.measurement.cache import TimesCache
-from loka.measurement.operands import Operands
 from loka.measurement.settings import Settings
 from loka.measurement.times.quantize_once_savings import SHARED_OPERANDS, shared_casts, time_quantize_once
-from loka.measurement.times.site_times import SiteTimes, rivals_of, time_site
+from loka.measurement.times.site_times import rivals_of, time_site
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timers import FakeTimer, install, kernel, registered
@@ -26,18 +25,18 @@ CPU = torch.device("cpu")
 ROWWISE, TENSORWISE = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
 
-def problem(gemm: Gemm) -> Problem:
+def problem(gemm):
     dtype = "float32" if gemm is Gemm.GRAD_WEIGHT else "bfloat16"
     return linear_problem(gemm, rows=40, in_features=24, out_features=56, dtype=dtype, target="cpu")
 
 
-def operands(copies: int = 2) -> list[Operands]:
+def operands(copies=2):
     torch.manual_seed(0)
     x, w, dy = torch.randn(40, 24).bfloat16(), torch.randn(56, 24), torch.randn(40, 56).bfloat16()
     return [{"input": x, "weight": w, "grad_output": dy} for _ in range(copies)]
 
 
-def run_site(names: list[str], gemm: Gemm = Gemm.OUTPUT, **options: object) -> SiteTimes:
+def run_site(names, gemm=Gemm.OUTPUT, **options):
     options = {"settings": Settings(), **options}
     return time_site(operands(), problem(gemm), ["hp", *names], device=CPU, **options)
 
@@ -164,7 +163,7 @@ def test_rivals_hold_for_pinned_names(monkeypatch):
     assert found.timings["many:rowwise_e4m3@1"].rounds >= found.timings[TENSORWISE].rounds
 
 
-def names_everywhere(*names: str) -> dict[Gemm, list[str]]:
+def names_everywhere(*names):
     return {gemm: ["hp", *(n for n in names if candidate_named(n).recipe.casts(gemm))] for gemm in Gemm}
 
 

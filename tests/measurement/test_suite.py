@@ -17,9 +17,7 @@ CPU = torch.device("cpu")
 GIB = 1 << 30
 
 
-def shape(
-    model: str, site: str, m: int, k: int, n: int, *, kind: str = "linear", count: int = 1
-) -> GemmShape:
+def shape(model, site, m, k, n, *, kind="linear", count=1):
     return GemmShape(model=model, site=site, kind=kind, batch=1, m=m, k=k, n=n, count=count)
 
 
@@ -114,3 +112,18 @@ def test_what_races_is_the_gemm_of_the_site_and_of_the_layer():
         error = ((together[index].float() - product).square().mean().sqrt() / scale).item()
         low = candidates[gemm] != "hp"
         assert (1e-2 if low else 0.0) <= error <= (6e-2 if low else 6e-3)
+
+
+def test_hot_candidates_race_with_residuals():
+    layer = suite_stats(suite_of([shape("A", "fc", 40, 64, 48)], memory=16 * GIB)).layers["a/fc"]
+    sets, names = rotated_operands(layer, device=CPU, seed=0)[:1], ("", "_hot32", "_centred_hot32")
+    problem = linear_problem(
+        Gemm.OUTPUT, rows=40, in_features=64, out_features=48, dtype="bfloat16", target="cpu"
+    )
+    plain, hot, both = (site_call(f"emulated:rowwise_e4m3{name}", sets, problem)() for name in names)
+    assert torch.equal(hot, both)
+    assert not torch.equal(hot, plain)
+    layer = layer_call(
+        joined({"output": "emulated:rowwise_e4m3_hot32", "grad_input": "hp", "grad_weight": "hp"}), sets
+    )
+    assert torch.equal(layer()[0], hot)

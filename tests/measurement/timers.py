@@ -5,14 +5,10 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import pytest
-import torch
-
 from loka.core.records.report import REGION, Measurement
 from loka.core.timing import first_line, race
 from loka.kernels.gemm import registry
 from loka.kernels.gemm.adapters.emulated import EMULATED
-from loka.kernels.gemm.kernel import Kernel
 from loka.measurement.times import layer_times as timed
 from loka.measurement.times import quantize_once_savings
 from loka.measurement.times import site_times as times
@@ -62,12 +58,12 @@ class FakeTimer:
         return dataclasses.replace(race(sample, running, baseline=baseline, **options), failures=failures)
 
 
-def no_region(*args: object, **options: object) -> dict[str, Measurement]:
+def no_region(*args, **options):
     """Stands in for `time_region`, which compiles for seconds."""
     return {REGION: Measurement(unsupported="this test times no regions")}
 
 
-def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
+def install(monkeypatch, timer):
     """Makes `measure` take the CPU for a device that can be timed, with `timer`; regions are not timed."""
     monkeypatch.setattr(times, "time_interleaved", timer)
     monkeypatch.setattr(quantize_once_savings, "time_interleaved", timer)
@@ -78,7 +74,7 @@ def install(monkeypatch: pytest.MonkeyPatch, timer: FakeTimer) -> FakeTimer:
 
 
 @contextmanager
-def registered(*kernels: Kernel):
+def registered(*kernels):
     """`kernels` are in the registry for a while."""
     caches = (registry.all_candidates, registry.candidate_named, registry.require_supported)
     try:
@@ -94,7 +90,7 @@ def registered(*kernels: Kernel):
             cache.cache_clear()
 
 
-def kernel(name: str, run: Callable[..., torch.Tensor] = EMULATED.run, algorithms: int = 1) -> Kernel:
+def kernel(name, run=EMULATED.run, algorithms=1):
     """Emulation under another name, with as many algorithms, for rowwise_e4m3."""
     return dataclasses.replace(
         EMULATED,

@@ -7,6 +7,7 @@ from torch import nn
 from loka import mods
 from loka.core.exceptions import NotConverted
 from loka.nn import BlockNorm
+from loka.zoo.attention import AttentionPool, SelfAttention, rotate
 
 ALL = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
 
@@ -73,3 +74,29 @@ def test_training_mode_is_kept_and_converted_models_are_refused():
     convert_layers(model, ("emulated:rowwise_e4m3", "hp", "hp"))
     with pytest.raises(NotConverted, match="revert"):
         mods.apply(model, ALL)
+
+
+def test_attention_norm_is_frozen_and_by_head():
+    """Against the formula; places are filled where the filter says, and nn.MultiheadAttention is named."""
+    pool = AttentionPool(8, heads=2, outputs=3)
+    model = nn.ModuleDict({"a": SelfAttention(8, heads=2, rotary=True), "b": pool})
+    count = sum(p.numel() for p in model.parameters())
+    x = 100 * torch.randn(3, 5, 8)
+    q, k, v = model["a"].qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    q, k = (rotate(t / t.square().mean(-1, keepdim=True).sqrt()) for t in (q, k))
+    scores = q @ k.transpose(2, 3) / 2
+    assert scores.abs().max() <= 2 + 1e-5, "sqrt(d_h)"
+    out = model["a"].out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    changes = mods.apply(model, [mods.AttentionNorm()])
+    assert len(changes.changed) == 4
+    assert sum(p.numel() for p in model.parameters()) == count
+    # rms_norm adds float32's epsilon, 1e-7, to a mean of squares of about 1000.
+    expected = out / out.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(model["a"](x), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model["b"](x).square().mean(-1), torch.ones(3, 3))
+    pool = AttentionPool(8, heads=2, outputs=3)
+    changes = mods.apply(pool, [mods.AttentionNorm(("post_norm",))], filter=lambda module, path: path == "")
+    assert [c.what for c in changes.changed] == ["post_norm -> UnitRMS"]
+    changes = mods.apply(Encoder(), [mods.AttentionNorm()])
+    assert not changes.changed
+    assert {c.what for c in changes.kept} == {"it has no place for a norm"}

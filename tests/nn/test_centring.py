@@ -24,16 +24,16 @@ CENTRED, PLAIN, FP8 = "emulated:int8_row_centred", "emulated:int8_row", "emulate
 OFFSET = torch.where(torch.arange(24) % 3 == 0, 5.0, 0.0)
 
 
-def model_of() -> nn.Module:
+def model_of():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
 
 
-def rows(count: int = 256, offset: torch.Tensor = OFFSET) -> torch.Tensor:
+def rows(count=256, offset=OFFSET):
     return torch.randn(count, 24) + offset
 
 
-def probed(model: nn.Module, offset: torch.Tensor = OFFSET, steps: int = 4) -> loka.Stats:
+def probed(model, offset=OFFSET, steps=4):
     with loka.Probe(model, every=1) as probe:
         for _ in range(steps):
             nn.functional.softplus(-model(rows(offset=offset))).mean().backward()
@@ -42,7 +42,7 @@ def probed(model: nn.Module, offset: torch.Tensor = OFFSET, steps: int = 4) -> l
 
 
 @pytest.fixture(scope="module")
-def case() -> tuple[nn.Module, loka.Stats, loka.Report]:
+def case():
     model = model_of()
     stats = probed(model)
     names = [CENTRED, PLAIN, FP8, "emulated:rowwise_e4m3_centred", "torch_int8:int8_row_centred"]

@@ -14,7 +14,7 @@ from loka.nn.site import health_of
 INT8, FP8 = "emulated:int8_row", "emulated:rowwise_e4m3"
 
 
-def probed(steps: int = 6) -> tuple[nn.Module, loka.Probe, torch.Tensor]:
+def probed(steps=6):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
     x = torch.randn(256, 24)
@@ -27,7 +27,7 @@ def probed(steps: int = 6) -> tuple[nn.Module, loka.Probe, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def case() -> tuple[nn.Module, loka.Report, torch.Tensor]:
+def case():
     model, probe, x = probed()
     settings = loka.measurement.settings.Settings(max_draws=4)
     names = [INT8, FP8, "torch_int8:int8_row"]

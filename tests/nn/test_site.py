@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ CPU_CANDIDATES = [
 ROW = "emulated:rowwise_e4m3"
 
 
-def fake_quantized(hp: torch.Tensor, gemm: Gemm, side: int, candidate: str) -> torch.Tensor:
+def fake_quantized(hp, gemm, side, candidate):
     casts = RECIPES[candidate.partition(":")[2]].casts(gemm)
     assert casts is not None
     return dequantize(quantize(hp, casts[side]))
@@ -194,7 +193,7 @@ def test_autocast_does_not_reach_into_the_gemms(name):
     assert not torch.equal(inside[2], inside[2].bfloat16().float())
 
 
-def gemms_behind(output: torch.Tensor) -> Any:
+def gemms_behind(output):
     """The node of SiteGemms that is nearest to `output` in autograd's graph."""
     nodes = [output.grad_fn]
     for node in nodes:

@@ -101,7 +101,7 @@ def test_padded_sequences_in_transformer_inference():
     assert not torch.equal(fp8, plain)
 
 
-def converted_mlp(*, inplace: bool = False) -> nn.Sequential:
+def converted_mlp(*, inplace=False):
     model = nn.Sequential(nn.Linear(13, 32, bias=False), nn.ReLU(inplace=inplace), nn.Linear(32, 16))
     convert_layers(model, (ROW, ROW, ROW))
     return model

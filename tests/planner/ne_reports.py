@@ -1,32 +1,28 @@
 """Hand-made reports with effects on KL/H. hp takes 100 us at each site."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from reports import H200, measured
 
-import loka
 from loka.core.error import Estimate
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
-from loka.core.records.report import Measurement, Report, SiteReport
+from loka.core.records.report import Report, SiteReport
 from loka.core.signature import LinearShape, ModelSignature
 
 ROW, TENSOR = "torch:rowwise_e4m3", "torch:tensorwise_e4m3"
 
 
-def effect(value: float, half: float = 0.0) -> Estimate:
+def effect(value, half=0.0):
     return Estimate(value, value - half, value + half)
 
 
-def costing(us: float | None, ne: Estimate | None, *, sqnr: float = 28.0) -> Measurement:
+def costing(us, ne, *, sqnr=28.0):
     made = measured(sqnr, us, noise=0.001)
     return dataclasses.replace(made, errors={**made.errors, "ne": ne}) if ne else made
 
 
-def model_report(
-    layers: Mapping[str, Mapping[Gemm, Mapping[str, Measurement]]], *, timed: bool = True, **others: object
-) -> Report:
+def model_report(layers, *, timed=True, **others):
     """Layers of 1024 x 1024 at 4096 rows, by path; hp takes 100 us at each site."""
     sites = {}
     for path, gemms in layers.items():
@@ -42,11 +38,11 @@ def model_report(
     return Report(model=signature, machine=H200, stats_digest="0", settings={}, sites=sites, **others)
 
 
-def outputs(**layers: Mapping[str, Measurement]) -> Report:
+def outputs(**layers):
     return model_report({path: {Gemm.OUTPUT: found} for path, found in layers.items()})
 
 
-def chosen(plan: loka.Plan) -> dict[str, str]:
+def chosen(plan):
     return {site.removesuffix("/output"): d.candidate for site, d in plan.decisions.items()}
 
 

@@ -10,13 +10,11 @@ from loka.core.signature import LinearShape, ModelSignature
 H200 = Fingerprint(device="NVIDIA H200", target="sm_90", driver="1", cuda="13.0", torch="2.11.0")
 
 
-def around(value: float, relative: float) -> Estimate:
+def around(value, relative):
     return Estimate(value, value * (1 - relative), value * (1 + relative))
 
 
-def measured(
-    sqnr: float, us: float | None = None, hp_us: float = 100.0, *, noise: float = 0.01
-) -> Measurement:
+def measured(sqnr, us=None, hp_us=100.0, *, noise=0.01):
     return Measurement(
         errors={"sqnr_db": around(sqnr, 0.01), "mere": around(0.1, 0.01)},
         microseconds=around(us, noise) if us else None,
@@ -24,12 +22,7 @@ def measured(
     )
 
 
-def layer_report(
-    sites: dict[Gemm, dict[str, Measurement]],
-    *,
-    savings: dict[str, dict[str, Estimate]] | None = None,
-    notes: tuple[str, ...] = (),
-) -> Report:
+def layer_report(sites, *, savings=None, notes=()):
     """A layer "fc" of 1024 x 1024 at 4096 rows; hp takes 100 us at each of `sites`."""
     found = {}
     for gemm, candidates in sites.items():
@@ -52,13 +45,7 @@ def layer_report(
     )
 
 
-def report(
-    candidates: dict[str, Measurement],
-    *,
-    out_features: int = 1024,
-    timed: bool = True,
-    machine: Fingerprint = H200,
-) -> Report:
+def report(candidates, *, out_features=1024, timed=True, machine=H200):
     """One layer called "fc" with the given measurements at its `output` site."""
     problem = linear_problem(
         Gemm.OUTPUT,

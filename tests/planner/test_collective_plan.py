@@ -4,8 +4,6 @@ import importlib
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -25,7 +23,7 @@ SITES = 12
 CANDIDATES = ("torch:rowwise_e4m3", "torch:tensorwise_e4m3", "torch_fast:rowwise_e4m3")
 
 
-def shared_report() -> loka.Report:
+def shared_report():
     """Twelve layers whose candidates are a few percent apart, for this machine."""
     here = fingerprint("cpu")
     layers, sites = {}, {}
@@ -43,7 +41,7 @@ def shared_report() -> loka.Report:
     return replace(one, model=ModelSignature(name="Net", layers=layers), sites=sites)
 
 
-def with_noise(clean: loka.Report, seed: int) -> loka.Report:
+def with_noise(clean, seed):
     """The same report with every time multiplied by a factor of its own, 10 % apart."""
     noise = random.Random(seed)
     sites = {}
@@ -58,11 +56,11 @@ def with_noise(clean: loka.Report, seed: int) -> loka.Report:
     return replace(clean, sites=sites)
 
 
-def as_bytes(plan: loka.Plan) -> bytes:
+def as_bytes(plan):
     return json.dumps(plan.to_json()).encode()
 
 
-def noisy_clocks(rank: int, folder: Path) -> dict[str, Any]:
+def noisy_clocks(rank, folder):
     own = loka.plan(with_noise(shared_report(), seed=rank))
     agreed = loka.agree(own)
     again = loka.agree(agreed)
@@ -71,7 +69,7 @@ def noisy_clocks(rank: int, folder: Path) -> dict[str, Any]:
     return {"own": as_bytes(own), "agreed": as_bytes(agreed), "str": str(agreed)}
 
 
-def misfits(rank: int, folder: Path) -> dict[str, Any]:
+def misfits(rank, folder):
     """What this rank is told when a rank does not fit. One world for all cases, to save time."""
     own = loka.plan(shared_report())
     layers = {**own.model.layers, "mlp.3": LinearShape(in_features=1024, out_features=512, bias=False)}
@@ -90,7 +88,7 @@ def misfits(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def refusal(plan: loka.Plan) -> str | None:
+def refusal(plan):
     try:
         loka.agree(plan)
     except PlanMismatch as error:
@@ -99,7 +97,7 @@ def refusal(plan: loka.Plan) -> str | None:
     return None
 
 
-def in_a_subgroup(rank: int, folder: Path) -> dict[str, Any]:
+def in_a_subgroup(rank, folder):
     """Group rank 0 is global rank 1."""
     alone = dist.new_group([1])
     own = loka.plan(with_noise(shared_report(), seed=rank))

@@ -23,7 +23,7 @@ from loka.nn.site import site_forwards
 QUICK = Settings(max_draws=4)
 
 
-def planned(model: nn.Module, device: str = "cpu") -> loka.Plan:
+def planned(model, device="cpu"):
     model.to(device)
     with loka.Probe(model, every=2) as probe:
         train_steps(model, 4, device=device)
@@ -81,7 +81,7 @@ def test_the_whole_loop_on_a_foreign_model(build, device, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mlp_plan() -> loka.Plan:
+def mlp_plan():
     torch.manual_seed(0)
     return planned(odd_mlp())
 

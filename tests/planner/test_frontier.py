@@ -84,7 +84,7 @@ def test_saved_as_json(tmp_path):
     assert decode(Frontier, content) == found
 
 
-def made_of(bought: list[tuple[float, float]]) -> tuple[Point, ...]:
+def made_of(bought):
     """Points of (spent, time), as planning would leave them."""
     return tuple(
         Point(budget=spent, kl=effect(spent), spent=spent, time=time, fp8={}) for spent, time in bought

@@ -28,19 +28,19 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden_plans.json"
 
 
-def layer() -> Report:
+def layer():
     return layer_report({gemm: candidates() for gemm in Gemm})
 
 
-def with_region(us: float) -> Report:
+def with_region(us):
     return dataclasses.replace(layer(), region_times={"fc": cell(us)})
 
 
-def stored() -> Report:
+def stored():
     return Report.load(ROOT / "benchmarks/wukong_step/report.json.xz")
 
 
-def several() -> Report:
+def several():
     gemms = {gemm: {ROW: costing(60, effect(1e-5, 2e-6)), TENSOR: costing(50, effect(4e-5))} for gemm in Gemm}
     return model_report({f"layer{number}": gemms for number in range(5)})
 
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Any, loka.Budget]] = {
 }
 
 
-def golden(case: str, folder: Path) -> dict[str, Any]:
+def golden(case, folder):
     make, budget = CASES[case]
     plan = loka.plan(make(), budget)
     plan.save(folder / "plan.json")

@@ -6,12 +6,12 @@ from ne_reports import costing, effect
 from test_regions import BY_GEMM, FAST, OUT, SLOW, cell, layer, names
 
 import loka
-from loka.core.records.report import HP, REGION, REGION_INT8, Measurement, Report
+from loka.core.records.report import HP, REGION, REGION_INT8, Measurement
 
 INT8 = "loka_int8:int8_row"
 
 
-def with_int8(report: Report, region_us: float, *, kl: tuple[float, float] = (0.0, 0.0)) -> Report:
+def with_int8(report, region_us, *, kl=(0.0, 0.0)):
     """And its output in INT8, in a region that takes so long; what KL/H FP8 and INT8 cost."""
     times = report.region_times["fc"]
     in_int8 = cell(region_us)[REGION]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from loka.planner.knapsack import Way, hull, pareto, spend, steps
 
 
-def way(item: str, name: str, time: float, effect: float) -> Way:
+def way(item, name, time, effect):
     return Way(item=item, name=name, time=time, effect=effect)
 
 
 @st.composite
-def instances(draw: st.DrawFn) -> tuple[dict[str, list[Way]], float]:
+def instances(draw):
     items = {}
     for index in range(draw(st.integers(1, 5))):
         name = f"l{index}"
@@ -27,7 +27,7 @@ def instances(draw: st.DrawFn) -> tuple[dict[str, list[Way]], float]:
     return items, draw(st.floats(0, 3e-4))
 
 
-def brute(items: dict[str, list[Way]], limit: float) -> float:
+def brute(items, limit):
     return min(
         math.fsum(w.time for w in ways)
         for ways in itertools.product(*items.values())
@@ -35,7 +35,7 @@ def brute(items: dict[str, list[Way]], limit: float) -> float:
     )
 
 
-def total(taken: dict[str, Way]) -> tuple[float, float]:
+def total(taken):
     return math.fsum(w.time for w in taken.values()), math.fsum(w.effect for w in taken.values())
 
 

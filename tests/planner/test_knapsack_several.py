@@ -10,7 +10,7 @@ import pytest
 from loka.planner.knapsack_several import Choice, spend_several
 
 
-def instance(seed: int) -> tuple[dict[str, list[Choice]], list[float]]:
+def instance(seed):
     draw = random.Random(seed)
     count = draw.randrange(2, 5)
     items = {}
@@ -25,11 +25,11 @@ def instance(seed: int) -> tuple[dict[str, list[Choice]], list[float]]:
     return items, [draw.uniform(0.05, 0.6) * total for total in most]
 
 
-def within(ways: tuple[Choice, ...], limits: list[float]) -> bool:
+def within(ways, limits):
     return all(math.fsum(way.effects[c] for way in ways) <= limit for c, limit in enumerate(limits))
 
 
-def best(items: dict[str, list[Choice]], limits: list[float]) -> float:
+def best(items, limits):
     every = (ways for ways in itertools.product(*items.values()) if within(ways, limits))
     return min(math.fsum(way.time for way in ways) for ways in every)
 

@@ -19,7 +19,7 @@ SHARED_ROW = "e4m3_row+e4m3_row"
 OUT, GIN, GWT = Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT
 
 
-def exactly(value: float) -> Estimate:
+def exactly(value):
     return Estimate(value, value, value)
 
 
@@ -116,7 +116,7 @@ casts = st.sampled_from(["e4m3_row", "e4m3_tensor"])
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[dict[Gemm, dict[str, Option]], dict[str, dict[str, Estimate]]]:
+def layers(draw):
     options = {}
     for gemm in Gemm:
         high = Option(name="hp", time=exactly(draw(times)), casts=None)

@@ -13,13 +13,12 @@ import loka
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import Report, SiteReport
-from loka.core.records.scale import LayerTimes
 from loka.core.signature import LinearShape, ModelSignature
 
 FP8, ROWS = "emulated:rowwise_e4m3", 8192
 
 
-def layers_of(rank: int) -> tuple[LayerTimes, ...]:
+def layers_of(rank):
     with torch.device("meta"):
         tower = nn.Sequential(LoRALinear(nn.Linear(4096, 4096), rank)).to(torch.bfloat16)
     batch = torch.randn(4, 4096, dtype=torch.bfloat16, device="meta")

@@ -15,7 +15,7 @@ from loka.kernels.gemm.registry import candidate_named
 FAST, EXACT = "torch_fast:rowwise_e4m3", "torch:rowwise_e4m3"
 
 
-def decide(candidates: dict[str, Measurement], budget: loka.Budget | None = None, **options: object):
+def decide(candidates, budget=None, **options):
     return loka.plan(report(candidates, **options), budget).decisions["fc/output"]
 
 

@@ -34,7 +34,7 @@ BUGS = ("neighbour", "order", "weight")
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
+def example():
     spec = importlib.util.spec_from_file_location("planted_bug", ROOT / "examples" / "planted_bug.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["planted_bug"] = module
@@ -43,7 +43,7 @@ def example() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def stats(example) -> loka.Stats:
+def stats(example):
     return example.probed()
 
 
@@ -107,7 +107,7 @@ def test_a_bug_in_alike_weights_escapes_learnt_inputs_too(result):
     assert same["learnt", "power of two", "weight"]
 
 
-def kernel(example: ModuleType, bug: str):
+def kernel(example, bug):
     return broken(EMULATED, example.KERNELS[bug], name="planted")
 
 
@@ -131,7 +131,7 @@ def test_the_self_check_convicts_all_of_them(
 
 
 @pytest.fixture
-def report(example, plant) -> loka.Report:  # noqa: F811
+def report(example, plant):  # noqa: F811
     stats = example.probed(steps=10, batch=128)
     plant(kernel(example, "weight"), POW2)
     one_layer = replace(stats, layers={example.LAYER: stats.layers[example.LAYER]})

@@ -5,7 +5,6 @@ hp takes 100 us at each GEMM, 300 us a layer. A cell, the layer and the code aro
 
 import dataclasses
 import json
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ OUT, GIN, GWT = Gemm.OUTPUT, Gemm.GRAD_INPUT, Gemm.GRAD_WEIGHT
 BY_GEMM = dict(zip(Gemm, IN_REGIONS, strict=True))
 
 
-def cell(region_us: float, hp_us: float = 330.0, *, noise: float = 0.01) -> dict[str, Measurement]:
+def cell(region_us, hp_us=330.0, *, noise=0.01):
     """As measurement/times/region_times.py times it."""
     return {
         HP: Measurement(microseconds=around(hp_us, noise), speedup=Estimate(1.0, 1.0, 1.0), rounds=15),
@@ -44,19 +43,17 @@ def cell(region_us: float, hp_us: float = 330.0, *, noise: float = 0.01) -> dict
     }
 
 
-def candidates(us: float = 90.0, *, sqnr: float = 28.5) -> dict[str, Measurement]:
+def candidates(us=90.0, *, sqnr=28.5):
     return {FAST: measured(sqnr, us, noise=0.001), SLOW: measured(sqnr, us + 5, noise=0.001)}
 
 
-def layer(
-    times: Mapping[str, Measurement], *, us: float = 90.0, gemms: tuple[Gemm, ...] = tuple(Gemm)
-) -> Report:
+def layer(times, *, us=90.0, gemms=tuple(Gemm)):
     """A layer of which each GEMM takes `us` by torch_fast, and what it takes in a region."""
     made = layer_report({gemm: candidates(us) for gemm in gemms})
     return dataclasses.replace(made, region_times={"fc": times})
 
 
-def names(plan: loka.Plan) -> dict[Gemm, str]:
+def names(plan):
     return {d.problem.gemm: d.candidate for d in plan.decisions.values()}
 
 
@@ -217,7 +214,7 @@ def test_a_tie_goes_to_fewer_gemms_in_fp8():
     assert names(loka.plan(faster)) == BY_GEMM
 
 
-def with_ne(cost: Estimate, **others: Measurement) -> Report:
+def with_ne(cost, **others):
     """Layers `a` and `b`; in regions each costs what rowwise_e4m3 does at `output`."""
     gemms = {
         OUT: {FAST: costing(97, cost), **others},

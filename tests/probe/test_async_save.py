@@ -7,9 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from loka.probe.async_save import Copied, Saver, own_folder, to_host
 
 
 @pytest.fixture(scope="module")
-def stats() -> Stats:
+def stats():
     net = nn.Linear(5, 1)
     with loka.Probe(net, every=1) as probe:
         net(torch.randn(6, 5)).sum().backward()
@@ -33,7 +31,7 @@ def stats() -> Stats:
 
 
 @pytest.fixture
-def saver(tmp_path) -> Iterator[Saver]:
+def saver(tmp_path):
     saver = Saver(tmp_path / "stats")
     yield saver
     saver.close()
@@ -64,7 +62,7 @@ class Slow:
         return self.stats
 
 
-def at(stats: Stats, steps: int) -> Stats:
+def at(stats, steps):
     return replace(stats, steps=steps)
 
 
@@ -210,7 +208,7 @@ def test_ranks_have_folders_of_their_own(tmp_path, monkeypatch):
 SAVE_EVERY = 4
 
 
-def learn(folder: Path, *, until: int, resume: bool, reached: Any = None) -> Stats:
+def learn(folder, *, until, resume, reached=None):
     """Goes on from the record, if there is one. `reached` is told each step that begins."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -235,7 +233,7 @@ def learn(folder: Path, *, until: int, resume: bool, reached: Any = None) -> Sta
     return probe.stats()
 
 
-def _let_it_write(folder: Path, step: int):
+def _let_it_write(folder, step):
     """Steps here take less than a save, so that on a busy machine the record would fall behind by any number
     of them. As steps of a real model, they wait: one that is never written ends in the parent's patience."""
     while step >= 2 * SAVE_EVERY:

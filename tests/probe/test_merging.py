@@ -1,9 +1,6 @@
 """Four ranks that saw a quarter each, merged, know what one process that saw all of it knows."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from torch import nn
 import loka
 from loka.core.exceptions import PlanMismatch
 from loka.core.numerics.effect import Effect
-from loka.core.records.stats import Distribution, Stats
+from loka.core.records.stats import Stats
 from loka.core.records.stats_bytes import from_bytes, to_bytes
 from loka.probe.merging import gather_stats, merge_stats
 from loka.statistics import tails
@@ -24,12 +21,12 @@ EPS = torch.finfo(torch.float32).eps
 FULL = 64  # features up to which covariances are whole: of 40 features are, of 96 are not
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(40, 96), nn.ReLU(), nn.Linear(96, 24), nn.ReLU(), nn.Linear(24, 1))
 
 
-def quarters(step: int) -> list[torch.Tensor]:
+def quarters(step):
     """A batch [WORLD * ROWS, 40] of correlated, heavy-tailed features with zeros, by rank."""
     generator = torch.Generator().manual_seed(step)
     mixed = torch.randn(WORLD * ROWS, 12, generator=generator) @ torch.randn(12, 40, generator=generator)
@@ -38,9 +35,7 @@ def quarters(step: int) -> list[torch.Tensor]:
     return list((1 + mixed * heavy).masked_fill(zeros, 0).split(ROWS))
 
 
-def train(
-    probed: nn.Module, net: nn.Module, parts: Callable[[int], list[torch.Tensor]], save_to: Path | None = None
-) -> Stats:
+def train(probed, net, parts, save_to=None):
     """A few steps of SGD on the mean over the parts; each part is a call. DDP averages by itself."""
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     with loka.Probe(
@@ -55,7 +50,7 @@ def train(
     return probe.stats()
 
 
-def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+def one_rank(rank, folder):
     net = model()
     ddp = nn.parallel.DistributedDataParallel(net)
     # A rank's loss is the mean over its rows, so its gradients are WORLD times those of the whole batch's.
@@ -63,7 +58,7 @@ def one_rank(rank: int, folder: Path) -> dict[str, Any]:
     return {"own": to_bytes(own), "merged": to_bytes(gather_stats(own))}
 
 
-def misfit(rank: int, folder: Path) -> dict[str, Any]:
+def misfit(rank, folder):
     mine = nn.Sequential(nn.Linear(4, 8 if rank == 2 else 16), nn.Linear(8 if rank == 2 else 16, 1))
     with loka.Probe(mine, every=1, full_covariance=3 if rank == 1 else 512) as probe:
         mine(torch.randn(6, 4)).sum().backward()
@@ -75,7 +70,7 @@ def misfit(rank: int, folder: Path) -> dict[str, Any]:
     return {"told": None}
 
 
-def in_a_group_of_three(rank: int, folder: Path) -> dict[str, Any]:
+def in_a_group_of_three(rank, folder):
     """Global ranks 1, 2 and 3: an odd number, and none of them is rank 0."""
     group = dist.new_group([1, 2, 3])
     stats = learnt(rank)
@@ -86,7 +81,7 @@ def in_a_group_of_three(rank: int, folder: Path) -> dict[str, Any]:
     return {"merged": to_bytes(gather_stats(stats, group=group))}
 
 
-def learnt(seed: int, **options: Any) -> Stats:
+def learnt(seed, **options):
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     with loka.Probe(net, every=1, seed=seed, **options) as probe, torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -96,23 +91,23 @@ def learnt(seed: int, **options: Any) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder) -> list[dict[str, Any]]:
+def ranks(folder):
     return on_ranks(one_rank, WORLD, folder)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Stats:
+def alone():
     net = model()
     return train(net, net, quarters)
 
 
 @pytest.fixture(scope="module")
-def merged(ranks) -> Stats:
+def merged(ranks):
     return from_bytes(ranks[0]["merged"])
 
 
@@ -153,7 +148,7 @@ def test_counts(merged, alone):
 N_EPS = WORLD * STEPS * ROWS * EPS
 
 
-def scaled(distribution: Distribution, operand: str, path: str) -> Distribution:
+def scaled(distribution, operand, path):
     """A rank's loss is the mean over its own rows: its gradients are WORLD times those of one process."""
     if operand != "grad_output":
         return distribution

@@ -82,7 +82,7 @@ def test_resuming_with_another_full_covariance_is_refused():
         loka.Probe(odd_mlp(), full_covariance=64, resume=stats)
 
 
-def kept(stats: loka.Stats) -> int:
+def kept(stats):
     return sum(
         tensor.numel() * tensor.element_size()
         for layer in stats.layers.values()
@@ -109,7 +109,7 @@ def test_memory_is_bounded_and_told():
     assert seen[0]["weight"] == 4 * (sum(weights) + sum(sides)) + tables
 
 
-def all_tensors(stats: loka.Stats, operand: str) -> list[tuple[str, torch.Tensor]]:
+def all_tensors(stats, operand):
     return [item for layer in stats.layers.values() for item in layer.operands[operand].tensors.items()]
 
 

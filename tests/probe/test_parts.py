@@ -32,7 +32,7 @@ class Two(nn.Module):
         return torch.cat([self.click(h), self.buy(torch.relu(self.tower(h)))], dim=1)
 
 
-def batches(rows: int, seed: int = 1, size: int = 128) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(rows, seed=1, size=128):
     """With labels [B, 2]."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 24, generator=generator)
@@ -40,11 +40,11 @@ def batches(rows: int, seed: int = 1, size: int = 128) -> list[tuple[torch.Tenso
     return list(zip(x.split(size), labels.split(size), strict=True))
 
 
-def labels_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def labels_of(batch):
     return batch[1]
 
 
-def probed(model: nn.Module) -> Stats:
+def probed(model):
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         for x, _ in batches(256, seed=0):
             model(x).sum().backward()
@@ -52,7 +52,7 @@ def probed(model: nn.Module) -> Stats:
 
 
 @pytest.fixture(scope="module")
-def model() -> Two:
+def model():
     torch.manual_seed(0)
     made = Two()
     with torch.no_grad():
@@ -63,12 +63,12 @@ def model() -> Two:
 
 
 @pytest.fixture(scope="module")
-def renewed(model) -> Stats:
+def renewed(model):
     return renew_effects(model, probed(model), batches(24_000), labels=labels_of, segment_rows=256, **ROWS)
 
 
 @pytest.fixture(scope="module")
-def report(renewed) -> Report:
+def report(renewed):
     return loka.measure(renewed, device="cpu", candidates=("emulated:rowwise_e4m3",))
 
 

@@ -1,7 +1,6 @@
 """How often steps are sampled, with clocks that tests move."""
 
 import random
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from loka.probe.sampling_schedule import (
     LONGEST,
     Auto,
-    Cadence,
     Clock,
     CudaClock,
     Every,
@@ -22,15 +20,7 @@ from loka.probe.sampling_schedule import (
 PLAIN = 0.010
 
 
-def run(
-    cadence: Cadence,
-    steps: int,
-    *,
-    sampled: Callable[[int], float],
-    plain: Callable[[int], float] = lambda step: PLAIN,
-    start: int = 0,
-    late: int = 0,
-) -> tuple[list[int], float]:
+def run(cadence, steps, *, sampled, plain=lambda step: PLAIN, start=0, late=0):
     """The sampled steps, and the share that samples really took; times are told `late` steps late."""
     taken, told, extra, total = [], [], 0.0, 0.0
     for step in range(start, start + steps):

@@ -3,7 +3,6 @@
 import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ WORLD = 3
 PLAIN = 0.010
 
 
-def by_scripted_clock(rank: int, steps: int = 12_000) -> list[int]:
+def by_scripted_clock(rank, steps=12_000):
     """A sample costs 5, 25 or 45 plain steps, so that alone the ranks would sample other steps."""
     cadence, taken = Auto(overhead=0.01), []
     for step in range(steps):
@@ -29,7 +28,7 @@ def by_scripted_clock(rank: int, steps: int = 12_000) -> list[int]:
     return taken
 
 
-def resumed_on_rank_0(rank: int) -> list[int]:
+def resumed_on_rank_0(rank):
     """Which counts its steps from 700 on, the others from 0. By the number of the call."""
     start = 0 if rank else 700
     cadence, taken = Auto(overhead=0.01, start=start), []
@@ -41,7 +40,7 @@ def resumed_on_rank_0(rank: int) -> list[int]:
     return taken
 
 
-def by_the_clock(rank: int) -> list[int]:
+def by_the_clock(rank):
     """A real probe, on ranks of different speed."""
     net, taken = nn.Linear(8, 1), []
     with loka.Probe(net, every="auto", overhead=0.3) as probe:
@@ -52,7 +51,7 @@ def by_the_clock(rank: int) -> list[int]:
     return taken
 
 
-def without_rank_0(rank: int) -> tuple[list[int], list[str]]:
+def without_rank_0(rank):
     """The others ask in vain, for the half second that this store waits, and then go on alone."""
     dist.barrier()
     taken: list[int] = []
@@ -65,14 +64,14 @@ def without_rank_0(rank: int) -> tuple[list[int], list[str]]:
     return taken, [str(one.message) for one in told]
 
 
-def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+def one_rank(rank, folder):
     found: dict[str, Any] = {"scripted": by_scripted_clock(rank), "resumed": resumed_on_rank_0(rank)}
     found["probe"] = by_the_clock(rank)
     return {**found, "alone": without_rank_0(rank)}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 

@@ -8,11 +8,11 @@ from loka.core.timing import Timing
 TORCH, FAST = "torch:rowwise_e4m3", "torch_fast:tensorwise_e4m3"
 
 
-def around(value: float, relative: float) -> Estimate:
+def around(value, relative):
     return Estimate(value, value / (1 + relative), value * (1 + relative))
 
 
-def contest(choice: str, hp_us: float, speedups: dict[str, float], noise: float = 0.002) -> Contest:
+def contest(choice, hp_us, speedups, noise=0.002):
     """One library, torch; `speedups` of what it runs, over hp."""
     alone = max(speedups, key=speedups.__getitem__, default="hp")
     known = {"hp": 1.0, **speedups}
@@ -35,7 +35,7 @@ def contest(choice: str, hp_us: float, speedups: dict[str, float], noise: float 
     )
 
 
-def bench() -> GemmBench:
+def bench():
     layers = {
         "m/fc": SuiteLayer(
             rows=1000,

@@ -6,7 +6,7 @@ from loka.planner.frontier import Frontier, Point
 from loka.report.frontier_plot import plot_frontier
 
 
-def made() -> Frontier:
+def made():
     def point(budget, time, knee=False):
         effect = Estimate(budget / 2, budget / 4, budget)
         fp8 = {"a/output": "torch:rowwise_e4m3"}

@@ -68,7 +68,7 @@ class Reader(HTMLParser):
             self.text += data
 
 
-def hostile_validation() -> Validation:
+def hostile_validation():
     variance = PairVariance(mean=0.004, pairs=4, rows=9000, between_pairs=0.003, rows_error=0.001)
     judged = RowsVerdict(name=HOSTILE, variance=variance, clicks=900, limit=0.02, tail=0.05)
     poor = replace(judged, variance=replace(variance, pairs=1, between_pairs=math.nan), name="poor")

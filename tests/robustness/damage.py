@@ -12,7 +12,7 @@ import random
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +21,38 @@ from loka.core.storage.files import canonical
 Content = Any
 
 
-def truncated(draw: random.Random, data: bytes) -> bytes:
+def truncated(draw, data):
     return data[: draw.randrange(len(data))]
 
 
-def flipped(draw: random.Random, data: bytes) -> bytes:
+def flipped(draw, data):
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 8))):
         changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     return bytes(changed)
 
 
-def inserted(draw: random.Random, data: bytes) -> bytes:
+def inserted(draw, data):
     at = draw.randrange(len(data) + 1)
     return data[:at] + draw.choice((b"\0", b"\xff\xfe", draw.randbytes(9), b"\n", b'"', b"}")) + data[at:]
 
 
-def cut_out(draw: random.Random, data: bytes) -> bytes:
+def cut_out(draw, data):
     first, last = sorted(draw.randrange(len(data)) for _ in range(2))
     return data[:first] + data[last:]
 
 
-def repeated(draw: random.Random, data: bytes) -> bytes:
+def repeated(draw, data):
     first, last = sorted(draw.randrange(len(data)) for _ in range(2))
     return data[:last] + data[first:]
 
 
-def overwritten(draw: random.Random, data: bytes) -> bytes:
+def overwritten(draw, data):
     at = draw.randrange(len(data))
     return data[:at] + draw.randbytes(min(512, len(data) - at)) + data[at + 512 :]
 
 
-def in_other_letters(draw: random.Random, data: bytes) -> bytes:
+def in_other_letters(draw, data):
     """As UTF-16 or UTF-32, with a mark of byte order, or in Latin 1 with letters that are no UTF-8."""
     text = data.decode()
     return draw.choice(
@@ -69,7 +69,7 @@ NUMBERS = ("1e999", "-1e999", "NaN", "Infinity", "9" * 400, "-" + "9" * 5000, "1
 RAW_VALUES = ("[" * 2000 + "]" * 2000, '{"a":' * 900 + "1" + "}" * 900, "[" * 100_000, '"' + "a" * 70_000_000)
 
 
-def another_number(draw: random.Random, data: bytes) -> bytes:
+def another_number(draw, data):
     """One that JSON or a record does not have, in the place of one that it has."""
     text = data.decode()
     found = list(re.finditer(r"(?<=[\s\[,:])-?\d+(\.\d+)?(e-?\d+)?(?=[,\s\]}])", text))
@@ -79,12 +79,12 @@ def another_number(draw: random.Random, data: bytes) -> bytes:
     return (text[: chosen.start()] + draw.choice(NUMBERS) + text[chosen.end() :]).encode()
 
 
-def deep_or_long(draw: random.Random, data: bytes) -> bytes:
+def deep_or_long(draw, data):
     text = data.decode()
     return text.replace('"content": {', '"content": {"deep": ' + draw.choice(RAW_VALUES) + ",", 1).encode()
 
 
-def key_twice(draw: random.Random, data: bytes) -> bytes:
+def key_twice(draw, data):
     """JSON has no rule for which of two values under one name counts."""
     text = data.decode()
     found = list(re.finditer(r'"[^"\\]+": (?="?[\w-])', text))
@@ -93,7 +93,7 @@ def key_twice(draw: random.Random, data: bytes) -> bytes:
     return (text[: chosen.start()] + chosen[0] + value + ", " + text[chosen.start() :]).encode()
 
 
-def header_changed(draw: random.Random, data: bytes) -> bytes:
+def header_changed(draw, data):
     record = json.loads(data)
     field = draw.choice(("kind", "version", "sha256", "content"))
     values = (None, True, 0, -1, 3, 1.0, 2.0, "1", "", "loka-plan", [], {}, "0" * 64, 10**19)
@@ -124,7 +124,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def another_value(draw: random.Random, content: Content) -> Content:
+def another_value(draw, content):
     """Of another type or size, in a random place."""
     holder, key = draw.choice(list(_places(content)))
     values = [value for value in VALUES if not _same(value, holder[key])]
@@ -132,13 +132,13 @@ def another_value(draw: random.Random, content: Content) -> Content:
     return content
 
 
-def left_out(draw: random.Random, content: Content) -> Content:
+def left_out(draw, content):
     holder, key = draw.choice(list(_places(content)))
     del holder[key]
     return content
 
 
-def added(draw: random.Random, content: Content) -> Content:
+def added(draw, content):
     holders = [content, *(holder[key] for holder, key in _places(content))]
     holder = draw.choice([holder for holder in holders if isinstance(holder, dict | list)])
     value = copy.deepcopy(draw.choice(VALUES))
@@ -149,7 +149,7 @@ def added(draw: random.Random, content: Content) -> Content:
     return content
 
 
-def exchanged(draw: random.Random, content: Content) -> Content:
+def exchanged(draw, content):
     """Two values in each other's place."""
     (one, first), (other, second) = (draw.choice(list(_places(content))) for _ in range(2))
     values = copy.deepcopy(one[first]), copy.deepcopy(other[second])
@@ -159,7 +159,7 @@ def exchanged(draw: random.Random, content: Content) -> Content:
     return content
 
 
-def nested(draw: random.Random, content: Content) -> Content:
+def nested(draw, content):
     holder, key = draw.choice(list(_places(content)))
     value: Any = 1
     for _ in range(draw.choice((50, 500))):
@@ -179,7 +179,7 @@ CONTENTS: tuple[Callable[[random.Random, Content], Content], ...] = (
 )
 
 
-def with_checksum(record: dict[str, Any], content: Content) -> bytes | None:
+def with_checksum(record, content):
     """A record of that content as LoKA would have written it; None where it cannot be written."""
     try:
         digest = hashlib.sha256(canonical(content)).hexdigest()
@@ -188,28 +188,28 @@ def with_checksum(record: dict[str, Any], content: Content) -> bytes | None:
         return None
 
 
-def _pipe(path: Path):
+def _pipe(path):
     os.mkfifo(path)
 
 
-def _device(path: Path):
+def _device(path):
     path.symlink_to("/dev/zero")
 
 
-def _loop(path: Path):
+def _loop(path):
     path.symlink_to(path.name)
 
 
-def _folder(path: Path):
+def _folder(path):
     path.mkdir()
 
 
-def _sparse(path: Path):
+def _sparse(path):
     with path.open("wb") as file:
         file.truncate(1 << 40)
 
 
-def _socket(path: Path):
+def _socket(path):
     with socket.socket(socket.AF_UNIX) as one:
         here = Path.cwd()
         os.chdir(path.parent)  # such names are short
@@ -219,27 +219,27 @@ def _socket(path: Path):
             os.chdir(here)
 
 
-def _nothing(path: Path):
+def _nothing(path):
     pass
 
 
 PLACES: tuple[Callable[[Path], None], ...] = (_pipe, _device, _loop, _folder, _sparse, _socket, _nothing)
 
 
-def put(path: Path, place: Callable[[Path], None]):
+def put(path, place):
     """Something else than a file in the place of `path`."""
     remove(path)
     place(path)
 
 
-def remove(path: Path):
+def remove(path):
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def bomb(draw: random.Random, data: bytes) -> bytes:
+def bomb(draw, data):
     """Compressed: much in little, junk after a whole record, or half of one."""
     kind = draw.choice(("zeros", "spaces", "after", "half", "twice", "junk"))
     packed = gzip.compress(data, compresslevel=1)
@@ -253,7 +253,7 @@ def bomb(draw: random.Random, data: bytes) -> bytes:
     }[kind]()
 
 
-def _places(content: Content) -> Iterator[tuple[Any, Any]]:
+def _places(content):
     """Each holder and key in it; some of the entries of long lists."""
     entries: Any = ()
     if isinstance(content, dict):
@@ -265,9 +265,9 @@ def _places(content: Content) -> Iterator[tuple[Any, Any]]:
         yield from _places(value)
 
 
-def _reaches(content: Content, holder: Any, key: Any) -> bool:
+def _reaches(content, holder, key):
     return any(found is holder and at == key for found, at in _places(content))
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one, other):
     return type(one) is type(other) and one == other

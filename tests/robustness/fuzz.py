@@ -30,7 +30,7 @@ for _folder in ("robustness", "data", ""):
 
 from damage import BYTES, CONTENTS, PLACES, bomb, put, remove, with_checksum  # noqa: E402
 from hostile_files import cases, read  # noqa: E402
-from records import REFUSED, Kind, disagreement, records  # noqa: E402
+from records import REFUSED, disagreement, records  # noqa: E402
 
 from loka.core.exceptions import LokaError  # noqa: E402
 
@@ -57,9 +57,7 @@ class Outcome:
         return self.ended in ("refused", "same", "counted")
 
 
-def damaged_record(
-    number: int, kinds: dict[str, Kind], *, used: bool = True, raises: bool = False
-) -> Outcome:
+def damaged_record(number, kinds, *, used=True, raises=False):
     """Case `number`; the record is as it was afterwards. What can be read is `used` too, for what is next."""
     draw = random.Random(number)
     name = list(kinds)[number % len(kinds)]
@@ -92,7 +90,7 @@ def damaged_record(
     return Outcome(number, name, change.__name__.strip("_"), ended, seconds)
 
 
-def _judged(kind: Kind, path: Path, meant: Any, used: bool) -> str:
+def _judged(kind, path, meant, used):
     found = kind.read(path)
     if found is REFUSED:
         return "refused"
@@ -102,7 +100,7 @@ def _judged(kind: Kind, path: Path, meant: Any, used: bool) -> str:
     return f"another meaning of {other}" if other else "same"
 
 
-def _ends(work: Callable[[], str], *, raises: bool) -> tuple[str, float]:
+def _ends(work, *, raises):
     began = time.monotonic()
     try:
         with _at_most(SECONDS), warnings.catch_warnings():
@@ -120,7 +118,7 @@ def _ends(work: Callable[[], str], *, raises: bool) -> tuple[str, float]:
 
 
 @contextmanager
-def _at_most(seconds: int):
+def _at_most(seconds):
     def ring(*_):
         raise Hangs
 
@@ -133,7 +131,7 @@ def _at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-def hostile_file(number: int, folder: Path, *, raises: bool = False) -> Outcome:
+def hostile_file(number, folder, *, raises=False):
     """Case `number` of those files, in an empty folder inside of `folder`."""
     case = cases()[number]
     own = folder / f"file-{number}"
@@ -148,11 +146,11 @@ def hostile_file(number: int, folder: Path, *, raises: bool = False) -> Outcome:
     return Outcome(number, "rows", case.name, ended, seconds)
 
 
-def peak_megabytes() -> int:
+def peak_megabytes():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
 
 
-def score(outcomes: list[Outcome]) -> str:
+def score(outcomes):
     ends = Counter(outcome.ended if outcome.well else "WRONG" for outcome in outcomes)
     slowest = max(outcome.seconds for outcome in outcomes)
     lines = [f"{len(outcomes)} cases: {dict(ends)}; the slowest took {slowest:.1f} s"]
@@ -164,7 +162,7 @@ def score(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=2000)
     parser.add_argument("--only", type=int, help="one record again, with its traceback")
@@ -188,7 +186,7 @@ def main() -> int:
     return int(more > MEGABYTES or not all(well))
 
 
-def _told(what: str, outcomes: list[Outcome]) -> bool:
+def _told(what, outcomes):
     print(f"{what}: {score(outcomes)}", flush=True)
     return all(outcome.well for outcome in outcomes)
 

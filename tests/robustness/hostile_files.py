@@ -8,10 +8,7 @@ import gzip
 import io
 import os
 import struct
-from collections.abc import Iterator
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +22,7 @@ from loka.data import Schema, convert, hashed_vocabulary, open_rows, open_shards
 LARGEST = 2**31 + 1  # ids that a table of a model may have
 
 
-def read(path: Path, lines: int | None) -> str:
+def read(path, lines):
     """ "counted", where all is well; raises LokaError where it is refused.
 
     A file is read as a table, and converted to a folder, which is read too.
@@ -51,7 +48,7 @@ def read(path: Path, lines: int | None) -> str:
     return "counted" if lines in (None, rows + lost) else f"{lines} lines, {rows} rows and {lost} malformed"
 
 
-def _sound(sources: Any) -> int:
+def _sound(sources):
     """How many rows; 0 where one of them is none that a model may get."""
     rows = 0
     for source in sources:
@@ -67,19 +64,11 @@ def _sound(sources: Any) -> int:
     return rows
 
 
-def cases() -> list[Case]:
+def cases():
     return [*_csv(), *_tsv(), *_odd_files(), *_parquet(), *npy_folders(), *shard_folders(), *_schemas()]
 
 
-def _text(
-    name: str,
-    lines: list[str],
-    *,
-    ending: str = "\n",
-    head: str = "y,d,c",
-    rows: int | None = None,
-    **how: Any,
-) -> Case:
+def _text(name, lines, *, ending="\n", head="y,d,c", rows=None, **how):
     def write(path):
         text = ending.join([head, *lines]) if name.endswith("csv") else ending.join(lines)
         path.write_bytes((text + ending).encode(**how))
@@ -87,7 +76,7 @@ def _text(
     return Case(name, write, len(lines) if rows is None else rows)
 
 
-def _among(*bad: str, separator: str = ",") -> list[str]:
+def _among(*bad, separator=","):
     """Good lines, and the bad ones between them."""
     lines = list(GOOD)
     for place, line in enumerate(bad):
@@ -95,7 +84,7 @@ def _among(*bad: str, separator: str = ",") -> list[str]:
     return [line.replace(",", separator) if line in GOOD else line for line in lines]
 
 
-def _csv() -> Iterator[Case]:
+def _csv():
     yield _text("well.csv", GOOD)
     for number, bad in enumerate(
         (
@@ -146,7 +135,7 @@ def _csv() -> Iterator[Case]:
     yield _text("head-alone.csv", [])
 
 
-def _tsv() -> Iterator[Case]:
+def _tsv():
     yield _text("well.tsv", _among(separator="\t"))
     for number, bad in enumerate(
         (
@@ -161,7 +150,7 @@ def _tsv() -> Iterator[Case]:
     yield _text("newlines.tsv", [""] * 1000)
 
 
-def _odd_files() -> Iterator[Case]:
+def _odd_files():
     good = ("\n".join(["y,d,c", *GOOD]) + "\n").encode()
     packed = gzip.compress(good)
     for name, data in {
@@ -189,12 +178,12 @@ def _odd_files() -> Iterator[Case]:
     yield Case("absent.csv", lambda path: None)
 
 
-def _sized(path: Path, size: int):
+def _sized(path, size):
     with path.open("wb") as file:
         file.truncate(size)
 
 
-def _parquet() -> Iterator[Case]:
+def _parquet():
     rows = 40
     plain = {"y": [n % 2 for n in range(rows)], "d": [1.5] * rows, "c": [f"c{n % 7}" for n in range(rows)]}
     changed = {
@@ -242,7 +231,7 @@ def _parquet() -> Iterator[Case]:
     yield Case("zipped.parquet", lambda path: parquet.write_table(zipped, path, compression="zstd"), rows)
 
 
-def _schemas() -> Iterator[Case]:
+def _schemas():
     for name, text in {
         "deep": "[" * 100_000,
         "number": '{"label": 1e999, "dense": ["d"], "sparse": []}',

@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Case:
     lines: int | None = None
 
 
-def npy_folders() -> Iterator[Case]:
+def npy_folders():
     whole = {
         "dense": np.ones((8, 3), np.float32),
         "sparse": np.ones((8, 2), np.int64),
@@ -97,7 +97,7 @@ def npy_folders() -> Iterator[Case]:
         yield Case(f"npy-{name}", changed(**parts))
 
 
-def shard_folders() -> Iterator[Case]:
+def shard_folders():
     """Folders of prepared rows whose manifest fits its checksum, and lies."""
 
     def made(path):

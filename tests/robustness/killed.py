@@ -8,10 +8,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from command_line import loka, measure_coarsely
@@ -37,20 +36,20 @@ class Command:
     saves_at_sigterm: bool = False
 
 
-def _shards(folder: Path) -> int:
+def _shards(folder):
     return len(list(folder.glob("out/shard-*.parquet")))
 
 
-def _steps(folder: Path) -> int:
+def _steps(folder):
     return newest_step(folder / "out" / "checkpoints")
 
 
-def _sites(folder: Path) -> int:
+def _sites(folder):
     report = folder / "report.json"
     return len(json.loads(report.read_text())["content"]["sites"]) if report.exists() else 0
 
 
-def _runs(folder: Path) -> int:
+def _runs(folder):
     return len(list(folder.glob("out/runs/*/run.json")))
 
 
@@ -86,7 +85,7 @@ COMMANDS = {
 }
 
 
-def prepared(folder: Path):
+def prepared(folder):
     """The inputs, in a folder of their own: rows, statistics, and a plan."""
     from click_files import made_up, write_tsv  # of tests/data
 
@@ -99,7 +98,7 @@ def prepared(folder: Path):
     loka("plan", "report.json", "--min-sqnr-db", 20, "--min-speedup", 0, cwd=inputs)
 
 
-def work(name: str, folder: Path):
+def work(name, folder):
     """The command in this process, which may be killed at any moment; it says what it does in `printed`."""
     with (folder / "printed").open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -113,13 +112,13 @@ def work(name: str, folder: Path):
     app.main()
 
 
-def _saved_often(**fields: Any) -> Any:
+def _saved_often(**fields):
     from loka.cli.inputs import train_config
 
     return train_config(**{**fields, "checkpoint_every": 2})
 
 
-def ends(folder: Path) -> dict[str, str]:
+def ends(folder):
     """A digest of every file, of every value in records and in the newest checkpoint, and what was said."""
     found = {f"said {n}": line for n, line in enumerate(_said(folder))}
     checkpoints = folder / "out" / "checkpoints"
@@ -137,21 +136,21 @@ def ends(folder: Path) -> dict[str, str]:
     return found
 
 
-def unlike(found: dict[str, str], expected: dict[str, str]) -> list[str]:
+def unlike(found, expected):
     """The names under which the two differ."""
     return sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
 
 
-def litter(folder: Path) -> list[str]:
+def litter(folder):
     """Names that begin with a dot: temporary files and folders, and locks. A finished command leaves none."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
 
 
-def _said(folder: Path) -> list[str]:
+def _said(folder):
     return [line for line in (folder / "printed").read_text().splitlines() if line.startswith(_SAID)]
 
 
-def _leaves(value: Any, at: str) -> Iterator[tuple[str, str]]:
+def _leaves(value, at):
     if isinstance(value, dict):
         for key, entry in value.items():
             if key not in _TIMES:

@@ -17,10 +17,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 for folder in ("tests/robustness", "tests/data", "tests"):
@@ -55,7 +53,7 @@ class Story:
     litter: list[str]
 
 
-def tell(command: str, seed: int, folder: Path, expected: dict[str, str], seconds: float) -> Story:
+def tell(command, seed, folder, expected, seconds):
     """One story, in a new folder inside `folder`, of a command that takes so many seconds undisturbed."""
     draw = random.Random(f"{command} {seed}")
     own = folder / f"{command}-{seed}"
@@ -76,7 +74,7 @@ def tell(command: str, seed: int, folder: Path, expected: dict[str, str], second
     return story
 
 
-def whole(command: str, folder: Path) -> tuple[int | None, float]:
+def whole(command, folder):
     """The exit status of the command that nobody stops, None where it hangs, and the seconds it took."""
     started = time.monotonic()
     process = SERVER.Process(target=work, args=(command, folder))
@@ -89,7 +87,7 @@ def whole(command: str, folder: Path) -> tuple[int | None, float]:
     return process.exitcode, time.monotonic() - started
 
 
-def _stopped(command: str, folder: Path, number: signal.Signals, after: float) -> Stop | None:
+def _stopped(command, folder, number, after):
     process = SERVER.Process(target=work, args=(command, folder))
     process.start()
     process.join(after)
@@ -107,7 +105,7 @@ def _stopped(command: str, folder: Path, number: signal.Signals, after: float) -
     return Stop(number.name, round(after, 3), standing, None if hangs else process.exitcode, lasted)
 
 
-def undisturbed(command: str, folder: Path) -> tuple[dict[str, str], float]:
+def undisturbed(command, folder):
     """What the command ends in, and how long it takes; the second of two runs, which have to end alike."""
     found = []
     for name in ("first", "second"):
@@ -121,7 +119,7 @@ def undisturbed(command: str, folder: Path) -> tuple[dict[str, str], float]:
     return found[1], seconds
 
 
-def run(out: Path, commands: Sequence[str], kills: int):
+def run(out, commands, kills):
     """Stories until each command was stopped `kills` times, those in `out` included."""
     SERVER.set_forkserver_preload(
         ["torch._dynamo", "safetensors.torch", "pyarrow.parquet", "loka.cli", "killed"]
@@ -144,12 +142,12 @@ def run(out: Path, commands: Sequence[str], kills: int):
                 print(f"{command} {seed}: {stops} kills; {what}; {story.litter or ''}", flush=True)
 
 
-def stories(out: Path) -> Iterator[dict[str, Any]]:
+def stories(out):
     if out.exists():
         yield from map(json.loads, out.read_text().splitlines())
 
 
-def score(told: Sequence[dict[str, Any]]) -> str:
+def score(told):
     lines = [
         "| command | kills | of them SIGTERM | runs compared | values each | that differ | hung |",
         "|" + "---|" * 7,

@@ -56,7 +56,7 @@ class Kind:
     use: Callable[[Any], object] = str
 
 
-def records(folder: Path) -> dict[str, Kind]:
+def records(folder):
     """Written into folders inside of `folder`, each with what else it needs."""
     torch.manual_seed(0)
     kinds = {**_learnt(folder), **_validated(folder), **_trained(folder), **_prepared(folder)}
@@ -67,7 +67,7 @@ def records(folder: Path) -> dict[str, Kind]:
     return kinds
 
 
-def disagreement(found: Any, content: Any, at: str = "it") -> str:
+def disagreement(found, content, at="it"):
     """Where what was read does not mean what is written; "" where both have the same values wherever they
     have one. Readers may leave out what earlier versions wrote, and add what those did not know."""
     if isinstance(found, Mapping) and isinstance(content, Mapping):
@@ -84,7 +84,7 @@ def disagreement(found: Any, content: Any, at: str = "it") -> str:
     return "" if same else f"{at}: {str(found)[:40]!r}, and written is {str(content)[:40]!r}"
 
 
-def _learnt(folder: Path) -> dict[str, Kind]:
+def _learnt(folder):
     """Statistics, report, plan, times, and a benchmark."""
     from made_bench import bench
 
@@ -136,7 +136,7 @@ def _learnt(folder: Path) -> dict[str, Kind]:
     }
 
 
-def _validated(folder: Path) -> dict[str, Kind]:
+def _validated(folder):
     """A validation, its runs, a bank of pairs, and the demo's comparison and arm."""
     same = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothing"})
     config = TrainConfig(batch_size=64, average="tail")
@@ -189,7 +189,7 @@ def _validated(folder: Path) -> dict[str, Kind]:
 _DERIVED = {"verdict", "across", "over_seeds", "annealed", "outlook"}
 
 
-def _without_derived(content: Any) -> Any:
+def _without_derived(content):
     """Without what is written for people and computed anew by readers: verdicts, intervals that follow."""
     if isinstance(content, list):
         return [_without_derived(entry) for entry in content]
@@ -200,7 +200,7 @@ def _without_derived(content: Any) -> Any:
     return {key: _without_derived(entry) for key, entry in content.items() if key not in dropped}
 
 
-def _trained(folder: Path) -> dict[str, Kind]:
+def _trained(folder):
     """A checkpoint with one before it, a timeline, and the card of a frozen model."""
     from served import ROW, calibration, plan_for, tower
 
@@ -242,7 +242,7 @@ def _trained(folder: Path) -> dict[str, Kind]:
     }
 
 
-def _prepared(folder: Path) -> dict[str, Kind]:
+def _prepared(folder):
     """The manifest and the vocabulary of prepared rows."""
     from click_files import made_up, write_tsv
 

@@ -10,13 +10,13 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'lo
 
 from fuzz import MEGABYTES, damaged_record, hostile_file, peak_megabytes, score
 from hostile_files import cases
-from records import Kind, records
+from records import records
 
 SLOW = {"bomb.csv.gz", "sparse.tsv", "10.csv", "category-large.parquet"}
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory) -> dict[str, Kind]:
+def kinds(tmp_path_factory):
     return records(tmp_path_factory.mktemp("records"))
 
 

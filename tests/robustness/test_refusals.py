@@ -9,7 +9,6 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,11 @@ class Text:
 
 
 @functools.cache  # every worker imports this, and one needs them
-def texts() -> list[Text]:
+def texts():
     return [text for file in sorted(SOURCE.rglob("*.py")) for text in _of(file)]
 
 
-def _of(file: Path) -> Iterator[Text]:
+def _of(file):
     nodes = list(ast.walk(ast.parse(file.read_text())))
     inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     for node in nodes:
@@ -53,7 +52,7 @@ def _of(file: Path) -> Iterator[Text]:
             yield Text(file, node.lineno, node.value)
 
 
-def commands() -> dict[str, Any]:
+def commands():
     """By name, such as "data convert"; groups too."""
 
     def below(group, before):
@@ -64,7 +63,7 @@ def commands() -> dict[str, Any]:
     return dict(below(typer.main.get_command(app), ""))
 
 
-def options(*of: Any) -> set[str]:
+def options(*of):
     found = {"--help"}
     for command in of:
         for parameter in command.params:
@@ -75,7 +74,7 @@ def options(*of: Any) -> set[str]:
 COMMANDS = commands()
 
 
-def named(text: str) -> list[str]:
+def named(text):
     """The commands that a text names; a group where the next word is none of its commands. Words that follow
     may be prose."""
     found = []
@@ -107,7 +106,7 @@ def test_options_that_are_named_exist():
     assert sum(bool(_OPTION.search(text.text)) for text in texts()) > 60
 
 
-def _commands_in(file: Path) -> list[Any]:
+def _commands_in(file):
     module = ".".join(("loka", *file.relative_to(SOURCE).with_suffix("").parts))
     return [
         command
@@ -140,7 +139,7 @@ def test_names_of_python_that_are_advised_exist():
     assert not wrong, "\n".join(wrong)
 
 
-def _reached(path: str) -> bool:
+def _reached(path):
     value: Any = loka
     before = "loka"
     for part in path.split(".")[1:]:

@@ -3,9 +3,7 @@
 import random
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from command_line import loka as run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import exactly, network
+from networks import EXAMPLE, ROWS, across, exactly, network, row, tower
 from torch import nn
 
 import loka
@@ -30,33 +28,11 @@ from loka.scaling.cluster.across import _inputs, _ratio, scale_across
 from loka.scaling.cluster.compute import forecast_times, mean_rate, placed
 from loka.scaling.cluster.engines import Matmul, traced_step
 from loka.scaling.cluster.pricing import GAINS, Formats, step_of
-from loka.scaling.cluster.schedule import schedule
+from loka.scaling.cluster.schedule import Replicate, schedule
 from loka.scaling.inputs import fake_batch, fake_mode, fake_model
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "h200-ib.json"
-ROWS = 8192
 
-
-def tower(width: int = 2048, depth: int = 3) -> nn.Sequential:
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def across(model: nn.Module | None = None, **options: Any) -> Across:
-    given = {"network": network(), "gpus": (8, 64), "batch_size": ROWS} | options
-    return scale_across(model or tower(), torch.randn(4, 2048), **given)
-
-
-def row(found: Across, gpus: int, engine: str, gather: str, gradients: str = "bf16") -> Any:
-    (one,) = (
-        row
-        for row in found.rows
-        if (row.gpus, row.engine, row.gather, row.gradients) == (gpus, engine, gather, gradients)
-    )
-    return one
-
-
-def plan_of(model: nn.Module, *, rows: int = ROWS, candidate: str = "torch:rowwise_e4m3_pow2") -> Plan:
+def plan_of(model, *, rows=ROWS, candidate="torch:rowwise_e4m3_pow2"):
     """Every GEMM took 100 us in bf16 and takes 50 in eight bits, 10 of them saved by a neighbour."""
     decisions = {}
     for path, layer in model.named_modules():
@@ -186,23 +162,36 @@ def test_eight_bit_gradients_are_hidden_under_fsdp2_and_not_under_ddp():
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Any:
-    """A traced step of each engine, with its times."""
+def prepared():
+    """A step of each engine on 64 GPUs, with its times; HSDP's in groups of 16."""
     model, mode = tower(), fake_mode()
     found = loka.scale(model, torch.randn(4, 2048), batch_size=ROWS)
     times, steps = forecast_times(found), {}
-    for engine, formats in (("ddp", Formats("-", "bf16")), ("fsdp2", Formats("bf16", "bf16"))):
+    for engine, gather in (("ddp", "-"), ("fsdp2", "bf16"), ("hsdp", "bf16")):
+        formats, group = Formats(gather, "bf16"), 16 if engine == "hsdp" else 0
         batch = fake_batch(torch.randn(4, 2048), mode, rows=ROWS)
-        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)  # type: ignore[arg-type]
-        steps[engine] = step_of(step, placed(step, times), 64, formats=formats, in_fp8=frozenset())
+        step = traced_step(fake_model(model, mode), batch, mode=mode, engine=engine)
+        where = placed(step, times)
+        steps[engine] = step_of(step, where, 64, formats=formats, in_fp8=frozenset(), group=group)
     return steps, mean_rate(times)
+
+
+@pytest.mark.parametrize("per_node", [8, 16, 32])
+def test_replicas_have_cards_of_their_own_where_a_group_is_a_node(prepared, per_node):
+    steps, rate = prepared
+    items = steps["hsdp"].items(network(per_node=per_node), 64, rate=rate, planned=False, ends={})
+    assert {item.apart for item in items if isinstance(item, Replicate)} == {per_node == 16}
 
 
 _factors = st.floats(1, 20)
 
 
 @settings(max_examples=40)
-@given(engine=st.sampled_from(["ddp", "fsdp2"]), planned=st.booleans(), factors=st.tuples(*[_factors] * 6))
+@given(
+    engine=st.sampled_from(["ddp", "fsdp2", "hsdp"]),
+    planned=st.booleans(),
+    factors=st.tuples(*[_factors] * 6),
+)
 def test_a_slower_network_never_makes_a_step_faster(prepared, engine, planned, factors):
     steps, rate = prepared
     a, b, c, d, e, f = factors
@@ -321,7 +310,7 @@ def build():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Iterator[Path]:
+def folder(tmp_path):
     (tmp_path / "my_many_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path
@@ -332,10 +321,11 @@ def folder(tmp_path) -> Iterator[Path]:
 def test_the_command(folder):
     text = run(
         "scale", "my_many_models:build", "--network", EXAMPLE, "--gpus", "8,1024", "--unit", "0",
-        "--out", "across.json", cwd=folder,
+        "--group", "8", "--out", "across.json", cwd=folder,
     )  # fmt: skip
     saved = Across.load(folder / "across.json")
     assert {one.gpus for one in saved.rows} == {8, 1024}
+    assert {one.engine for one in saved.rows} == {"ddp", "fsdp2", "hsdp/8"}
     assert saved.units == ("0",)
     assert saved.batch_size == 8192
     assert all(line in text for line in saved.answers())
@@ -350,6 +340,9 @@ def test_the_command(folder):
         (("--network", EXAMPLE, "--plan", "none.json"), ("none.json",)),
         (("--network", EXAMPLE, "--unit", "blocks.*"), ("no module", "'blocks.*'")),
         (("--unit", "blocks.*"), ("--network too",)),
+        (("--group", "8"), ("--network too",)),
+        (("--network", EXAMPLE, "--group", "3"), ("nodes of 8", "one of 2, 4, 8, 16")),
+        (("--network", EXAMPLE, "--engine", "zero"), ("engines zero", "ddp, fsdp2, hsdp")),
     ],
 )
 def test_errors_of_the_command(folder, arguments, told):

@@ -27,13 +27,13 @@ GROUPS = {"pair": [(1, 2)], "node": [(1, 2), (1, 4), (1, 8)], "nodes": [(1, 2), 
 GROUPS["cards"] = [(4, 1)]
 
 
-def true(name: str) -> Network:
+def true(name):
     found = network(inside=(2, 300), between=(5, 40), per_node=GROUPS[name][-1][1], launch=9)
     own = {op: Own(latency=1 + 0.1 * place, bandwidth=1 / (1 + 0.2 * place)) for place, op in enumerate(OPS)}
     return replace(found, inside=replace(found.inside, own=own), between=replace(found.between, own=own))
 
 
-def samples(name: str, sizes: Any = SIZES[::2], noise: Any = lambda: 1.0) -> list[Sample]:
+def samples(name, sizes=SIZES[::2], noise=lambda: 1.0):
     found = []
     for nodes, inner in GROUPS[name]:
         for op in OPS:
@@ -44,7 +44,7 @@ def samples(name: str, sizes: Any = SIZES[::2], noise: Any = lambda: 1.0) -> lis
     return found
 
 
-def fitted(name: str, given_: list[Sample]) -> Network:
+def fitted(name, given_):
     return fitted_network(network(per_node=GROUPS[name][-1][1]), given_)
 
 
@@ -106,7 +106,7 @@ def test_a_late_host_costs_that_timing_on_every_rank():
 SMALL = tuple(1 << step for step in (10, 12, 14, 17, 20))
 
 
-def quick(**named: Any) -> Any:
+def quick(**named):
     """Times of small messages on a busy machine may fall with their size, which is refused on all ranks."""
     for _ in range(5):
         try:
@@ -117,7 +117,7 @@ def quick(**named: Any) -> Any:
     raise AssertionError("five times in a row")
 
 
-def job(rank: int, folder: Path) -> dict[str, Any]:
+def job(rank, folder):
     with (
         mock.patch.object(measure, "SIZES", SMALL),
         mock.patch.object(rounds, "_BACK_TO_BACK", 1.0),  # one call at a time

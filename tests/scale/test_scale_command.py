@@ -1,8 +1,6 @@
 """`loka.scale` and `loka scale`: one answer, in words, of models of the zoo and of others."""
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -61,7 +59,7 @@ def without_sites():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Iterator[Path]:
+def folder(tmp_path):
     (tmp_path / "my_scaled_models.py").write_text(MODELS)
     before = list(sys.path)
     yield tmp_path
@@ -69,7 +67,7 @@ def folder(tmp_path) -> Iterator[Path]:
     sys.modules.pop("my_scaled_models", None)
 
 
-def tower() -> nn.Module:
+def tower():
     return nn.Sequential(
         nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1)
     )

@@ -8,8 +8,18 @@ from hypothesis import strategies as st
 from networks import network
 
 from loka.core.exceptions import LokaError
-from loka.scaling.cluster.collectives import HOPS, Wire, check_ranks, wire_us
-from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce, schedule
+from loka.scaling.cluster.collectives import HOPS, Wire, check_groups, check_ranks, spread, wire_us
+from loka.scaling.cluster.schedule import (
+    Blocking,
+    Compute,
+    Copied,
+    Gather,
+    Item,
+    Join,
+    Reduce,
+    Replicate,
+    schedule,
+)
 
 
 def test_ddp_hides_buckets_behind_backward():
@@ -64,6 +74,22 @@ def test_fsdp2_backward_gathers_one_unit_ahead_and_reduces_one_at_a_time():
     assert (line.total, line.exposed) == (42, 22)
 
 
+@pytest.mark.parametrize(("apart", "total"), [(True, 63), (False, 75)])
+def test_hsdp_all_reduces_shards_beside_gathers_where_links_are_its_own(apart, total):
+    """The backward above with all-reduces of 20 and 1 behind its reductions, and an optimizer of 12.
+
+    apart: 30-50, and behind the second reduction, 30-42, and the first all-reduce, 50-51. Else the wire has
+    the first all-reduce to 50, the second reduction to 62, its all-reduce to 63.
+    """
+    items = [
+        Gather(8, backward=True), Copied(), Gather(8, backward=True), Compute(10), Reduce(12, waits=True),
+        Replicate(20, apart), Copied(), Compute(10), Reduce(12, waits=True), Replicate(1, apart), Join(),
+        Compute(12),
+    ]  # fmt: skip
+    assert schedule(items).total == total
+    assert schedule([Reduce(1, waits=True), Replicate(9, apart), Blocking(2)]).total == 12
+
+
 def test_a_copy_out_needs_a_gather():
     with pytest.raises(ValueError, match="was not gathered"):
         schedule([Copied()])
@@ -73,13 +99,14 @@ _us = st.floats(min_value=0, max_value=1e4)
 
 
 @st.composite
-def _steps(draw: st.DrawFn) -> list[Item]:
+def _steps(draw):
     items: list[Item] = []
     for _ in range(draw(st.integers(1, 8))):
         items += [Gather(draw(_us), backward=draw(st.booleans())), Copied(), Compute(draw(_us))]
         items.append(
             draw(st.sampled_from([Reduce(draw(_us), True), Reduce(draw(_us), False), Blocking(draw(_us))]))
         )
+        items += [Replicate(draw(_us), draw(st.booleans()))] * draw(st.integers(0, 1))
     return [*items, Join()]
 
 
@@ -88,14 +115,15 @@ def test_a_step_never_gets_shorter_when_something_takes_longer(items, at, longer
     timed = [place for place, item in enumerate(items) if hasattr(item, "us")]
     place = timed[at % len(timed)]
     slower = [*items]
-    slower[place] = replace(items[place], us=items[place].us + longer)  # type: ignore[union-attr, call-arg]
+    slower[place] = replace(items[place], us=items[place].us + longer)
     assert schedule(slower).total >= schedule(items).total
 
 
 @given(items=_steps())
 def test_a_step_lies_between_its_longest_stream_and_both_one_behind_the_other(items):
     line = schedule(items)
-    assert line.total >= max(line.compute, line.wire) * (1 - 1e-12)
+    beside = sum(item.us for item in items if isinstance(item, Replicate) and item.apart)
+    assert line.total >= max(line.compute, line.wire - beside, beside) * (1 - 1e-12)
     assert line.total <= (line.compute + line.wire) * (1 + 1e-12)
 
 
@@ -117,6 +145,27 @@ def test_collectives_by_hand():
     assert wire_us(Wire("all_gather", size), 8, found, {HOPS: "low"}) == pytest.approx(1 + 4 + 5 + 100)
 
 
+def test_collectives_of_groups_by_hand():
+    """Nodes of 4, of which 4 groups of 8 take two each: in a group 6 hops inside, 1 between, as of 8 ranks.
+    Replicas are 4 ranks of 4 nodes, each with its own card: 2 x 2 hops of a tree, twice 3 / 4 of bytes."""
+    found = network(inside=(2, 100), between=(5, 10), per_node=4)
+    size = 8e6
+    assert wire_us(Wire("all_gather", size, ranks=8), 32, found) == wire_us(
+        Wire("all_gather", size), 8, found
+    )
+    assert wire_us(Wire("all_reduce", size, ranks=4, stride=8), 32, found) == pytest.approx(1 + 20 + 1200)
+    meshes = ((16, 2), (32, 1), (2, 1), (8, 4), (4, 8))  # of 16 replicas of groups of 2, two are in a node
+    assert [spread(*one, 4) for one in meshes] == [(8, 2), (8, 4), (1, 2), (8, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("group", [-4, 0, 1, 3, 6, 16, 32])
+def test_groups_that_do_not_fit(group):
+    """6 parts nodes of 4 unevenly, 16 is no part of 24, and 32 has no replicas; 12 has, on 24."""
+    with pytest.raises(LokaError, match=f"--group {group} on 8, 24 GPUs") as found:
+        check_groups([2, group], [8, 24], network(per_node=4), option="--group")
+    assert "one of 2, 4, 8, 12" in str(found.value)
+
+
 @given(
     op=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]),
     nodes=st.integers(1, 64),
@@ -125,9 +174,9 @@ def test_collectives_by_hand():
 )
 def test_collectives_never_fall_with_size_alpha_or_hops_and_never_grow_with_bandwidth(op, nodes, size, more):
     ranks, plain = 4 * nodes, network(inside=(2, 100), between=(5, 10), per_node=4)
-    wire = Wire(op, size)  # type: ignore[arg-type]
+    wire = Wire(op, size)
     us = wire_us(wire, ranks, plain)
-    assert wire_us(Wire(op, size * more), ranks, plain) >= us  # type: ignore[arg-type]
+    assert wire_us(Wire(op, size * more), ranks, plain) >= us
     for slower in (
         network(inside=(2 * more, 100), between=(5, 10), per_node=4),
         network(inside=(2, 100), between=(5 * more, 10), per_node=4),

@@ -1,5 +1,6 @@
 """Tables of a step on many GPUs: placement, bytes, and what a step waits for."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from command_line import loka as run
 from networks import exactly, network
 from torch import nn
 
-from loka.core.exceptions import LokaError
-from loka.scaling.cluster import Across, scale_across
-from loka.scaling.cluster.collectives import wire_us
+from loka.core.exceptions import LokaError, MissingLibrary
+from loka.scaling.cluster import scale_across
+from loka.scaling.cluster.collectives import Wire, wire_us
+from loka.scaling.cluster.pricing import _exchanged
 from loka.scaling.cluster.tables import Tables, exchange, parsed
 
 ROWS = 8192
@@ -42,7 +44,7 @@ class Model(nn.Module):
         return self.top(self.table(ids))
 
 
-def across(**options: Any) -> Across:
+def across(**options):
     quiet = replace(network(inside=(2, 100), launch=1, memory=1000), elementwise_share=exactly(1e-12))
     ids = torch.zeros(4, 3, dtype=torch.long)
     return scale_across(Model(), ids, network=quiet, gpus=(8,), batch_size=ROWS, **options)
@@ -65,9 +67,66 @@ def test_a_step_waits_for_lookups_embeddings_and_their_gradients():
     assert "tables: 1 of 32000 elements, 1 ids" in str(given)
 
 
-@pytest.mark.parametrize("options", [{"ids": 0.0}, {"ids": 1.0, "qcomm": "int3"}, {"tables": ((0, 4),)}])
+_TWO: Any = {"table_group": 4, "sync_every": 1}
+
+
+def test_two_dimensions_by_hand():
+    """Groups of 2 in 8 GPUs: two tables of 100 rows of 16, each on a GPU of every group, for its 2 x 8 rows.
+    Every fourth GPU is in a group, as in DMPCollection; four that follow one another have the same table."""
+    shapes = ((100, 16),) * 2
+    flat = exchange(Tables(shapes=shapes), 2, 8)
+    found = exchange(Tables(shapes=shapes, group=2, every=10), 8, 8)
+    assert replace(flat.pooled, stride=4) == found.pooled
+    assert (found.held, found.updated, flat.sync) == (flat.held, flat.updated, ())
+    assert found.sync == tuple(Wire("all_reduce", 4 * size, ranks=4) for size in (100 * 16, 100))
+    often, seldom, never = (across(ids=3, **two) for two in (_TWO, {**_TWO, "sync_every": 50}, {}))
+    one = exchange(Tables(shapes=((1000, 2048),), group=4, every=1), 8, ROWS)
+    us = sum(wire_us(wire, 8, network(inside=(2, 100), launch=1, memory=1000)) for wire in one.sync)
+    for a, b, c in zip(often.rows, seldom.rows, never.rows, strict=True):
+        assert a.planned.value - b.planned.value == pytest.approx(us * 49 / 50, rel=1e-6)
+        assert b.parts.sent < c.parts.sent  # exchanged among 4 and not among 8
+
+
+def test_torchrecs_planner_shards_by_rows_what_no_gpu_holds():
+    """2e9 rows of 128 are 1.02 TB; 16 GPUs of 151 GB hold 64.5 GB of them each, and read a 16th of ids. Eight
+    small tables are whole, one or two on the fullest GPU."""
+    pytest.importorskip("torchrec")
+    asked = Tables(shapes=((2_000_000_000, 128), *((1000, 64),) * 8), ids=2, by="torchrec")
+    found, rows = exchange(asked, 16, 8, network(), 151e9), 16 * 8
+    assert "1 row_wise" in found.how
+    assert found.summed == Wire("reduce_scatter", rows * 128 * 2, ranks=16)
+    assert [one.wire.op for one in _exchanged(found, backward=True)] == ["all_to_all", "all_gather"]
+    small = found.pooled.size / (rows * 64 * 2)
+    assert small in (1, 2)
+    assert found.ids.size == rows * 2 * 8 * (small + 1 / 16)
+    assert found.held == pytest.approx(4 * 2e9 / 16 * 129, rel=1e-3)
+    for ranks, capacity, told in ((2, 151e9, "no place"), (512, 151e9, "for 512 GPUs"), (16, 0, "of 0 GB")):
+        with pytest.raises(LokaError, match=told):
+            exchange(asked, ranks, 8, network(), capacity)
+
+
+def test_without_torchrec(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    with pytest.raises(MissingLibrary, match="--tables-by size"):
+        across(ids=3, tables_by="torchrec")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ids": 0.0},
+        {"ids": 1.0, "qcomm": "int3"},
+        {"tables": ((0, 4),)},
+        _TWO,
+        {"ids": 1.0, "tables_by": "luck"},
+        {"ids": 1.0, "table_group": 4},
+        {"ids": 1.0, **_TWO, "table_group": 3},
+    ],
+)
 def test_tables_that_cannot_be(options):
-    with pytest.raises(LokaError, match=r"ids a sample|one of fp32, bf16, fp8"):
+    with pytest.raises(
+        LokaError, match=r"ids a sample|one of (fp32, bf16, fp8|size, torchrec|2, 4)|both: |--ids"
+    ):
         across(**options)
 
 

@@ -1,7 +1,6 @@
 """What is stored of the H200, and how far predictions from it can be trusted."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,24 @@ from loka.core.recipe import Gemm
 from loka.core.records.report import HP, Report
 from loka.planner import plan
 from loka.scaling.forecast import REACH, by_sites, layer_times, within_reach
-from loka.scaling.stored import FOLDER, StoredTimes, base_of, gpus, stored_times
-from loka.scaling.surface import TOGETHER, Shape, Surface, left_out, predict
+from loka.scaling.stored import FOLDER, base_of, gpus, stored_times
+from loka.scaling.surface import TOGETHER, Shape, left_out, predict
 from loka.scaling.trace import SiteGemms
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
-def stored() -> StoredTimes:
+def stored():
     return stored_times("h200")
 
 
-def quantities(stored: StoredTimes) -> dict[str, tuple[Mapping[Shape, Estimate], Surface]]:
+def quantities(stored):
     gains = {name: (stored.gain_points(name), surface) for name, surface in stored.gains.items()}
     return {"bf16": (stored.bf16_points(), stored.bf16), **gains}
 
 
-def layer(
-    rows: int, ins: int, outs: int, dtype: str = "bfloat16", gemms: tuple[Gemm, ...] = tuple(Gemm)
-) -> SiteGemms:
+def layer(rows, ins, outs, dtype="bfloat16", gemms=tuple(Gemm)):
     return SiteGemms(
         path="layer",
         rows=rows,

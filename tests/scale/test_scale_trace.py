@@ -8,14 +8,13 @@ from torch import nn
 
 import loka
 from loka.core.exceptions import LokaError, NotConverted
-from loka.core.records.coverage import Coverage
 from loka.scaling.inputs import fake_mode
 from loka.scaling.trace import trace
 
 ROWS = 32
 
 
-def probed(name: str) -> Coverage:
+def probed(name):
     foreign = FOREIGN[name]
     model = foreign.build()
     with loka.Probe(model, every=1, effect_samples=0) as probe:

@@ -1,7 +1,6 @@
 """Small models with plans by hand, their rows, and what they convert to."""
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from loka.core.device import fingerprint
 from loka.core.problem import linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.plan import Decision, Plan
-from loka.core.signature import ModelSignature
 from loka.nn import signature
 
 ROW, POW2, GROUP = "emulated:rowwise_e4m3", "emulated:rowwise_e4m3_pow2", "emulated:blockwise_e4m3"
@@ -51,16 +49,12 @@ class Cross(nn.Module):
         return {"each": each, "sum": each.sum(dim=(1, 2))}
 
 
-def plan_for(model: nn.Module, candidates: Mapping[str, str | tuple[str, str, str]]) -> Plan:
+def plan_for(model, candidates):
     """A plan that runs the `output` GEMMs of layers so, or all three GEMMs."""
     return plan_of(signature(model), candidates, device=next(model.parameters()).device)
 
 
-def plan_of(
-    model: ModelSignature,
-    candidates: Mapping[str, str | tuple[str, str, str]],
-    device: torch.device | str = "cpu",
-) -> Plan:
+def plan_of(model, candidates, device="cpu"):
     machine = fingerprint(device)
     decisions = {}
     for path, chosen in candidates.items():
@@ -80,26 +74,26 @@ def plan_of(
     return Plan(model=model, machine=machine, budget=Budget(), timed=False, decisions=decisions)
 
 
-def tower(seed: int = 0) -> Tower:
+def tower(seed=0):
     torch.manual_seed(seed)
     return Tower().eval()
 
 
-def rows(count: int, seed: int = 0, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(count, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     dense = torch.randn(count, 13, generator=generator) * scale
     return dense, torch.randint(0, 50, (count,), generator=generator)
 
 
-def calibration(batches: int = 4, count: int = 40) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def calibration(batches=4, count=40):
     return [rows(count, seed=100 + batch) for batch in range(batches)]
 
 
-def converted(model: nn.Module, plan: Plan) -> nn.Module:
+def converted(model, plan):
     return loka.convert(copy.deepcopy(model), plan).eval()
 
 
-def cross_plan(model: Cross, candidate: str) -> Plan:
+def cross_plan(model, candidate):
     """Sites as Probe finds them."""
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(64, 24))["sum"].sum().backward()

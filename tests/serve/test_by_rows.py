@@ -5,20 +5,20 @@ import torch
 from served import POW2, ROW, calibration, converted, plan_for, rows, tower
 
 from loka.core.exceptions import PlanMismatch, ServeRefused
-from loka.serve import Server, freeze, load
+from loka.serve import freeze, load
 from loka.serve.build import frozen_sites
 
 BUCKETS = (8, 16, 64)
 FEW, MANY = {"first": ROW}, {"first": ROW, "second": ROW}  # `second` has no bias, so that bits can be equal
 
 
-def frozen() -> Server:
+def frozen():
     model = tower()
     plans = {16: plan_for(model, FEW), 64: plan_for(model, MANY)}
     return freeze(model, plans, calibration=calibration(), autocast=torch.bfloat16, buckets=BUCKETS)
 
 
-def by_plan(candidates: dict[str, str], count: int, seed: int = 0) -> torch.Tensor:
+def by_plan(candidates, count, seed=0):
     """Of the converted model, for the rows of a request padded to `count`."""
     model = converted(tower(seed), plan_for(tower(seed), candidates))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +12,13 @@ from torch import nn
 
 from loka.core.exceptions import FileRefused, NoKernelFits, NotWritten, PlanMismatch, ServeRefused
 from loka.core.storage.files import sha256_of_file
-from loka.serve import Server, freeze, load
+from loka.serve import freeze, load
 from loka.serve.card import Folder
 
 BOTH = {"first": ROW, "second": ROW}
 
 
-def saved(folder: Path, candidate: str = ROW, **options: object) -> Server:
+def saved(folder, candidate=ROW, **options):
     model = tower()
     server = freeze(
         model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options
@@ -85,7 +83,7 @@ def test_the_shadow_needs_the_weights_in_high_precision(tmp_path):
     assert load(tmp_path / "with", tower(1)).current.precise is None
 
 
-def _cut(name: str) -> Callable[[Path], None]:
+def _cut(name):
     def change(folder):
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) // 2])
@@ -93,27 +91,27 @@ def _cut(name: str) -> Callable[[Path], None]:
     return change
 
 
-def _gone(name: str) -> Callable[[Path], None]:
+def _gone(name):
     return lambda folder: (folder / name).unlink()
 
 
-def _flip(folder: Path):
+def _flip(folder):
     data = bytearray((folder / "weights.safetensors").read_bytes())
     data[-7] ^= 1
     (folder / "weights.safetensors").write_bytes(data)
 
 
-def _edited(folder: Path):
+def _edited(folder):
     card = folder / "card.json"
     card.write_text(card.read_text().replace("160", "161"))
 
 
-def _of_another(folder: Path):
+def _of_another(folder):
     """A plan of another folder, sound by itself."""
     plan_for(tower(), {"first": ROW}).save(folder / "plan.json")
 
 
-def _points_out(folder: Path):
+def _points_out(folder):
     """A card that names a file beyond the folder."""
     shutil.copy(folder / "plan.json", folder.parent / "outside.json")
     record = Folder.load(folder / "card.json")

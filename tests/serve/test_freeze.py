@@ -38,7 +38,7 @@ from loka.serve.rows import form_of, pad
 BOTH = {"first": ROW, "second": ROW}
 
 
-def answered(model: nn.Module, inputs: list[torch.Tensor], autocast: torch.dtype | None) -> torch.Tensor:
+def answered(model, inputs, autocast):
     with torch.no_grad(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         return model(*inputs)
 
@@ -205,7 +205,7 @@ def test_models_whose_rows_are_not_answered_by_themselves(build, told):
         freeze(model, plan_for(model, BOTH), calibration=calibration())
 
 
-def _with(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _with(value):
     batches = calibration()
     batches[2][0][5, 5] = value
     return batches

@@ -7,33 +7,33 @@ from typing import Any
 import pytest
 import torch
 from served import converted, plan_for
-from test_serve_graphs import BUCKETS, Wide, inputs, wide
+from test_serve_graphs import BUCKETS, inputs, wide
 
-import loka
 from loka.core.error import sqnr_db
-from loka.serve import Server, freeze, graphs
+from loka.serve import freeze, graphs
 from loka.serve.rows import LEAST_DB
 from loka.serve.sites import answering
+from loka.serve.watch.monitor import EVERY
 
 pytestmark = pytest.mark.gpu
 DEVICE, POW2, ROW = "cuda", "torch_fast:rowwise_e4m3_pow2", "torch:rowwise_e4m3"
 
 
-def rows(count: int, seed: int = 0) -> torch.Tensor:
+def rows(count, seed=0):
     return inputs(count, seed).to(DEVICE)
 
 
-def model_of(seed: int) -> Wide:
+def model_of(seed):
     return wide(seed).to(DEVICE)
 
 
-def plans(model: Wide) -> dict[int, loka.Plan]:
+def plans(model):
     """Two rows with one site in FP8, more with three."""
     many = {"first": POW2, "second": POW2, "odd": ROW}
     return {2: plan_for(model, {"odd": ROW}), 16: plan_for(model, many)}
 
 
-def frozen(model: Wide, plan: Any, **options: Any) -> Server:
+def frozen(model, plan, **options):
     calibration = [rows(40, seed) for seed in range(3)]
     return freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=BUCKETS, **options)
 
@@ -106,3 +106,17 @@ def test_the_alarm_names_a_shift():
         if server.alarms():
             break
     assert {(alarm.site, alarm.kind) for alarm in server.alarms()} == {("first", "shift")}
+
+
+def test_a_shift_is_named_within_a_hundred_requests():
+    """By the graphs that show scales: nothing waits for them, so a look is read a request later or more."""
+    model = model_of(0)
+    server = frozen(model, plans(model)[16])
+    for turn in range(40 * EVERY):
+        server(rows(3, seed=turn))
+    torch.cuda.synchronize()
+    assert server.alarms() == ()
+    for turn in range(100):
+        server(rows(3, seed=turn) * 20)
+        torch.cuda.synchronize()
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("first", "shift")]

@@ -9,13 +9,13 @@ from loka.serve import Latents
 WIDTH = 24
 
 
-def values(count: int, seed: int = 0) -> torch.Tensor:
+def values(count, seed=0):
     """Rows of widely different sizes, and in each row values down to nothing."""
     drawn = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
     return drawn * torch.logspace(-20, 20, count).unsqueeze(1) * torch.logspace(-6, 0, WIDTH)
 
 
-def latents(ids: list[int], teacher: str = "T", version: int = 1, written: int = 10) -> Latents:
+def latents(ids, teacher="T", version=1, written=10):
     made = torch.tensor(ids, dtype=torch.int64), values(len(ids), version)
     return Latents.of(*made, teacher=teacher, version=version, written=written)
 

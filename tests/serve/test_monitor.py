@@ -15,10 +15,10 @@ from loka.serve import freeze
 from loka.serve.watch.monitor import (
     EVERY,
     WINDOW,
-    Alarm,
     Look,
     Monitor,
     Range,
+    apart,
     look,
     look_of_scales,
     octaves_of,
@@ -28,7 +28,7 @@ from loka.serve.watch.monitor import (
 BOTH = {"first": ROW, "second": ROW}
 
 
-def first_alarm(candidate: str, scale: float, count: int) -> tuple[int, tuple[Alarm, ...]]:
+def first_alarm(candidate, scale, count):
     """After how many batches whose inputs are `scale` times as large, behind 200 healthy ones."""
     torch.manual_seed(0)
     layers = nn.Linear(24, 37, bias=False), nn.LayerNorm(37), nn.ReLU(), nn.Linear(37, 16)
@@ -61,7 +61,7 @@ def test_saturation_of_a_static_scale_is_named():
     assert (alarm.site, alarm.kind) == ("0", "saturation")
 
 
-def looked(octaves: np.ndarray) -> list[float]:
+def looked(octaves):
     """Of rows whose largest magnitude has these octaves."""
     return octaves_of(torch.exp2(torch.from_numpy(octaves))).tolist()
 
@@ -87,10 +87,10 @@ def test_a_row_is_beyond_the_limit_once_in_a_hundred():
     octaves = octaves_of(torch.exp2(draws))
     assert float(((octaves - known.median).abs() > known.limit).double().mean()) < 0.01
     assert abs(known.limit - 2.576 * 1.7) <= 0.75, "octaves are whole"
-    assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=1.5, ceiling=None)
+    assert range_of(torch.tensor([0.0, 1.75, 1.75]), None) == Range(median=-7.5, limit=2.0, ceiling=None)
 
 
-def seen(rows: torch.Tensor, ceiling: float | None) -> Look:
+def seen(rows, ceiling):
     return Look.of(look(rows), ceiling)
 
 
@@ -98,8 +98,8 @@ def test_looks():
     rows_seen = torch.tensor([[0.0, 0.0], [1.0, -4.0], [torch.nan, 1.0], [2.0, 0.0], [-torch.inf, 1.0]])
     assert seen(rows_seen, 3.0) == Look(octaves=-7.0, rows=5, saturated=1, nonfinite=2)
     many = torch.ones(1000, 2)
-    many[::8] = 2.0
-    assert seen(many, 1.5) == Look(octaves=-7.0, rows=125, saturated=125, nonfinite=0)
+    many[::9] = 2.0
+    assert seen(many, 1.5) == Look(octaves=-7.0, rows=112, saturated=112, nonfinite=0)
     assert seen(torch.zeros(3, 2), None) == Look(octaves=None, rows=3, saturated=0, nonfinite=0)
 
 
@@ -109,6 +109,14 @@ def test_a_row_and_its_scale_are_of_one_octave(largest):
     of_row, of_scale = look(rows), look_of_scales(row_scale(rows).view(-1))
     assert torch.equal(octaves_of(of_row), octaves_of(of_scale))
     assert 2.0 ** octaves_of(of_row).item() >= largest / 448 > 2.0 ** (octaves_of(of_row).item() - 1)
+
+
+@given(st.integers(1, 4000), st.integers(1, 64))
+def test_each_token_of_a_batch_has_its_turn(batch, tokens):
+    step = apart(batch * tokens)
+    seen = torch.arange(0, batch * tokens, step)
+    assert min(16, batch * tokens) <= len(seen) <= 128
+    assert len((seen % tokens).unique()) >= min(tokens, len(seen))
 
 
 def test_scales_of_zeros_and_of_what_is_not_finite():

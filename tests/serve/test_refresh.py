@@ -9,12 +9,12 @@ from served import ROW, TENSOR, Cross, calibration, converted, cross_plan, plan_
 from torch import nn
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import Answer, Server, freeze
+from loka.serve import Answer, freeze
 
 BOTH = {"first": ROW, "second": ROW}
 
 
-def served(shadow: float = 0.0, candidate: str = ROW) -> Server:
+def served(shadow=0.0, candidate=ROW):
     model = tower()
     plan = plan_for(model, dict.fromkeys(BOTH, candidate))
     return freeze(model, plan, calibration=calibration(), buckets=(8, 64), shadow=shadow)
@@ -88,7 +88,7 @@ def test_no_answer_mixes_versions_and_none_is_lost(candidate):
     assert all(torch.equal(answer.output, expected[answer.version]) for answer in answers)
 
 
-def _changed(name: str, value: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _changed(name, value):
     state = copy.deepcopy(tower(1).state_dict())
     if value is None:
         del state[name]

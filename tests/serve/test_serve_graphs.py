@@ -7,8 +7,7 @@ run op by op.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from torch import nn
 
 import loka
 from loka.compiler.gemms import region_gemm
+from loka.compiler.notes import watched_by
 from loka.core.exceptions import ServeRefused, WrongResults
 from loka.kernels.quantize.int8_weights import int8_weights
-from loka.serve import Server, freeze, graphs, load
+from loka.serve import freeze, graphs, load
 from loka.serve.build import frozen_sites
 from loka.serve.rows import leaves, mapped
 from loka.serve.sites import frozen_gemm, observed_by
@@ -47,12 +47,12 @@ class Wide(nn.Module):
 PLAN = {"first": POW2, "second": POW2, "odd": ROW}
 
 
-def wide(seed: int = 0) -> Wide:
+def wide(seed=0):
     torch.manual_seed(seed)
     return Wide().eval()
 
 
-def inputs(count: int, seed: int = 0) -> torch.Tensor:
+def inputs(count, seed=0):
     return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
 
 
@@ -73,15 +73,13 @@ class Replayed:
             kept.copy_(made)
 
 
-def recorded(
-    function: Callable[[], Any], device: torch.device, stream: object, pool: object
-) -> tuple[Replayed, Any]:
+def recorded(function, device, stream, pool):
     made = Replayed(function)
     return made, made.output
 
 
 @pytest.fixture
-def backend(monkeypatch) -> Iterator[JointBackend]:
+def backend(monkeypatch):
     """Of what a server compiles; the device is said to have graphs."""
     torch._dynamo.reset()
     made, compile_ = JointBackend(), torch.compile
@@ -94,7 +92,7 @@ def backend(monkeypatch) -> Iterator[JointBackend]:
     torch._dynamo.reset()
 
 
-def frozen(model: nn.Module, **options: Any) -> Server:
+def frozen(model, **options):
     return freeze(
         model,
         plan_for(model, PLAN),
@@ -105,7 +103,7 @@ def frozen(model: nn.Module, **options: Any) -> Server:
     )
 
 
-def compiled_answer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def compiled_answer(model, x):
     """Of the converted model under torch.compile, as a user would run it."""
     program = torch.compile(converted(model, plan_for(model, PLAN)), dynamic=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -254,6 +252,68 @@ def test_looks_see_what_the_sites_get(backend, count):
         assert apart.sum() <= 1
     replays([inputs(0)], 2, looking=True)
     replays.note(lambda name, maxima: pytest.fail("a request of no rows shows none"))
+
+
+def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
+    """Its memory is the compiler's, which may give it to what comes behind."""
+
+    def watched(watcher):
+        def then_write(shown):
+            watcher(shown)
+            for _, scale, _ in shown:
+                scale.fill_(7.0)
+
+        return watched_by(then_write)
+
+    found = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(graphs, "watched_by", watched)
+        replays = frozen(wide()).current.replays
+        replays([inputs(16)], 16, looking=True)
+        seen = {}
+        replays.note(seen.__setitem__)
+        found.append(seen["first"])
+    assert torch.equal(*found)
+
+
+def test_behind_a_norm_in_a_gemm_only_what_is_finite_is_told(backend):
+    """Its inverse rms [T, 1] is no scale of rows, though it looks like one where a block is the whole row."""
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(64, eps=1e-5, elementwise_affine=False)
+    model = nn.Sequential(
+        nn.Linear(16, 64, bias=False), norm, nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 1)
+    ).eval()
+    plan = plan_for(model, {"0": POW2, "3": POW2})
+    calibration = [inputs(40, seed) for seed in range(3)]
+    server = freeze(model, plan, calibration=calibration, autocast=torch.bfloat16, buckets=(16,))
+    assert "3: the alarm sees what is not finite alone" in str(server)
+    for turn in range(20 * EVERY):
+        server(inputs(16, turn % 3))
+    assert server.alarms() == ()
+    x = inputs(16)
+    x[2] = torch.inf
+    for _ in range(EVERY):
+        server(x)
+    assert [(alarm.site, alarm.kind) for alarm in server.alarms()] == [("0", "nonfinite")]
+
+
+def test_alarms_wait_for_what_was_shown(backend, monkeypatch):
+    class Later:
+        done = False
+
+        def query(self):
+            return self.done
+
+        def synchronize(self):
+            self.done = True
+
+    made = graphs._Waiting.for_device
+    monkeypatch.setattr(graphs._Waiting, "for_device", lambda *of: replace(made(*of), event=Later()))
+    server, x = frozen(wide()), inputs(9)
+    x[3, 2] = torch.nan
+    server(x)
+    assert [alarm.kind for alarm in server.alarms()] == ["nonfinite"]
 
 
 def test_what_is_not_finite_is_seen_where_it_comes_first(backend):

@@ -32,7 +32,7 @@ from loka.serve.rows import leaves
 BOTH = {"first": ROW, "second": ROW}
 
 
-def served(candidate: str = ROW, **options: object) -> Server:
+def served(candidate=ROW, **options):
     model = tower()
     return freeze(
         model, plan_for(model, dict.fromkeys(BOTH, candidate)), calibration=calibration(), **options

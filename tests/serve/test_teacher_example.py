@@ -12,7 +12,7 @@ example = import_module("teacher")
 SIZES = "--seeds 1 --history 4096 --stream 512 --windows 2 --held 256 --batch 128 --max-age 200"
 
 
-def touched(student: torch.nn.Module, loss: torch.Tensor) -> set[str]:
+def touched(student, loss):
     student.zero_grad()
     loss.backward(retain_graph=True)
     moved = {name: weight.grad for name, weight in student.named_parameters() if weight.grad is not None}

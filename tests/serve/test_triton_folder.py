@@ -3,24 +3,23 @@
 import importlib.util
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from served import ROW, calibration, plan_for, rows, tower
 
 from loka.core.exceptions import ServeRefused
-from loka.serve import Server, freeze
+from loka.serve import freeze
 from loka.serve.packaging.triton_folder import TYPES, Batching, add_version, config_of
 from loka.serve.rows import Column, Form
 
 
-def served() -> Server:
+def served():
     model = tower()
     return freeze(model, plan_for(model, {"first": ROW, "second": ROW}), calibration=calibration())
 
 
-def read(text: str) -> Any:
+def read(text):
     """As the server does; its description comes with its client, without the client's own imports."""
     pytest.importorskip("google.protobuf")
     found = importlib.util.find_spec("tritonclient")

@@ -2,7 +2,6 @@
 first, which is what finding E1 needs.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 import loka
 
 
-def run_all(folder: Path):
+def run_all(folder):
     """Writes what each program returns, and how often candidates were launched for it."""
     other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     plan = loka.Plan.load(folder / "other.json")

@@ -1,14 +1,11 @@
 """Models that are probed, measured and planned, with every site forced into FP8."""
 
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from foreign.registry import FOREIGN
 from foreign.spec import Foreign, train_step
 from oracle import ROW
-from torch import nn
 
 import loka
 from loka.core.records.report import HP
@@ -32,21 +29,21 @@ class Planned:
         return {name for name, decision in self.plan.decisions.items() if decision.candidate != HP}
 
 
-def probe(model: nn.Module, step: Callable[[], object]) -> loka.Stats:
+def probe(model, step):
     """What one sampled step shows, without effects, which no forced plan needs."""
     with loka.Probe(model, every=1, effect_samples=0) as probing:
         step()
     return probing.stats()
 
 
-def force(stats: loka.Stats, candidate: str = ROW, **others: str) -> loka.Plan:
+def force(stats, candidate=ROW, **others):
     candidates = sorted({candidate, *others.values()} - {HP})
     report = loka.measure(stats, device="cpu", candidates=candidates, errors_only=True, settings=QUICK)
     return loka.plan(report, loka.Budget(), force={**others, "*": candidate})
 
 
 @functools.cache
-def planned(name: str) -> Planned:
+def planned(name):
     foreign = FOREIGN[name]
     foreign.skip_without_libraries()
     model = foreign.build()
@@ -54,16 +51,16 @@ def planned(name: str) -> Planned:
     return Planned(foreign, stats, force(stats))
 
 
-def plan_of(model: nn.Module, *inputs: torch.Tensor, candidate: str = ROW) -> loka.Plan:
+def plan_of(model, *inputs, candidate=ROW):
     """Of a model that returns one tensor; it is left with gradients."""
     return force(probe(model, lambda: model(*inputs).square().mean().backward()), candidate)
 
 
-def runs(model: nn.Module) -> dict[str, int]:
+def runs(model):
     return {name: int(counts["runs"]) for name, counts in loka.health_of(model).items()}
 
 
-def ran(model: nn.Module, gemms: Iterable[str] = ("output", "grad_input", "grad_weight")) -> set[str]:
+def ran(model, gemms=("output", "grad_input", "grad_weight")):
     """The sites that ran at least once, as "path/gemm"."""
     wanted = tuple(gemms)
     return {name for name, count in runs(model).items() if count and name.rpartition("/")[2] in wanted}

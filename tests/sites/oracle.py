@@ -45,7 +45,7 @@ class _Gemms(torch.autograd.Function):
         return dx, dw, None
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, names: Candidates = (ROW, ROW, ROW)) -> torch.Tensor:
+def multiply(x, weight, names=(ROW, ROW, ROW)):
     """x [..., K] @ weight [N, K]^T -> [..., N]; under autocast x is cast and the weight is not."""
     if torch.is_autocast_enabled("cpu"):
         x = x.to(torch.get_autocast_dtype("cpu"))
@@ -63,7 +63,7 @@ class Linear8(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def by_hand(model: nn.Module, names: Candidates = (ROW, ROW, ROW)) -> nn.Module:
+def by_hand(model, names=(ROW, ROW, ROW)):
     """Changes the class of each nn.Linear of `model`, which is not to be converted, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -156,27 +156,27 @@ class SiteBySite(TorchDispatchMode):
         return dx, dw, dy.sum((0, 2)) if wanted[2] else None
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _memory(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def gradients(model):
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+def off(found, expected):
     """The distance in the norm, relative to `expected`."""
     found, expected = found.detach().double(), expected.detach().double()
     size = expected.norm()
     return float((found - expected).norm() / size if size > 0 else (found - expected).norm())
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, *, bound: float = CLOSE, what: str = ""):
+def assert_close(found, expected, *, bound=CLOSE, what=""):
     assert found.shape == expected.shape, f"{what}: {tuple(found.shape)}, not {tuple(expected.shape)}"
     assert off(found, expected) <= bound, f"{what}: off by {off(found, expected):.2e} of the norm"
 
 
-def assert_same_gradients(model: nn.Module, expected: dict[str, torch.Tensor], *, bound: float = CLOSE):
+def assert_same_gradients(model, expected, *, bound=CLOSE):
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -2,14 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import loka
-from loka.core.records.plan import Plan
 from loka.core.records.report import HP
 from loka.measurement import Settings
 from loka.nn.site import SiteForward, health_of
@@ -86,34 +84,32 @@ SITES = {
 }
 
 
-def _normal(*shape: int) -> nn.Parameter:
+def _normal(*shape):
     return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
 
 
-def mixed() -> Mixed:
+def mixed():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Mixed().train()
 
 
-def rows(step: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+def rows(step, batch=BATCH):
     drawn = torch.Generator().manual_seed(step)
     return torch.randn(batch, TOKENS, WIDTH, generator=drawn), torch.arange(batch) % 2 * 1.0
 
 
-def half(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def half(step, rank):
     """The rows of `step` that rank 0 or 1 has."""
     x, y = rows(step)
     return x.chunk(2)[rank], y.chunk(2)[rank]
 
 
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x, y):
     return F.binary_cross_entropy_with_logits(model(x), y)
 
 
-def probed(
-    model: nn.Module, feed: Callable[[int], torch.Tensor] | None = None, steps: int = 2, **options: Any
-) -> loka.Stats:
+def probed(model, feed=None, steps=2, **options):
     """Statistics over `steps` sampled steps; `feed(step)` makes the loss."""
     with loka.Probe(model, every=1, depth_rows=8, **options) as probe:
         for step in range(steps):
@@ -122,7 +118,7 @@ def probed(
     return probe.stats()
 
 
-def forced(stats: loka.Stats, candidate: str = ROWWISE) -> Plan:
+def forced(stats, candidate=ROWWISE):
     """Every GEMM of every site in FP8, whatever it costs."""
     settings = Settings(rows=32, max_draws=4)
     report = loka.measure(stats, device="cpu", candidates=[candidate], errors_only=True, settings=settings)
@@ -130,29 +126,27 @@ def forced(stats: loka.Stats, candidate: str = ROWWISE) -> Plan:
 
 
 @functools.cache
-def bare_stats() -> loka.Stats:
+def bare_stats():
     return probed(mixed())
 
 
 @functools.cache
-def bare_plan() -> Plan:
+def bare_plan():
     return forced(bare_stats())
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters):
     return torch.optim.SGD(parameters, LR)
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters):
     return torch.optim.AdamW(parameters, 1e-3)
 
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def train(
-    model: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, parts: Callable[[int], list[Any]]
-) -> list[list[float]]:
+def train(model, optimizer, parts):
     """Losses of each part of each step; an update has the mean gradient of its parts."""
     losses = []
     for step in range(STEPS):
@@ -167,35 +161,33 @@ def train(
     return losses
 
 
-def alone(model: nn.Module, make: Make) -> list[list[float]]:
+def alone(model, make):
     """Losses [STEPS][2] of one process that takes the rows of both ranks one after the other."""
     return train(model, make(model.parameters()), lambda step: [half(step, 0), half(step, 1)])
 
 
-def on_rank(
-    model: Callable[..., torch.Tensor], parameters: Iterable[nn.Parameter], rank: int, make: Make
-) -> list[float]:
+def on_rank(model, parameters, rank, make):
     """Losses [STEPS] of one of two ranks."""
     return [loss for (loss,) in train(model, make(parameters), lambda step: [half(step, rank)])]
 
 
-def by_halves(plan: Plan, make: Make, *, apart: bool = False) -> list[list[float]]:
+def by_halves(plan, make, *, apart=False):
     """Losses [STEPS][2] of a converted model in one process."""
     model = mixed()
     model.apart = apart
     return alone(loka.convert(model, plan), make)
 
 
-def planned(plan: Plan) -> set[str]:
+def planned(plan):
     """Names of the FP8 GEMMs of a plan."""
     return {decision.site for decision in plan.decisions.values() if decision.candidate != HP}
 
 
-def runs(model: nn.Module) -> dict[str, int]:
+def runs(model):
     return {site: int(counts["runs"]) for site, counts in health_of(model).items()}
 
 
-def left(model: nn.Module) -> list[str]:
+def left(model):
     """Paths of modules on which something of LoKA stands."""
     return [
         path

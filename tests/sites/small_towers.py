@@ -10,7 +10,7 @@ import loka
 ROWS = 128
 
 
-def tower(norm: bool = False, dropout: float | None = None) -> nn.Sequential:
+def tower(norm=False, dropout=None):
     """64 -> 64 -> 64 -> 64 -> 1."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -23,11 +23,11 @@ def tower(norm: bool = False, dropout: float | None = None) -> nn.Sequential:
         return nn.Sequential(*layers, nn.Linear(64, 1))
 
 
-def batch(rows: int = ROWS, seed: int = 1) -> torch.Tensor:
+def batch(rows=ROWS, seed=1):
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
 
 
-def pair(**options: object) -> tuple[nn.Sequential, nn.Sequential]:
+def pair(**options):
     """The converted tower, and one of the same weights by hand."""
     plain = tower(**options)  # type: ignore[arg-type]
     found = loka.convert(tower(**options), plan_of(plain, batch().requires_grad_()))  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """A model that is not ours goes from the first probe to the last revert, as a newcomer would write it."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -64,22 +63,20 @@ class Newcomer(nn.Module):
         return {"click": self.mlp(user), "next": F.linear(user, self.items.weight)}
 
 
-def newcomer(recompute: bool = False) -> Newcomer:
+def newcomer(recompute=False):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Newcomer(recompute)
 
 
-def loss_of(output: dict[str, torch.Tensor], history: torch.Tensor) -> torch.Tensor:
+def loss_of(output, history):
     click = (history.sum(dim=1, keepdim=True) % 2).float()
     return F.binary_cross_entropy_with_logits(output["click"], click) + F.cross_entropy(
         output["next"], history[:, 0]
     )
 
 
-def train(
-    model: nn.Module, steps: int, call: Callable[..., dict[str, torch.Tensor]] | None = None
-) -> list[float]:
+def train(model, steps, call=None):
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     losses = []
     for step in range(steps):

@@ -10,7 +10,7 @@ from loka.measurement import Settings
 FP8 = "emulated:rowwise_e4m3"
 
 
-def forced_plan(stats: loka.Stats) -> loka.Plan:
+def forced_plan(stats):
     settings = Settings(rows=32, min_draws=2, max_draws=2)
     report = loka.measure(stats, device="cpu", candidates=[FP8], errors_only=True, settings=settings)
     return loka.plan(report, loka.Budget(), force={"*": FP8})

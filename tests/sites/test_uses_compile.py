@@ -5,11 +5,10 @@ and the count of sites shows which one is missing.
 """
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
-from forced import Planned, planned, ran
+from forced import planned, ran
 from foreign.registry import FOREIGN
 from foreign.spec import call, train_step
 from oracle import CLOSE, assert_close, assert_same_gradients, gradients
@@ -38,14 +37,14 @@ INDUCTOR = ("slices", "functions", "shared_attention", "checkpoint_function", "u
 FUSED = 5 * CLOSE
 
 
-def _eager(known: Planned) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _eager(known):
     model = known.converted()
     loss = train_step(known.foreign, model, ROWS)
     assert ran(model) == known.fp8
     return loss, gradients(model)
 
 
-def _compare(known: Planned, model: nn.Module, compiled: Callable[..., object], *, bound: float = CLOSE):
+def _compare(known, model, compiled, *, bound=CLOSE):
     foreign = known.foreign
     loss, expected = _eager(known)
     found = foreign.loss(call(compiled, foreign.inputs(ROWS)))

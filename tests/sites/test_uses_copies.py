@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forced import Planned, plan_of, planned, ran, runs
+from forced import plan_of, planned, ran, runs
 from foreign.spec import call, train_step
 from oracle import assert_close, assert_same_gradients, by_hand, gradients, multiply
 from small_towers import batch, pair, tower
@@ -34,7 +34,7 @@ NAMES = (
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
-def _expected(known: Planned, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _expected(known, state):
     """A step of a model that was built with these weights, and converted as the last thing."""
     model = known.foreign.build()
     model.load_state_dict(state)
@@ -42,7 +42,7 @@ def _expected(known: Planned, state: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return train_step(known.foreign, model, ROWS), gradients(model)
 
 
-def _check(known: Planned, model: nn.Module):
+def _check(known, model):
     loss, expected = _expected(known, model.state_dict())
     model.zero_grad()
     assert_close(train_step(known.foreign, model, ROWS), loss)
@@ -50,7 +50,7 @@ def _check(known: Planned, model: nn.Module):
     assert ran(model) == known.fp8
 
 
-def _moved(known: Planned) -> dict[str, torch.Tensor]:
+def _moved(known):
     """Another model's weights: 3 times these, which scales of before would not fit."""
     return {
         name: 3 * value if value.is_floating_point() and "running" not in name else value

@@ -5,15 +5,12 @@ held one, a saved program ran with the weights of whatever model had that handle
 it.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from exported import run_all
 from forced import plan_of, planned, ran
 from foreign.registry import FOREIGN
-from foreign.spec import Foreign, call
+from foreign.spec import call
 from forked import SERVER
 from oracle import assert_close
 from sweeps import sweep
@@ -38,28 +35,28 @@ ALWAYS = ("functions", "slices", "experts_bmm", "torchrec_dlrm_dcn")
 SAVED = ("functions", "cross_attention")
 
 
-def _given(foreign: Foreign) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _given(foreign):
     inputs = foreign.inputs(ROWS)
     return ((), inputs) if isinstance(inputs, dict) else (inputs, {})
 
 
-def _export(model: nn.Module, foreign: Foreign, *, strict: bool) -> torch.export.ExportedProgram:
+def _export(model, foreign, *, strict):
     args, kwargs = _given(foreign)
     return torch.export.export(model, args, kwargs, strict=strict)
 
 
-def _leaves(result: Any) -> list[torch.Tensor]:
+def _leaves(result):
     return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _sites_in(program: torch.export.ExportedProgram) -> set[str]:
+def _sites_in(program):
     """Names of the sites that the graph, or a graph inside it, calls."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes if node.target is torch.ops.loka.site.default]
     return {node.args[3] for node in nodes}
 
 
-def _check(name: str, *, strict: bool):
+def _check(name, *, strict):
     known = planned(name)
     foreign, model = known.foreign, known.converted()
     expected = _leaves(call(model, foreign.inputs(ROWS)))
@@ -136,7 +133,7 @@ def test_e1_saved_programs_in_a_fresh_process_beside_another_model(tmp_path):
             assert_close(result, wanted, what=stem)
 
 
-def _in_a_fresh_process(folder: Path) -> dict[str, tuple[list[torch.Tensor], int]]:
+def _in_a_fresh_process(folder):
     process = SERVER.Process(target=run_all, args=(folder,))
     process.start()
     process.join()

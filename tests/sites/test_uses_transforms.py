@@ -12,7 +12,7 @@ import loka
 from loka.core.exceptions import LokaError, NotConverted
 
 
-def _grad(model: nn.Module, x: torch.Tensor) -> Any:
+def _grad(model, x):
     def loss(parameters):
         return torch.func.functional_call(model, parameters, (x,)).sum()
 

@@ -14,13 +14,13 @@ from loka.statistics import depths
 from loka.statistics.gaussian import gaussian_of, to_distribution
 
 
-def heavy(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+def heavy(rows, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(rows, columns, generator=generator)
     return z * (1.5 * torch.randn(1, columns, generator=generator)).exp() * torch.exp(z)
 
 
-def layer_of(**operands: torch.Tensor) -> LinearStats:
+def layer_of(**operands):
     kept = {
         name: depths.with_depths(Distribution(kind="test"), depths.collect(hp, depths.layouts(name)))
         for name, hp in operands.items()

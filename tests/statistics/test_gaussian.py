@@ -7,7 +7,7 @@ from loka.statistics import gaussian
 from loka.statistics.draw import sampler
 
 
-def stream(parts: list[torch.Tensor], *, full: int, rank: int) -> gaussian.Gaussian:
+def stream(parts, *, full, rank):
     learnt = gaussian.gaussian_of(parts[0], full_covariance=full, rank=rank)
     for part in parts[1:]:
         learnt = gaussian.merge(

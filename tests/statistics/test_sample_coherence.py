@@ -6,12 +6,10 @@ import torch
 from torch import nn
 
 import loka
-from loka.core.records.stats import Stats
 from loka.probe.merging import merge_stats
 from loka.statistics import sample_coherence
 from loka.statistics.sample_coherence import (
     SUMS,
-    Samples,
     layout_of,
     merge_samples,
     pick,
@@ -20,11 +18,11 @@ from loka.statistics.sample_coherence import (
 )
 
 
-def named(samples: Samples) -> dict[str, float]:
+def named(samples):
     return dict(zip(SUMS, samples.sums.tolist(), strict=True))
 
 
-def few_directions(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def few_directions(samples, seed):
     """x [S, 5, 6] and g [S, 5, 4] whose M_s lie in a space of three dimensions."""
     fixed, generator = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     x = torch.randn(5, 6, generator=fixed).expand(samples, 5, 6)
@@ -132,7 +130,7 @@ class Encoder(nn.Module):
         return self.logit(self.layer(tokens).mean(dim=1)).squeeze(1)
 
 
-def probed(seed: int, lengths: tuple[int, ...], **options: object) -> tuple[Stats, list[Samples]]:
+def probed(seed, lengths, **options):
     """Of `layer.linear1`: what the probe learnt, and the sketch of all its rows."""
     torch.manual_seed(0)
     model, seen, whole = Encoder(), [], []

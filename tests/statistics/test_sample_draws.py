@@ -1,14 +1,11 @@
 """Rows drawn by sample add up in grad_weight as those of real samples do."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from loka.core.error import sqnr_db
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import Cast, Format, Gemm, Granularity
-from loka.core.records.stats import Distribution
 from loka.measurement.operands import sides
 from loka.statistics import gaussian, tails
 from loka.statistics.draw import samplers
@@ -22,7 +19,7 @@ PLACES = torch.randn(ROWS, 2, generator=FIXED)
 TO_X, TO_G = torch.randn(2, 20, generator=FIXED), torch.randn(2, 10, generator=FIXED)
 
 
-def positions(generator: torch.Generator) -> Batch:
+def positions(generator):
     """Of Wukong's kind: positions with means of their own, and the sample's p - y, heavy-tailed."""
     pull = torch.randn(SAMPLES, 1, 1, generator=generator).mul(0.7).exp()
     pull = pull * torch.randn(SAMPLES, 1, 1, generator=generator).sign()
@@ -31,7 +28,7 @@ def positions(generator: torch.Generator) -> Batch:
     return x, g
 
 
-def alike(generator: torch.Generator) -> Batch:
+def alike(generator):
     """What a sample broadcasts to all its rows, and a pooled output's gradient: rows nearly the same."""
     x = torch.randn(SAMPLES, 1, 20, generator=generator) + 0.5 * torch.randn(
         SAMPLES, ROWS, 20, generator=generator
@@ -42,13 +39,13 @@ def alike(generator: torch.Generator) -> Batch:
     return x, g
 
 
-def apart(generator: torch.Generator) -> Batch:
+def apart(generator):
     """Rows that have nothing to do with each other."""
     x = 1 + torch.randn(SAMPLES, ROWS, 20, generator=generator)
     return x, torch.randn(SAMPLES, ROWS, 10, generator=generator)
 
 
-def learn(batches: list[Batch], *, by_sample: bool) -> dict[str, Distribution]:
+def learn(batches, *, by_sample):
     x, g = (torch.cat(part).flatten(0, 1) for part in zip(*batches, strict=True))
     samples = samples_of(*batches[0])
     for batch in batches[1:]:
@@ -66,12 +63,12 @@ def learn(batches: list[Batch], *, by_sample: bool) -> dict[str, Distribution]:
     return found
 
 
-def drawn(operands: dict[str, Distribution], count: int, rows: int = SAMPLES * ROWS) -> list[Batch]:
+def drawn(operands, count, rows=SAMPLES * ROWS):
     made, generator = samplers(operands, CPU), torch.Generator().manual_seed(1)
     return [(made["input"](rows, generator), made["grad_output"](rows, generator)) for _ in range(count)]
 
 
-def coherence(batches: list[Batch]) -> float:
+def coherence(batches):
     """sum_s |M_s|^2 / sum |g|^2 |x|^2: 1 for rows that are independent, T for rows that are the same."""
     total = sum(
         samples_of(x.reshape(-1, ROWS, x.shape[-1]), g.reshape(-1, ROWS, g.shape[-1])).sums
@@ -81,7 +78,7 @@ def coherence(batches: list[Batch]) -> float:
     return named["coherent"] / named["energy"]
 
 
-def error(batches: list[Batch], granularity: Granularity) -> float:
+def error(batches, granularity):
     found = []
     for x, g in batches:
         layer = {"input": x.reshape(-1, x.shape[-1]), "grad_output": g.reshape(-1, g.shape[-1])}
@@ -92,7 +89,7 @@ def error(batches: list[Batch], granularity: Granularity) -> float:
     return sum(found) / len(found)
 
 
-def real(kind: Callable[[torch.Generator], Batch], seeds: range) -> list[Batch]:
+def real(kind, seeds):
     return [kind(torch.Generator().manual_seed(seed)) for seed in seeds]
 
 

@@ -6,7 +6,7 @@ from loka.statistics.subspace import leading
 RANK = 32
 
 
-def matrix(name: str) -> torch.Tensor:
+def matrix(name):
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(200, 400, dtype=torch.float64, generator=generator)
     columns = torch.arange(1, 401, dtype=torch.float64)

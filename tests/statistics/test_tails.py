@@ -7,7 +7,6 @@ from loka.core.error import sqnr_db
 from loka.core.numerics.depth import depth_error, depth_histogram
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
-from loka.core.records.stats import Distribution
 from loka.measurement.operands import sides
 from loka.statistics import gaussian, tails
 from loka.statistics.draw import sampler, samplers
@@ -15,7 +14,7 @@ from loka.statistics.draw import sampler, samplers
 CPU = torch.device("cpu")
 
 
-def gradient_like(rows: int, columns: int, seed: int) -> torch.Tensor:
+def gradient_like(rows, columns, seed):
     """Correlated, with columns and rows of unequal scale, and half of it zero."""
     fixed = torch.Generator().manual_seed(0)
     mixing = torch.randn(columns, columns, generator=fixed) / columns**0.5 + torch.eye(columns)
@@ -26,7 +25,7 @@ def gradient_like(rows: int, columns: int, seed: int) -> torch.Tensor:
     return values * (torch.rand(rows, columns, generator=generator) > 0.5)
 
 
-def learn(batches: list[torch.Tensor]) -> Distribution:
+def learn(batches):
     kept = gaussian.gaussian_of(batches[0], full_covariance=512, rank=8)
     sketch = tails.tails_of(batches[0])
     for batch in batches[1:]:

@@ -5,7 +5,6 @@ state dict.
 """
 
 import hashlib
-from typing import Any
 
 import torch
 from small_run import IDS, RandomRows
@@ -13,7 +12,6 @@ from torch import nn
 
 import loka
 from loka.core.budget import Budget
-from loka.core.records.plan import Plan
 from loka.measurement.settings import Settings
 from loka.nn import BlockNorm, HardSwish
 from loka.train import TrainConfig, train
@@ -55,12 +53,12 @@ class Tower(nn.Module):
         return self.logit(self.mlp(x) * torch.tanh(self.side(x))).squeeze(1)
 
 
-def tower(seed: int = 0) -> Tower:
+def tower(seed=0):
     torch.manual_seed(seed)
     return Tower()
 
 
-def make_plan(**budget: Any) -> Plan:
+def make_plan(**budget):
     """Of a short probe, by errors alone, as nothing is timed on a CPU."""
     model = tower()
     with loka.Probe(model, every=1) as probe:
@@ -69,7 +67,7 @@ def make_plan(**budget: Any) -> Plan:
     return loka.plan(report, loka.Budget(min_sqnr_db=None, **budget))
 
 
-def digest(value: Any) -> str:
+def digest(value):
     """Of nested containers of tensors, numbers and text, bit for bit."""
     hashed = hashlib.sha256()
 

@@ -7,14 +7,11 @@ In: folders. Out: `pid N`, `step N` after each, `end {..}` where it gets that fa
 import json
 import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from fp8_run import CONFIG, digest, make_plan, tower
 from small_run import RandomRows
 
-from loka.core.records.plan import Plan
 from loka.planner import convert
 from loka.train import load_newest, train
 from loka.train.checkpointing.state import plan_in
@@ -22,7 +19,7 @@ from loka.train.checkpointing.state import plan_in
 Say = Callable[[str], None]
 
 
-def serve(client: Connection, steps: int):
+def serve(client, steps):
     torch.set_num_threads(1)
     plan = make_plan()
     convert(tower(), plan)
@@ -39,7 +36,7 @@ def serve(client: Connection, steps: int):
         client.send("gone")
 
 
-def run(folder: Path, plan: Plan, steps: int, say: Say):
+def run(folder, plan, steps, say):
     """A process that finds a checkpoint goes on by the plan in it, and from other weights than the first."""
     found = load_newest(folder)
     by = plan_in(found.state, "given_plan") if found else plan

@@ -24,7 +24,7 @@ ROWS = RandomRows(64 * 20)
 HELD_OUT = RandomRows(320, seed=9)
 
 
-def recorded(config: TrainConfig) -> tuple[list[dict[str, torch.Tensor]], object]:
+def recorded(config):
     model, kept = small_model(), []
 
     def keep(step):

@@ -13,7 +13,7 @@ PATIENCE = 0.3
 
 
 @pytest.fixture
-def store(monkeypatch) -> dist.Store:
+def store(monkeypatch):
     """This process is rank 1 of two, which met at it."""
     made = dist.HashStore()
     made.set_timeout(timedelta(seconds=PATIENCE))

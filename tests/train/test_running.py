@@ -12,7 +12,7 @@ from loka.train import RunningQuality, Segments, TrainConfig, quality, train
 BIN = 1 / 128  # of logits, in the histogram that AUC is taken from
 
 
-def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rows(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(count, generator=generator) - 1
     labels = (torch.rand(count, generator=generator) < logits.sigmoid()).float()
@@ -20,12 +20,12 @@ def rows(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return losses, logits, labels
 
 
-def add(running: RunningQuality, parts: tuple[torch.Tensor, ...], *, step: int = 50):
+def add(running, parts, *, step=50):
     for first in range(0, len(parts[0]), step):
         running.add(*(part[first : first + step] for part in parts))
 
 
-def agree(found, exact, *, auc: float):
+def agree(found, exact, *, auc):
     # Losses are float32 here and float64 in `quality`: one rounding, 6e-8, per loss.
     assert found.ne == pytest.approx(exact.ne, rel=1e-6)
     assert found.logloss == pytest.approx(exact.logloss, rel=1e-6)
@@ -35,7 +35,7 @@ def agree(found, exact, *, auc: float):
     assert found.auc == pytest.approx(exact.auc, abs=auc)
 
 
-def ties(logits: torch.Tensor, labels: torch.Tensor) -> float:
+def ties(logits, labels):
     """Half the share of pairs that lie in one bin: how far off the AUC can be."""
     bins = (logits / BIN).floor()
     same = bins[labels > 0.5][:, None] == bins[labels < 0.5][None, :]

@@ -54,7 +54,7 @@ class TwoLogits(nn.Module):
         return self.mlp(torch.cat([dense, self.table(sparse).flatten(1)], dim=1))
 
 
-def fresh(seed: int = 0) -> TwoLogits:
+def fresh(seed=0):
     torch.manual_seed(seed)
     return TwoLogits()
 
@@ -167,7 +167,7 @@ def test_equal_labels_of_one_task_are_named():
         require_both(_Never(300), batch_size=64, what="the rows")
 
 
-def spoilt(model: TwoLogits):
+def spoilt(model):
     """Its second logit says the same of every row, and cannot unlearn that; the first is as it was."""
     last = model.mlp[3]
 
@@ -178,7 +178,7 @@ def spoilt(model: TwoLogits):
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory) -> Validation:
+def judged(tmp_path_factory):
     out = tmp_path_factory.mktemp("tasks")
     arms = [
         ArmSpec(name="same", apply=lambda model: None, identity={"what": "nothing"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -20,20 +19,20 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32", log_every=4)
 class Writer:
     made: ClassVar[list[Writer]] = []
 
-    def __init__(self, folder: str, purge_step: int) -> None:
+    def __init__(self, folder, purge_step):
         self.folder, self.purge_step, self.closed = folder, purge_step, False
         self.scalars: dict[tuple[str, int], float] = {}
         self.made.append(self)
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
+    def add_scalar(self, name, value, step):
         self.scalars[name, step] = value
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 @pytest.fixture
-def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
+def writers(monkeypatch):
     stand_in = types.ModuleType("torch.utils.tensorboard")
     stand_in.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
@@ -41,7 +40,7 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
     return Writer.made
 
 
-def test_log_lines_become_scalars(tmp_path: Path, writers: list[Writer]) -> None:
+def test_log_lines_become_scalars(tmp_path, writers):
     lines = []
     segments = Segments.of_column(0, ids=(1,), name="site")
     with TensorBoard(tmp_path) as board:
@@ -64,8 +63,8 @@ def test_log_lines_become_scalars(tmp_path: Path, writers: list[Writer]) -> None
     assert "segment auc/site = 1" not in {name for name, _ in writer.scalars}
 
 
-def test_a_resumed_run_replaces_what_it_does_again(tmp_path: Path, writers: list[Writer]) -> None:
-    def stop(step: int) -> None:
+def test_a_resumed_run_replaces_what_it_does_again(tmp_path, writers):
+    def stop(step):
         if step == 7:
             raise KeyboardInterrupt
 
@@ -85,7 +84,7 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path: Path, writers: list
     assert [writer.purge_step for writer in writers] == [4, 8]
 
 
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingLibrary, match=r"loka\[tensorboard\]"):
         TensorBoard(tmp_path)

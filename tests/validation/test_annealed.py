@@ -22,7 +22,7 @@ CONFIG = TrainConfig(batch_size=64, lr=2e-2, precision="fp32", average="tail")
 SAME = ArmSpec(name="same", apply=lambda model: model, identity={})
 
 
-def rows_of(seed: int, rows: int, shift: float) -> HeldOut:
+def rows_of(seed, rows, shift):
     rng = np.random.default_rng(seed)
     z = rng.normal(-1, 2, rows)
     labels = rng.random(rows) < 1 / (1 + np.exp(-z))
@@ -73,7 +73,7 @@ def test_the_answers(rate, gain, verdict):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Validation]:
+def runs(tmp_path_factory):
     train_rows, test_rows = RandomRows(64 * 150), RandomRows(3000, seed=8)
     return {
         schedule: validate(

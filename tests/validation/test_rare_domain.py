@@ -39,7 +39,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
+def world():
     torch.manual_seed(0)
     model = Tower()
     train(model, Domains(60_000, seed=1, share=0.3), config=CONFIG)  # a model that knows the domain well
@@ -56,7 +56,7 @@ def world() -> World:
     return World(model, report, loka.plan(report, limits), loka.plan(report, there))
 
 
-def measured(world: World, plan: Plan, part: str):
+def measured(world, plan, part):
     """On rows that nobody has seen: all of them, or the domain's."""
     rows = list(Domains(60_000, seed=9).batches(4096))
     if part:

@@ -36,7 +36,7 @@ def test_looks_grow_and_spend_less_than_there_is(planned, segments):
     assert look_tail(1, planned, tail) == tail
 
 
-def looks(effect: float, planned: int, *, simulations: int, sequential: bool) -> dict[str, float]:
+def looks(effect, planned, *, simulations, sequential):
     """How often a verdict of pass or fail comes at any look, and how early."""
     rng = np.random.default_rng(planned)
     values = effect + 0.02 * rng.normal(size=(simulations, planned))

@@ -49,7 +49,7 @@ FILES: dict[str, type[Validation] | type[Bank] | type[Comparison]] = {
 }
 
 
-def stored(name: str, folder: Path) -> Path:
+def stored(name, folder):
     """A copy in `folder`; the largest is kept packed."""
     packed = STORED / f"{name}.xz"
     data = lzma.decompress(packed.read_bytes()) if packed.exists() else (STORED / name).read_bytes()
@@ -57,7 +57,7 @@ def stored(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def content_of(file: Path) -> Any:
+def content_of(file):
     """Without the texts of outlooks, which are for readers alone."""
 
     def kept(found):
@@ -157,7 +157,7 @@ def test_other_versions_are_refused_with_a_way_out(name, version, tmp_path):
     assert caught.value.way_out
 
 
-def put(content: Any, *path: str | int, value: Any):
+def put(content, *path, value):
     for step in path[:-1]:
         content = content[step]
     content[path[-1]] = value

@@ -1,7 +1,6 @@
 """What is said of power before and after, and a bank of pairs to say it by."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ SAME = ArmSpec(name="same", apply=lambda model: model, identity={"what": "nothin
 LIMIT = 0.02
 
 
-def prior(between: float, rows_error: float = 0.0, rows: int = 10**6) -> PairVariance:
+def prior(between, rows_error=0.0, rows=10**6):
     return PairVariance(mean=0.0, pairs=8, rows=rows, between_pairs=between, rows_error=rows_error)
 
 
@@ -83,9 +82,7 @@ def test_verdicts_at_the_limit_are_as_seldom_as_promised(sequential, expected):
     assert found.pairs < 8 if sequential else found.pairs == 8
 
 
-def banked(
-    values: list[float], name: str = "naive", rows_error: float = 0.0, model: str = "dlrm", **others
-) -> BankedArm:
+def banked(values, name="naive", rows_error=0.0, model="dlrm", **others):
     return BankedArm(
         world=model,
         key=name,
@@ -112,7 +109,7 @@ dlrm_dcn tight 22 428 1 84 -39 103 150 156 130 318 331 298 244 437 465 207 358
 """
 
 
-def proved(model: str, name: str, rows_error: str, *values: str) -> BankedArm:
+def proved(model, name, rows_error, *values):
     ne, kl = (1e-4 * np.array(values, float).reshape(2, -1)).tolist()
     pairs = tuple(map(BankedPair, range(8), ne, kl))
     return banked([], name, 1e-5 * float(rows_error), model, pairs=pairs, setting="proof")
@@ -121,11 +118,11 @@ def proved(model: str, name: str, rows_error: str, *values: str) -> BankedArm:
 PROOF = [proved(*line.split()) for line in STORED.strip().splitlines()]
 
 
-def expected(arms: list[BankedArm], world: str, seeds=(), setting: str = "proof") -> Expected | None:
+def expected(arms, world, seeds=(), setting="proof"):
     return expected_of(Bank(tuple(arms)), world=world, setting=setting, seeds=seeds)
 
 
-def others(arm: BankedArm) -> Expected | None:
+def others(arm):
     return expected([each for each in PROOF if each.world != arm.world], arm.world)
 
 
@@ -241,12 +238,12 @@ def test_a_bank_is_read_back_as_it_was(values, tmp_path_factory):
     assert file.read_bytes() == written
 
 
-def run(out: Path, arms=(SAME,), **others) -> Validation:
+def run(out, arms=(SAME,), **others):
     return validate(SmallModel, TRAIN, TEST, arms, **{"config": CONFIG, "out": out, "pairs": 4, **others})
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> Validation:
+def found(tmp_path_factory):
     return run(tmp_path_factory.mktemp("power"), (nudged(), by_recipe("naive", rows=64)))
 
 

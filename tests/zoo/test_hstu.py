@@ -15,14 +15,14 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 VOCAB = (4, 7, 9)
 
 
-def layer(*, concat: bool = False, time_buckets: int = 0) -> HSTULayer:
+def layer(*, concat=False, time_buckets=0):
     torch.manual_seed(0)
     return HSTULayer(
         6, heads=2, value_dim=4, key_dim=3, reach=10, time_buckets=time_buckets, concat=concat
     ).double()
 
 
-def model(history: HistoryTable | None, *, time_buckets: int = 0, dense_features: int = 0) -> HSTU:
+def model(history, *, time_buckets=0, dense_features=0):
     torch.manual_seed(0)
     front = Front(dense_features=dense_features, vocab_sizes=VOCAB, dim=6, bottom=(8,), history=history)
     return HSTU(

@@ -13,11 +13,11 @@ from loka.zoo.layers import TokenLinear
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def tokens(*shape: int) -> torch.Tensor:
+def tokens(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def normed(x: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def normed(x, eps=1e-5):
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from loka.core.exceptions import UnknownName
 from loka.zoo import inventory, presets
-from loka.zoo.inventory import Features, Inventory, linear_gemms
+from loka.zoo.inventory import Features, linear_gemms
 from loka.zoo.shapes import lrm_gemm_shapes
 
 Gemms = Counter[tuple[int, int, int]]
 
 
-def of(pairs: list[tuple[int, int]], rows: int) -> Gemms:
+def of(pairs, rows):
     return Counter((rows, k, n) for k, n in pairs)
 
 
@@ -92,7 +92,7 @@ BATCH = {**{preset: batch for _, preset, batch, _ in PUBLISHED}, "dhen:elfm": 20
 
 
 @functools.cache
-def looked_at(preset: str) -> Inventory:
+def looked_at(preset):
     name, _, size = preset.partition(":")
     return inventory(name, size, batch=BATCH.get(preset, 3))
 

@@ -23,11 +23,11 @@ CRITEO_TABLES = 204_184_585 * 128
 BARS_TABLES = 2_086_303 * 10
 
 
-def parameters(model: nn.Module) -> int:
+def parameters(model):
     return sum(weight.numel() for weight in model.parameters())
 
 
-def front(dim: int, bottom: tuple[int, ...] | None) -> Front:
+def front(dim, bottom):
     return Front(dense_features=13, vocab_sizes=(1,) * 26, dim=dim, bottom=bottom)
 
 

@@ -22,16 +22,16 @@ VOCAB = (4, 7, 3, 9)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def rows(count: int, dense_features: int = 5, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+def rows(count, dense_features=5, dtype=torch.float64):
     sparse = torch.stack([torch.randint(size, (count,)) for size in VOCAB], dim=1)
     return torch.randn(count, dense_features, dtype=dtype), sparse
 
 
-def linears(model: nn.Module) -> Counter[tuple[int, int]]:
+def linears(model):
     return Counter((m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear))
 
 
-def published(name: str, size: str, sparse_features: int = 26) -> Counter[tuple[int, int]]:
+def published(name, size, sparse_features=26):
     with torch.device("meta"):
         model = build(name, dense_features=13, vocab_sizes=(2,) * sparse_features, size=size)
     return linears(model)

@@ -10,7 +10,8 @@ import typer
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", help="wukong, dcnv2, dlrm, interformer, dhen, hstu, NAME:SIZE, or package.module:factory."
+        "--model",
+        help="wukong, dcnv2, dlrm, interformer, dhen, hstu, kunlun, NAME:SIZE, or package.module:factory.",
     ),
 ]
 DataFile = Annotated[

@@ -1,6 +1,6 @@
 """What runs in regions, noted where `health_of` and `loka.regions` look for it.
 
-    loka::note_sites(healths, scales, places, record) -> token
+    loka::note_sites(healths, scales, places, shown, record) -> token
 
 An op notes, once a graph runs, that its sites ran, and whether one of their scales was not finite: the
 counters of nn/site.py. It is one launch for all sites. Nothing follows from them: the op is declared without
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 
 from loka.kernels.launches import note_launch
-from loka.kernels.quantize.side import BAD_A, RUNS
+from loka.kernels.quantize.side import RUNS
 from loka.nn.site_ops import registered
 
 FLAGS = 3  # columns of a site's counters
@@ -38,11 +38,17 @@ def uncounted() -> Iterator[None]:
         _HERE.uncounted = False
 
 
+SCALES, FINITE = 1, 2
+"""What an entry shows of the rows that enter a site: the scales of all; or whether they are finite alone."""
+
+Watcher = Callable[[list[tuple[int, torch.Tensor, int]]], None]
+"""Called with all that a graph shows: the address of a site's counters, a tensor of rows [T, N], and what it
+shows. Their memory is the graph's, which may write to it after the call."""
+
+
 @contextmanager
-def watched_by(watcher: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    """Inside, graphs that this thread runs, or records, show `watcher` the address of each site's counters
-    and the scales of the rows that enter it, [T, 1]; behind a norm in a GEMM's own kernel, which computes
-    none, what it has of each row, [T, N]."""
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Inside, graphs that this thread runs, or records, show `watcher` what enters their sites."""
     _HERE.watcher = watcher
     try:
         yield
@@ -51,16 +57,20 @@ def watched_by(watcher: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
 
 
 def _note_sites(
-    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], record: str
+    healths: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    places: list[int],
+    shown: list[int],
+    record: str,
 ) -> torch.Tensor:
     """Entry i: where `scales[i]` holds what is not finite, sets flag `places[i]` of `healths[i]` [3, 3].
-    Each GEMM has one entry for its operand A, which counts its run too."""
+    Each GEMM has one entry for its operand A, which counts its run too. `shown[i]`: what a watcher sees of
+    it, 0 for nothing."""
     for health in healths:
         _RECORDS[health.data_ptr()] = record
     if (watcher := getattr(_HERE, "watcher", None)) is not None:
-        for health, scale, place in zip(healths, scales, places, strict=True):
-            if place == BAD_A:  # of `output`
-                watcher(health.data_ptr(), scale)
+        entries = zip(healths, scales, shown, strict=True)
+        watcher([(health.data_ptr(), scale, what) for health, scale, what in entries if what])
     if getattr(_HERE, "uncounted", False):
         return scales[0].new_empty(1)
     note_launch("notes")
@@ -83,7 +93,11 @@ def counts_run(place: int) -> bool:
 
 
 def _note_sites_fake(
-    healths: list[torch.Tensor], scales: list[torch.Tensor], places: list[int], record: str
+    healths: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    places: list[int],
+    shown: list[int],
+    record: str,
 ) -> torch.Tensor:
     return scales[0].new_empty(1)
 

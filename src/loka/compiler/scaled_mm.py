@@ -3,8 +3,9 @@
     region_gemm(a, t, b, s)  ->  aten._scaled_mm(a, b^T, t, s^T)
 
 The kernels `torch` and `torch_fast` are that op. Called from the graph it costs the host half of what it does
-from an op in Python, and Inductor may choose other layouts of it where it is asked to (`max-autotune`). What
-`region_gemm` does besides is done before: sides of joined layers are multiples of 16, so nothing is padded.
+from an op in Python; `max-autotune` may put a kernel of Inductor's in its place, which adds up in its own
+way. What `region_gemm` does besides is done before: sides of joined layers are multiples of 16, so nothing is
+padded, and a kernel that cannot run here stays `region_gemm`, which says so.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from loka.compiler.edges.nodes import args_of, value_of
 from loka.compiler.emit import Emitter
 from loka.compiler.gemms import TOKEN, region_gemm
 from loka.compiler.normed import normed_gemm
+from loka.core.problem import Problem, dtype_name, target_of
+from loka.core.recipe import Gemm
 from loka.kernels.edge.op import edge
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
+from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.quantize.fp8_weights import fp8_weights
 
 aten = torch.ops.aten
@@ -39,32 +43,44 @@ def call_scaled_mm(emitter: Emitter) -> None:
 
 
 def _is_torchs(node: Node) -> bool:
-    a, a_scale, b, b_scale, _, _, _, kernel, *_ = args_of(node)
+    a, a_scale, b, b_scale, _, _, gemm, kernel, *_ = args_of(node)
     if kernel not in _KERNELS or not all(map(_lies, (a, a_scale, b, b_scale))):
         return False
-    (m, k), (n, deep), one = value_of(a).shape, value_of(b).shape, value_of(a_scale).numel()
-    sizes = value_of(node).shape
+    (m, k), (n, deep), scale = value_of(a).shape, value_of(b).shape, value_of(a_scale)
+    out = value_of(node)
     return (
-        statically_known_true(sym_and(m == sizes[0], n == sizes[1], k == deep, m > 0, k % 16 == 0))
+        statically_known_true(sym_and(m == out.shape[0], n == out.shape[1], k == deep, m > 0, k % 16 == 0))
         and n % 16 == 0
-        and (one == 1 or _is_column(value_of(a_scale), m))
+        and (scale.numel() == 1 or statically_known_true(sym_and(scale.shape[0] == m, scale.numel() == m)))
+        and _runs(kernel, Gemm(gemm), scale.numel() == 1, out, n)
     )
 
 
 def _lies(node: Node) -> bool:
-    if node.target is aten.full.default:  # one element
+    """Whether it is sure to lie in memory as the op wants it: side by side, or of one element."""
+    if node.target is aten.full.default:
         return True
-    return node.op == "placeholder" or (node.target is operator.getitem and args_of(node)[0].target in _FIXED)
+    whole = value_of(node).dim() < 2 or value_of(node).stride(1) == 1
+    return whole and (
+        node.op == "placeholder" or (node.target is operator.getitem and args_of(node)[0].target in _FIXED)
+    )
 
 
-def _is_column(scale: torch.Tensor, rows: int | torch.SymInt) -> bool:
-    return scale.dim() == 2 and statically_known_true(scale.shape[0] == rows)
+def _runs(kernel: str, gemm: Gemm, one: bool, out: torch.Tensor, n: int) -> bool:
+    """Whether the kernel can, here; its reasons do not depend on the rows."""
+    candidate = candidate_named(f"{kernel}:{'tensorwise' if one else 'rowwise'}_e4m3")
+    sides = {"m": 16, "n": n, "k": 16}
+    target = target_of(out.device)
+    return (
+        candidate.unsupported(Problem(gemm=gemm, **sides, dtype=dtype_name(out.dtype), target=target)) is None
+    )
 
 
 def _scaled_mm(emitter: Emitter, node: Node) -> Node:
     a, a_scale, b, b_scale, *_, kernel, _, _, dtype = args_of(node)
-    if value_of(a_scale).numel() == 1:
-        b_scale = _first(emitter, b_scale, 1)
+    if value_of(a_scale).numel() == 1:  # by two indices, as Inductor's own kernels read them
+        a_scale = emitter.call(aten.view.default, a_scale, [1, 1])
+        b_scale = emitter.call(aten.view.default, _first(emitter, b_scale, 1), [1, 1])
     else:
         n = value_of(b).shape[0]
         b_scale = emitter.call(aten.view.default, _first(emitter, b_scale, n), [1, n])

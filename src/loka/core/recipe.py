@@ -93,17 +93,20 @@ class Cast:
     """How one operand becomes FP8 or INT8. With `power_of_two` scales, requantizing is exact.
 
     `centred`: of the input of `output`, from which a vector was taken before (core/numerics/centring.py).
+    `hot`: how many columns' residuals stand behind an operand of `output` (core/numerics/hot_columns.py).
     """
 
     format: Format
     granularity: Granularity
     power_of_two: bool = False
     centred: bool = False
+    hot: int = 0
 
     @property
     def name(self) -> str:
         """Such as "e4m3_row" or "e5m2_tensor"; measurements of quantization go by it."""
         suffix = ("_pow2" if self.power_of_two else "") + ("_centred" if self.centred else "")
+        suffix += f"_hot{self.hot}" if self.hot else ""
         return f"{self.format.name}_{self.granularity.name}{suffix}".lower()
 
 
@@ -124,6 +127,11 @@ class Recipe:
         """Whether the input of `output` is centred, so that a site needs a vector to do it."""
         return self.output is not None and self.output[0].centred
 
+    @property
+    def hot(self) -> int:
+        """Of how many columns `output` takes the residuals too: a site needs to know which."""
+        return self.output[0].hot if self.output is not None else 0
+
     def casts(self, gemm: Gemm) -> Casts | None:
         by_gemm = {
             Gemm.OUTPUT: self.output,
@@ -143,10 +151,17 @@ def _centred(name: str, cast: Cast) -> Recipe:
     return Recipe(name=name, output=(replace(cast, centred=True), cast), grad_input=None, grad_weight=None)
 
 
+def _hot(name: str, cast: Cast) -> Recipe:
+    """For `output` alone."""
+    low = replace(cast, hot=32)
+    return Recipe(name=name, output=(low, replace(low, centred=False)), grad_input=None, grad_weight=None)
+
+
 _TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 _GRADIENT = Cast(Format.E5M2, Granularity.TENSOR)
 _GROUP = Cast(Format.E4M3, Granularity.GROUP_1X128)
 _BLOCK = Cast(Format.E4M3, Granularity.BLOCK_128X128)
+_ROW = Cast(Format.E4M3, Granularity.ROW)
 _INTEGER = Cast(Format.INT8, Granularity.ROW)
 
 RECIPES: dict[str, Recipe] = {
@@ -176,7 +191,9 @@ RECIPES: dict[str, Recipe] = {
         # so backward stays in FP8, by a recipe of its own at each of its GEMMs.
         Recipe(name="int8_row", output=(_INTEGER, _INTEGER), grad_input=None, grad_weight=None),
         _centred("int8_row_centred", _INTEGER),
-        _centred("rowwise_e4m3_centred", Cast(Format.E4M3, Granularity.ROW)),
+        _centred("rowwise_e4m3_centred", _ROW),
+        _hot("rowwise_e4m3_hot32", _ROW),
+        _hot("rowwise_e4m3_centred_hot32", replace(_ROW, centred=True)),
     )
 }
 

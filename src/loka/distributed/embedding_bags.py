@@ -38,7 +38,7 @@ def torchrec(module: str = "torchrec") -> Any:
             "tables are sharded by TorchRec, and it cannot be imported",
             why=[f"{type(error).__name__}: {error}".splitlines()[0]],
             way_out="install torchrec and fbgemm-gpu built for this torch (docs/torchrec.md), or train with "
-            "--engine torch",
+            "--engine torch, scale with --tables-by size",
         ) from error
 
 

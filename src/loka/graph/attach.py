@@ -19,6 +19,8 @@ from loka.nn.site import Site, SiteForward, install, refuse_replaced, remove, si
 from loka.nn.site_ops import Candidates
 from loka.nn.unwrap import named_modules
 
+_PLAN_AGAIN = "plan from a report in which this candidate was measured, which knows them"
+
 
 def attach(
     model: nn.Module,
@@ -28,6 +30,7 @@ def attach(
     join: bool = False,
     make: Callable[..., Any] = Site,
     centres: Mapping[str, Sequence[float]] | None = None,
+    hot_columns: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Makes the sites that `candidates` names run by them, in place.
 
@@ -35,12 +38,13 @@ def attach(
         layers: the model's sites, such as `plan.model.layers`.
         candidates: by site name, for output, grad_input and grad_weight: "hp" or "kernel:recipe".
         join: whether torch.compile may join them into regions.
-        make: makes what `x` and `weight` are handed to, of its name, candidates, device, `join` and `centre`.
+        make: makes what `x` and `weight` are handed to; its arguments are those of `Site`.
         centres: by site name, m [K] for what runs by a centred recipe, such as `plan.centres`.
+        hot_columns: by site name, those of a hot recipe, such as `plan.hot_columns`.
 
     Raises:
         NotConverted: the model runs sites already, or a module that a site names is not there, or there is
-            no centre for a centred recipe.
+            no centre for a centred recipe, or no columns for a hot one.
         UnknownName: a candidate that does not exist.
     """
     for names in candidates.values():
@@ -57,7 +61,10 @@ def attach(
         if use.caller not in modules:
             raise NotConverted(f"{path}: the model has no module {use.caller!r}, which calls it")
         centre = _centre(path, chosen[0], layers[path], centres or {})
-        by_caller.setdefault(use.caller, {})[use] = make(path, chosen, device, join=join, centre=centre)
+        hot = _hot(path, chosen[0], layers[path], (hot_columns or {}).get(path, ()))
+        by_caller.setdefault(use.caller, {})[use] = make(
+            path, chosen, device, join=join, centre=centre, hot=hot
+        )
     forwards = [_forward(modules, caller, sites) for caller, sites in by_caller.items()]
     for forward, path in zip(forwards, by_caller, strict=True):
         forward.path = path
@@ -74,9 +81,21 @@ def _centre(
         raise NotConverted(
             f"{path}: {output} needs {layer.in_features} numbers to take off its input, "
             f"and {len(centres.get(path, ()))} are there",
-            way_out="plan from a report in which this candidate was measured, which knows them",
+            way_out=_PLAN_AGAIN,
         )
     return torch.tensor(centres[path], dtype=torch.float32, device="cpu")
+
+
+def _hot(path: str, output: str, layer: LinearShape, columns: Sequence[int]) -> torch.Tensor | None:
+    count = 0 if output == HP else candidate_named(output).recipe.hot
+    known = len(set(columns) & set(range(layer.in_features)))
+    if count and (len(columns), known) != (count, count):
+        raise NotConverted(
+            f"{path}: {output} needs {count} of its {layer.in_features} columns, "
+            f"and {known} are there among {len(columns)}",
+            way_out=_PLAN_AGAIN,
+        )
+    return torch.tensor(columns, dtype=torch.int64, device="cpu") if count else None
 
 
 def use_of(path: str, shape: LinearShape) -> WeightUse:

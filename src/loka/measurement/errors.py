@@ -27,7 +27,7 @@ from loka.core.records.stats import LinearStats
 from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import run_gemm
-from loka.measurement.operands import centre_of_input, draw_operands, layer_samplers, sides
+from loka.measurement.operands import centre_of_input, draw_operands, hot_of_input, layer_samplers, sides
 from loka.measurement.predicted_kl import predicted_kl
 from loka.measurement.settings import Settings
 
@@ -84,7 +84,8 @@ def draw_errors(
                     continue
                 try:
                     dtype, m = DTYPES[problems[gemm].dtype], _centre(name, centre)
-                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m)
+                    hot = hot_of_input(layer, name, device)
+                    out = run_gemm(name, a, b, gemm=gemm, dtype=dtype, centre=m, hot=hot)
                     found, turn = errors_of(out, truth)
                 except Exception as error:  # libraries raise what they like
                     error.add_note(f"while the error of {name} was drawn for {problems[gemm]}")

@@ -31,7 +31,7 @@ from loka.core.timing import first_line, still_usable
 from loka.kernels.gemm.registry import all_candidates, candidate_named
 from loka.measurement.cache import TimesCache, sources_digest
 from loka.measurement.errors import draw_errors
-from loka.measurement.operands import centre_of_input
+from loka.measurement.operands import centre_of_input, hot_of_input
 from loka.measurement.predicted_kl import predicted_kl_by_part, tasks_together
 from loka.measurement.queue import agenda
 from loka.measurement.resume import ERRORS_ONLY, continue_from
@@ -225,6 +225,10 @@ def _draw(work: _Work, path: str) -> None:
         centre = tuple(centre_of_input(work.stats.layers[path]).tolist())
         if any(centre):
             work.report = replace(work.report, centres={**work.report.centres, path: centre})
+    known = {name: hot_of_input(work.stats.layers[path], name) for name in work.timer.candidates}
+    hot = {candidate_named(n).recipe.name: tuple(c.tolist()) for n, c in known.items() if c is not None}
+    if hot and sites:
+        work.report = replace(work.report, hot_columns={**work.report.hot_columns, path: hot})
     if sites:
         work.save()
 
@@ -267,10 +271,13 @@ def _by_part(layer: LinearStats, gemm: Gemm, name: str) -> dict[str, Estimate]:
 
 
 def _pointless(name: str, layer: LinearStats) -> str | None:
-    """Why a centred candidate is no other than the one without, at this layer; None where it is."""
-    if not candidate_named(name).recipe.centred or bool(centre_of_input(layer).any()):
-        return None
-    return "no column's mean exceeds half its standard deviation: there is nothing to centre"
+    """Why a centred or hot candidate is no other than the one without, at this layer; None where it is."""
+    recipe = candidate_named(name).recipe
+    if recipe.centred and not bool(centre_of_input(layer).any()):
+        return "no column's mean exceeds half its standard deviation: there is nothing to centre"
+    if recipe.hot and hot_of_input(layer, name) is None:
+        return "which columns are hot is not known: no effect on KL/H was probed"
+    return None
 
 
 def _unsupported(name: str, problem: Problem, device: torch.device) -> str | None:

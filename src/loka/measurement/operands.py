@@ -9,8 +9,11 @@ import torch
 from loka.core.numerics.centring import centre_of
 from loka.core.problem import DTYPES
 from loka.core.recipe import Gemm
+from loka.core.records.report import HP
 from loka.core.records.stats import LinearStats
+from loka.kernels.gemm.registry import candidate_named
 from loka.statistics.draw import Sampler, samplers
+from loka.statistics.effect_depths import hot_of
 
 Operands = dict[str, torch.Tensor]
 """input [T, in], weight [out, in], grad_output [T, out], in the dtypes the model uses."""
@@ -45,6 +48,21 @@ def centre_of_input(layer: LinearStats) -> torch.Tensor:
         return torch.zeros(1, device="cpu")
     count = max(int(learnt.numbers["count"]), 1)
     return centre_of(learnt.tensors["mean"].cpu(), learnt.tensors["square"].cpu() / count)
+
+
+def hot_of_input(
+    layer: LinearStats, candidate: str, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    """The columns [32] int64 whose residuals it takes too; None: it takes none, or no effect tells which."""
+    output = None if candidate == HP else candidate_named(candidate).recipe.output
+    found = hot_of(layer, output[0]) if output is not None and output[0].hot else None
+    return None if found is None else found[0].to(device)
+
+
+def any_columns(candidate: str, device: torch.device) -> torch.Tensor | None:
+    """As many as its recipe takes: times do not depend on which they are."""
+    count = 0 if candidate == HP else candidate_named(candidate).recipe.hot
+    return torch.arange(0, 2 * count, 2, device=device) if count else None
 
 
 def sides(gemm: Gemm, operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:

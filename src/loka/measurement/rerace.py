@@ -23,7 +23,7 @@ from loka.core.records.report import HP, Report, SiteReport, site_name
 from loka.core.records.stats import LinearStats, Stats
 from loka.core.timing import Race, median_interval, time_interleaved
 from loka.kernels.gemm.registry import candidate_named
-from loka.measurement.operands import Operands, rotated_operands
+from loka.measurement.operands import Operands, any_columns, rotated_operands
 from loka.measurement.times.compile_ahead import Track, compile_ahead, untracked
 from loka.measurement.times.site_times import site_call
 
@@ -123,14 +123,15 @@ def layer_call(names: str, sets: Sequence[Operands]) -> Call:
     turn = itertools.cycle([_cast(s) if names == HP else s for s in sets])
     health = torch.zeros(3, 3, dtype=torch.int64, device=sets[0]["input"].device)
     centred = candidates[0] != HP and candidate_named(candidates[0]).recipe.centred
+    hot = any_columns(candidates[0], health.device)
     centre = torch.zeros(sets[0]["input"].shape[1], device=health.device) if centred else None
 
     def call() -> object:
         operands = next(turn)
         x, weight = operands["input"], operands["weight"]
         if centre is None:
-            return layer_pass(x, weight, operands["grad_output"], health, candidates)
-        y, dx, dw = layer_pass(subtract(x, centre), weight, operands["grad_output"], health, candidates)
+            return layer_pass(x, weight, operands["grad_output"], health, candidates, hot)
+        y, dx, dw = layer_pass(subtract(x, centre), weight, operands["grad_output"], health, candidates, hot)
         # With respect to m W^T too: what autograd adds to dW.
         return (
             restore(y, centre, weight),

@@ -42,7 +42,8 @@ class Site:
     """A GEMM with a parameter: its name, its candidates for output, grad_input and grad_weight, its health.
 
     `join`: torch.compile may join it with other sites (loka/compiler).
-    `centre` float32 [K] is taken off the input and put back (core/numerics/centring.py); the plan holds it.
+    `centre` float32 [K] is taken off the input and put back (core/numerics/centring.py), `hot` int64 [32] are
+    the columns of a hot recipe (core/numerics/hot_columns.py); the plan holds both.
     `health` int64 [3, 3] (kernels/quantize/quantizer.py) is no buffer: DistributedDataParallel would
     overwrite every rank's flags with those of rank 0, and the model's buffers are the user's.
     """
@@ -55,6 +56,7 @@ class Site:
         *,
         join: bool = False,
         centre: torch.Tensor | None = None,
+        hot: torch.Tensor | None = None,
     ) -> None:
         self.name = name
         self.candidates = candidates
@@ -62,11 +64,13 @@ class Site:
         with torch.inference_mode(False):  # an inference tensor could not be counted in later
             self.health = torch.zeros(len(GEMMS), 3, dtype=torch.int64, device=device)
             self.centre = None if centre is None else centre.to(device)
+            self.hot = None if hot is None else hot.to(device)
 
     def _move(self, device: torch.device) -> None:
         """Takes the counters to where the model was moved, or begins them where it had no memory yet."""
         with torch.inference_mode(False):
             self.centre = None if self.centre is None else self.centre.to(device)
+            self.hot = None if self.hot is None else self.hot.to(device)
             if self.health.is_meta:
                 self.health = torch.zeros_like(self.health, device=device)
             else:
@@ -98,9 +102,9 @@ class Site:
 
     def _rows(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.centre is None:
-            return multiply(x, weight, self.health, self.name, self.candidates, self.join)
+            return multiply(x, weight, self.health, self.name, self.candidates, self.join, self.hot)
         x = subtract(x, self.centre)
-        y = multiply(x, weight, self.health, self.name, self.candidates, self.join)
+        y = multiply(x, weight, self.health, self.name, self.candidates, self.join, self.hot)
         return restore(y, self.centre, weight)
 
 

@@ -44,6 +44,7 @@ class SiteGemms(torch.autograd.Function):
         candidates: Candidates,
         keep: tuple[bool, bool],
         join: bool,
+        hot: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`keep`: whether gradients of the weight and of x are wanted, so that x and the weight matter."""
         output, grad_input, grad_weight = candidates
@@ -53,11 +54,11 @@ class SiteGemms(torch.autograd.Function):
         share_weight = keep[1] and output != HP and grad_input != HP and not gathered
         if _direct(x, weight):
             y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(
-                x, weight, health, candidates, (share_x, share_weight)
+                x, weight, health, candidates, (share_x, share_weight), hot
             )
         else:
             y, kept_x, x_scale, kept_weight, weight_scale = site_forward(
-                x, weight, health, site, *candidates, share_x, share_weight, join
+                x, weight, health, site, *candidates, share_x, share_weight, join, hot
             )
         # An empty part stands for what no wanted gradient needs: a frozen layer keeps no input alive.
         saved_x = kept_x if share_x else x if keep[0] else x_scale
@@ -103,7 +104,7 @@ class SiteGemms(torch.autograd.Function):
                 ctx.features,
                 ctx.weight_dtype,
             )
-        return dx if want_x else None, dw if want_weight else None, None, None, None, None, None
+        return dx if want_x else None, dw if want_weight else None, None, None, None, None, None, None
 
 
 def multiply(
@@ -113,10 +114,11 @@ def multiply(
     site: str,
     candidates: Candidates,
     join: bool = False,
+    hot: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [T, out] = x [T, in] @ weight [out, in]^T of a site, with gradients where they are wanted.
 
-    `join`: a compiler may join it with other sites (loka/compiler).
+    `join`: a compiler may join it with other sites (loka/compiler). `hot` int64 [32]: as in `Site`.
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise NotConverted(
@@ -127,7 +129,7 @@ def multiply(
     grad = torch.is_grad_enabled()
     keep = (grad and weight.requires_grad, grad and x.requires_grad)
     if keep[0] or keep[1]:
-        return SiteGemms.apply(x, weight, health, site, candidates, keep, join)
+        return SiteGemms.apply(x, weight, health, site, candidates, keep, join, hot)
     if _direct(x, weight):
-        return forward_parts(x, weight, health, candidates, (False, False))[0]
-    return site_forward(x, weight, health, site, *candidates, False, False, join)[0]
+        return forward_parts(x, weight, health, candidates, (False, False), hot)[0]
+    return site_forward(x, weight, health, site, *candidates, False, False, join, hot)[0]

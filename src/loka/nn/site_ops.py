@@ -28,7 +28,7 @@ from loka.core.recipe import Gemm
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
-from loka.kernels.quantize.quantizer import quantize_operand, quantize_pair
+from loka.kernels.quantize.quantizer import append_residuals, quantize_operand, quantize_pair
 from loka.kernels.quantize.side import BAD_A, BAD_B, RUNS, Side, empty_scale
 from loka.nn.fp8_weight import Fp8Weight
 
@@ -133,18 +133,21 @@ def forward_parts(
     health: torch.Tensor,
     candidates: Candidates,
     keep: tuple[bool, bool],
+    hot: torch.Tensor | None = None,
 ) -> Parts:
     sides = (x.shape[0], x.shape[1], weight.shape[0])
     made = _forward_of(sides, x.device, x.dtype, candidates, keep)
     if made is None:
-        y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype)
+        y = run_gemm(candidates[0], x, weight, gemm=Gemm.OUTPUT, dtype=x.dtype, hot=hot)
         return y, *_parts(None, x), *_parts(None, x)
     low_x, kept_x = quantize_pair(x, row=made.x[0], column=made.x[1], health=health)
     assert low_x is not None
+    append_residuals(low_x, x, hot)
     if isinstance(weight, Fp8Weight):
         return made.run(low_x, weight.quantized(made.weight[0], health)), *_parts(kept_x, x), *_parts(None, x)
     low_weight, kept_weight = quantize_pair(weight, row=made.weight[0], column=made.weight[1], health=health)
     assert low_weight is not None
+    append_residuals(low_weight, weight, hot, second=True)
     return made.run(low_x, low_weight), *_parts(kept_x, x), *_parts(kept_weight, x)
 
 
@@ -159,13 +162,14 @@ def _site(
     keep_input: bool,
     keep_weight: bool,
     join: bool,
+    hot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x [T, in] @ weight [out, in]^T through candidate `output`, and what backward wants of its operands.
 
     Returns y [T, out] in the dtype of x; x^T quantized for `grad_weight` and its scale, if
     `keep_input`; weight^T quantized for `grad_input` and its scale, if `keep_weight`. What is
     not kept is empty. `site` names it in a graph, and `join` says whether a compiler may join it with others
-    (loka/compiler); neither changes anything here.
+    (loka/compiler); neither changes anything here. `hot` int64 [32]: the columns of a hot recipe.
 
     `health` int64 [3, 3]: one row a GEMM, see kernels/quantize/quantizer.py. It is write-only telemetry
     that no result depends on, so the ops are declared without side effects and write through
@@ -173,7 +177,7 @@ def _site(
     after any other forward, because the buffer that backward also takes had changed.
     """
     candidates = (output, grad_input, grad_weight)
-    return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight))
+    return forward_parts(x, weight, health.data, candidates, (keep_input, keep_weight), hot)
 
 
 def _site_fake(
@@ -187,6 +191,7 @@ def _site_fake(
     keep_input: bool,
     keep_weight: bool,
     join: bool,
+    hot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     layer = _layer(x, weight)
     shares = output != HP
@@ -338,15 +343,16 @@ def layer_pass(
     grad_output: torch.Tensor,
     health: torch.Tensor,
     candidates: tuple[str, str, str],
+    hot: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, dx and dW of a linear layer by three candidates, quantization shared, without autograd.
 
-    x [T, in], weight [out, in], grad_output [T, out], health int64 [3, 3]. It is what a
+    x [T, in], weight [out, in], grad_output [T, out], health int64 [3, 3], `hot` int64 [32]. It is what a
     site runs in a training step, for timing.
     """
     _, grad_input, grad_weight = candidates
     keep = (grad_weight != HP, grad_input != HP)
-    y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(x, weight, health, candidates, keep)
+    y, kept_x, x_scale, kept_weight, weight_scale = forward_parts(x, weight, health, candidates, keep, hot)
     dx, dw = backward_parts(
         grad_output,
         kept_x if x_scale.numel() else x,

@@ -52,7 +52,7 @@ def convert(model: M, plan: Plan, *, regions: bool = True) -> M:
         )
     check(model, plan)
     in_fp8 = fp8_layers(plan)
-    attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres)
+    attach(model, plan.model.layers, in_fp8, join=regions, centres=plan.centres, hot_columns=plan.hot_columns)
     forget(site.health for site in sites_of(model).values())
     if regions and any(unjoined(name) is None for names in in_fp8.values() for name in names):
         install()

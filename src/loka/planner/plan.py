@@ -20,7 +20,7 @@ from typing import Literal
 from loka.core.annealing import annealing_note
 from loka.core.budget import Budget
 from loka.core.exceptions import NoKernelFits, UnknownName
-from loka.core.recipe import RECIPES, SHARED_OPERANDS, Gemm
+from loka.core.recipe import SHARED_OPERANDS, Gemm, recipe_named
 from loka.core.records.parts import WHOLE
 from loka.core.records.plan import Decision, Plan
 from loka.core.records.report import HP, REGION, Measurement, Report, SiteReport, site_name
@@ -90,24 +90,23 @@ def plan(
         notes.append(annealing_note(report.final_rate))
     if not report.complete:
         notes.append("the report is incomplete; sites not yet measured stay in hp")
-    return Plan(
+    decided = Plan(
         model=report.model,
         machine=report.machine,
         budget=budget,
         timed=report.timed,
         decisions=decisions,
         coverage=report.coverage,
-        centres={path: report.centres[path] for path in _centred(decisions) if path in report.centres},
         limits={} if tuple(limits) == (WHOLE,) else limits,
         notes=tuple(notes),
     )
-
-
-def _centred(decisions: Mapping[str, Decision]) -> list[str]:
-    """The layers whose `output` runs by a centred recipe."""
-    centred = {name for name, recipe in RECIPES.items() if recipe.centred}
-    outputs = [d for d in decisions.values() if d.problem.gemm is Gemm.OUTPUT]
-    return [d.path for d in outputs if d.candidate.partition("@")[0].rpartition(":")[2] in centred]
+    names, hot = decided.output_recipes, report.hot_columns  # what centred and hot recipes need
+    centred = [path for path, name in names.items() if recipe_named(name).centred]
+    return replace(
+        decided,
+        centres={path: report.centres[path] for path in centred if path in report.centres},
+        hot_columns={path: hot[path][name] for path, name in names.items() if name in hot.get(path, ())},
+    )
 
 
 def _matches(site: SiteReport, pattern: str) -> bool:

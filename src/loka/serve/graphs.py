@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from torch import nn
 
 from loka.compiler import install
 from loka.compiler.joint_sites import misfit, unjoined
-from loka.compiler.notes import record_of, uncounted, watched_by
+from loka.compiler.notes import FINITE, SCALES, record_of, uncounted, watched_by
 from loka.core.compiling import compiled_call
 from loka.core.error import sqnr_db
 from loka.core.exceptions import LokaError, ServeRefused, WrongResults
@@ -44,21 +43,21 @@ from loka.serve.sites import FrozenSite, HighPrecisionSite, answering, observed_
 from loka.serve.watch.monitor import Range, apart, look, look_of_scales, some_of
 
 _RECOMPILES = 4096
-_WAITING = 8  # looks that no request has read yet
+_LEAST_ROWS = 8  # of a site over tokens, where a request fills little of its graph: else always the same few
 
 
 class Seen(NamedTuple):
-    """`looked_at` of a site's `rows` are, by their FP8 `scales` or by their maxima."""
+    """`looked_at` of a site's `rows` are: by `SCALES`, by being `FINITE` or not, or by their maxima, 0."""
 
     name: str
     looked_at: int
     rows: int
-    scales: bool
+    what: int
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a recorded call hands out besides: scales or maxima of rows, of the sites one after the other."""
+    """What a recorded call hands out besides: a number for each row, of the sites one after the other."""
 
     values: torch.Tensor
     sites: tuple[Seen, ...]
@@ -83,7 +82,7 @@ class Replays:
     def __init__(self, graphs: Mapping[int, Graph], stream: torch.cuda.Stream | None, form: Form) -> None:
         self._graphs, self._stream, self._form = graphs, stream, form
         self._lock = threading.Lock()
-        self._shown: deque[_Waiting] = deque(maxlen=_WAITING)
+        self._shown: deque[_Waiting] = deque()
 
     def __call__(self, tensors: Sequence[torch.Tensor], rows: int, *, looking: bool = False) -> Any:
         """Outputs for tensors [B, ...] by the graph of `rows` >= B rows: [B, ...] each.
@@ -102,18 +101,25 @@ class Replays:
                     buffer[count:].copy_(row[-1:].expand_as(buffer[count:]))
             recording.replay()
             if shown is not None:
-                self._shown.append(_Waiting.for_device(shown, count / rows, self._stream))
+                self._shown.append(_Waiting.for_device(shown, (count, rows), self._stream))
             return mapped(output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
-    def note(self, note: Callable[[str, torch.Tensor], None]) -> None:
-        """Hands over the row maxima of requests that were looked at, where the device is done with them."""
+    def note(self, note: Callable[[str, torch.Tensor], None], *, wait: bool = False) -> None:
+        """Hands over the row maxima of requests that were looked at, where the device is done with them; or
+        waits for it."""
         while self._shown:
             with self._lock:
-                if not self._shown or not self._shown[0].done():
+                if not self._shown or not self._shown[0].done(wait=wait):
                     return
                 waiting = self._shown.popleft()
             for name, maxima in waiting.by_site():
                 note(name, maxima)
+
+    @property
+    def unscaled(self) -> tuple[str, ...]:
+        """Sites of which looks see no more than whether rows are finite."""
+        shown = [graph.looking[2].sites for graph in self._graphs.values() if graph.looking]
+        return tuple(dict.fromkeys(seen.name for sites in shown for seen in sites if seen.what == FINITE))
 
     def _handed_over(self, leaf: torch.Tensor) -> torch.Tensor:
         """Made on the stream of the graphs, and read on the caller's."""
@@ -124,29 +130,33 @@ class Replays:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """What was shown on its way to the host, of a request that filled a `share` of its graph's rows."""
+    """What was shown on its way to the host, of a request that `filled` so many rows of its graph's."""
 
     sites: tuple[Seen, ...]
     values: torch.Tensor
     event: torch.cuda.Event | None
-    share: float
+    filled: tuple[int, int]
 
     @classmethod
-    def for_device(cls, shown: Shown, share: float, stream: torch.cuda.Stream | None) -> _Waiting:
+    def for_device(cls, shown: Shown, filled: tuple[int, int], stream: torch.cuda.Stream | None) -> _Waiting:
         host = torch.empty_like(shown.values, device="cpu", pin_memory=stream is not None)
         host.copy_(shown.values, non_blocking=True)
-        return cls(shown.sites, host, None if stream is None else stream.record_event(), share)
+        return cls(shown.sites, host, None if stream is None else stream.record_event(), filled)
 
-    def done(self) -> bool:
+    def done(self, *, wait: bool) -> bool:
+        if self.event is not None and wait:
+            self.event.synchronize()
         return self.event is None or self.event.query()
 
     def by_site(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Maxima, without rows that only pad: the last of a site's, which lie by rows of the batch."""
-        for seen, part in zip(
-            self.sites, self.values.split([seen.looked_at for seen in self.sites]), strict=True
-        ):
-            kept = part[: math.ceil(self.share * seen.rows / apart(seen.rows))]
-            yield seen.name, look_of_scales(kept) if seen.scales else kept
+        """Maxima, without rows that only pad: the last of a site's, where these lie by rows of the batch;
+        else some copies of the last row are among them."""
+        parts = self.values.split([seen.looked_at for seen in self.sites])
+        count, whole = self.filled
+        for seen, part in zip(self.sites, parts, strict=True):
+            kept = part[: -(-(count * seen.rows // whole) // apart(seen.rows))]
+            if len(kept) >= _LEAST_ROWS or len(kept) == len(part) or seen.rows <= whole:
+                yield seen.name, look_of_scales(kept) if seen.what == SCALES else kept
 
 
 class Capturer:
@@ -254,20 +264,23 @@ class Capturer:
         sites.clear()
         names = {site.health.data_ptr(): name for name, site in frozen_sites(self._template).items()}
 
-        def take(name: str, values: torch.Tensor, rows: int, *, scales: bool) -> None:
-            if name in self._ranges:
-                found.append(values)
-                sites.append(Seen(name, values.numel(), rows, scales))
+        def take(shown: list[tuple[str, torch.Tensor, int, int]]) -> None:
+            """Copies it at once: the memory of what a graph shows is the graph's own."""
+            known = [each for each in shown if each[0] in self._ranges]
+            if known:
+                found.append(torch.cat([values for _, values, _, _ in known]))
+                sites.extend(Seen(name, values.numel(), rows, what) for name, values, rows, what in known)
 
-        def scale_of(health: int, scale: torch.Tensor) -> None:
-            some, even = some_of(scale).float(), scale.shape[1] == 1
-            # Behind a norm in a GEMM's own kernel there are no scales of rows: at least what is not finite.
-            take(names[health], some.view(-1) if even else some.sum(dim=1) * 0.0, len(scale), scales=even)
+        def shown_by(graph: list[tuple[int, torch.Tensor, int]]) -> None:
+            some = [(names[health], some_of(of_rows), len(of_rows), what) for health, of_rows, what in graph]
+            take(
+                [
+                    (name, some.sum(dim=1) * 0.0 if what == FINITE else some.reshape(-1), rows, what)
+                    for name, some, rows, what in some
+                ]
+            )
 
-        def rows_of(name: str, rows: torch.Tensor) -> None:
-            take(name, look(rows), len(rows), scales=False)
-
-        with watched_by(scale_of), observed_by(rows_of):
+        with watched_by(shown_by), observed_by(lambda name, rows: take([(name, look(rows), len(rows), 0)])):
             output = call()
         return output, torch.cat(found) if found else torch.empty(0)
 

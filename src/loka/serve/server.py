@@ -286,8 +286,14 @@ class Server:
             return self._current.number
 
     def alarms(self) -> tuple[Alarm, ...]:
-        """What the alarm has raised for the weights that run now; each is logged as a warning too."""
-        return self._current.monitor.alarms()
+        """What the alarm has raised for the weights that run now; each is logged as a warning too.
+
+        It waits for what requests have shown the alarm by now.
+        """
+        version = self._current
+        if version.replays is not None:
+            version.replays.note(version.monitor.look_at, wait=True)
+        return version.monitor.alarms()
 
     def shadow(self) -> Shadow:
         """How answers by the weights that run now differed from high precision, over shadowed requests."""
@@ -302,4 +308,8 @@ class Server:
                 f"{len(self.card.sites) - len(apart)} of {len(self.card.sites)} sites are in regions"
             )
             lines += [f"  {name} runs by itself: {reason}" for name, reason in apart.items()]
+            unscaled = self._current.replays.unscaled if self._current.replays else ()
+            lines += [
+                f"  {name}: the alarm sees what is not finite alone, behind a norm" for name in unscaled
+            ]
         return "\n".join(lines)

@@ -73,12 +73,14 @@ def scale_source(candidate: str) -> str:
     """Where a frozen site's input scales come from: "row" or "group", current; or "static".
 
     Raises ServeRefused for scales that rows of a batch share and that are not one for all, and for a centred
-    recipe, whose vector a frozen site does not take off.
+    or hot recipe, whose vector or residuals a frozen site does not know.
     """
-    if candidate_named(candidate).recipe.centred:
+    recipe = candidate_named(candidate).recipe
+    if recipe.centred or recipe.hot:
+        what = "takes a vector off its input" if recipe.centred else "multiplies residuals of its operands"
         raise ServeRefused(
-            f"{candidate} takes a vector off its input, which frozen sites do not",
-            way_out="plan again without centred recipes",
+            f"{candidate} {what}, which frozen sites do not",
+            way_out="plan again without centred and hot recipes",
         )
     granularity = input_cast(candidate).granularity
     if granularity is Granularity.TENSOR:

@@ -8,6 +8,9 @@ independent with mean 0, so products of different elements vanish in the mean. W
 weights of core/numerics/depth.py, one histogram for each kind of scale answers for every format. They are
 kept as `effect_depth_<granularity>` beside the tensors of `input` and `weight`: sums over the samples of
 `LinearStats.effects`, the three WEIGHTED columns of a depth histogram.
+
+Hot columns (core/numerics/hot_columns.py) take their share of both terms away: that of sum_i Jx_k^2 x_k^2 and
+of sum_ij A_jk W_jk^2, which `effect_columns` of `input` keeps [K, 2].
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 
 from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.depth import WEIGHTED, DepthHistogram, error_sum
+from loka.core.numerics.hot_columns import LEFT, hottest
 from loka.core.recipe import Cast, Casts
 from loka.core.records.stats import LinearStats
 from loka.statistics.depths import Layout, Request, collect_all, layout_of, merge
@@ -26,10 +30,11 @@ from loka.statistics.row_picks import sent
 
 PREFIX = "effect_"
 _CENTRED = "_centred"
+_COLUMNS = "effect_columns"
 OPERANDS = ("input", "weight")
 
 Tables = dict[str, torch.Tensor]
-"""[ROWS, 3] float64 by "input/effect_depth_row" and so on."""
+"""[ROWS, 3] float64 by "input/effect_depth_row" and so on; [K, 2] as "input/effect_columns"."""
 
 _ELEMENTS = 1 << 17  # of an operand that are looked at in a step
 _CHUNK = 1 << 22  # elements of A, over samples, at a time
@@ -73,16 +78,31 @@ def _tables(
     flat, factor = _some(rows.numel(), given.shape[1], generator)
     at = rows.flatten() if flat is None else rows.flatten()[sent(flat, rows.device)]
     sensitive = (grads[at].float() @ weight.float()).square() * factor
+    by_column = [(sensitive * given[at].float().square()).nan_to_num(0, 0).sum(dim=0)]
     requests = [Request(hp=given, wanted=wanted["input"], picked=at, weight=sensitive)]
     outputs, factor = _some(weight.shape[0], weight.shape[1], generator)
     outputs = None if outputs is None else sent(outputs, weight.device)
     sensitive = _weight_sensitivity(given, grads, rows, outputs) * factor
+    low = weight if outputs is None else weight[outputs]
+    by_column.append((sensitive * low.float().square()).nan_to_num(0, 0).sum(dim=0))
     requests.append(Request(hp=weight, wanted=wanted["weight"], picked=outputs, weight=sensitive))
-    return {
+    found = {
         f"{operand}/{PREFIX}{name}": table
         for operand, tables in zip(OPERANDS, collect_all(requests, weighted_only=True), strict=True)
         for name, table in tables.items()
     }
+    if any(left.hot for left, _ in casts):
+        found[f"input/{_COLUMNS}"] = torch.stack(by_column, dim=1).double()
+    return found
+
+
+def hot_of(layer: LinearStats, left: Cast) -> tuple[torch.Tensor, list[float]] | None:
+    """The columns that a hot recipe takes, and their shares of both terms; None where nothing tells."""
+    table = layer.operands["input"].tensors.get(_COLUMNS + (_CENTRED if left.centred else ""))
+    if table is None or not table.any():
+        return None
+    columns = hottest(table.sum(dim=1), left.hot)
+    return columns, (table[columns].sum(dim=0) / table.sum(dim=0)).nan_to_num(0).tolist()
 
 
 def merge_tables(tables: Tables, others: Tables) -> Tables:
@@ -111,15 +131,18 @@ def depth_loss(layer: LinearStats, casts: Casts) -> float | None:
     samples = max((effect.count for effect in layer.effects.values()), default=0)
     if not samples:
         return None
-    terms = 0.0
-    for operand, cast in zip(OPERANDS, casts, strict=True):
+    terms, hot = 0.0, hot_of(layer, casts[0]) if casts[0].hot else (None, [0.0, 0.0])
+    if hot is None:
+        return None
+    for operand, cast, share in zip(OPERANDS, casts, hot[1], strict=True):
         name = _name(cast) + (_CENTRED if casts[0].centred else "")
         table = layer.operands[operand].tensors.get(name)
         if table is None:
             return None
         whole = torch.zeros(table.shape[0], 10, dtype=torch.float64, device=table.device)
         whole[:, -3:] = table
-        terms += error_sum(DepthHistogram(whole), cast.format, weighting=WEIGHTED).item()
+        kept = 1 - (1 - LEFT) * share
+        terms += kept * error_sum(DepthHistogram(whole), cast.format, weighting=WEIGHTED).item()
     return terms / 2 / samples
 
 

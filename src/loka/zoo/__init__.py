@@ -14,6 +14,7 @@ from loka.zoo.history import HistoryTable
 from loka.zoo.hstu import HSTU
 from loka.zoo.interformer import InterFormer
 from loka.zoo.inventory import inventory
+from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
 from loka.zoo.presets import build, needs_sequences, presets, takes_history
 from loka.zoo.wukong import Wukong
@@ -26,6 +27,7 @@ __all__ = [
     "Front",
     "HistoryTable",
     "InterFormer",
+    "Kunlun",
     "Wukong",
     "build",
     "dense_part",

@@ -2,6 +2,7 @@
 
 Not `scaled_dot_product_attention`: its fused backward passes add in no fixed order, and a run that
 is resumed has to end with the same bits. The price is memory, [B, heads, T, T] scores.
+`qk_norm` and `post_norm` are places for the mod AttentionNorm, and do nothing without it.
 Every map is an `nn.Linear`, so that its GEMM can be probed and planned; `nn.MultiheadAttention` hides them.
 """
 
@@ -43,7 +44,10 @@ def check_heads(dim: int, heads: int) -> None:
 
 
 class SelfAttention(nn.Module):
-    """x [B, T, dim], seen [B, T] bool or None -> [B, T, dim]; `rotary` turns queries and keys by place."""
+    """x [B, T, dim], seen [B, T] or [B or 1, T, T] bool or None -> [B, T, dim]; i sees j where it is true.
+
+    `rotary` turns queries and keys by place.
+    """
 
     def __init__(self, dim: int, *, heads: int, rotary: bool) -> None:
         super().__init__()
@@ -52,14 +56,17 @@ class SelfAttention(nn.Module):
         self.rotary = rotary
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out = nn.Linear(dim, dim)
+        self.qk_norm, self.post_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         # [B, T, 3 dim] -> [3, B, heads, T, d_h]
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.qk_norm(q), self.qk_norm(k)
         if self.rotary:
             q, k = rotate(q), rotate(k)
-        found = attend(q, k, v, None if seen is None else seen[:, None, None, :])
-        return self.out(found.transpose(1, 2).flatten(2))
+        if seen is not None:
+            seen = seen[:, None, None, :] if seen.dim() == 2 else seen[:, None]
+        return self.post_norm(self.out(attend(q, k, v, seen).transpose(1, 2).flatten(2)))
 
 
 class AttentionPool(nn.Module):
@@ -76,15 +83,17 @@ class AttentionPool(nn.Module):
         nn.init.normal_(self.queries)
         self.kv = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(dim, dim)
+        self.qk_norm, self.post_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
         """`seen` [B, T] bool; a row of which nothing is seen gives attention of zero."""
         k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.qk_norm(self.queries).to(k.dtype), self.qk_norm(k)
         if seen is None:
-            found = attend(self.queries.to(k.dtype), k, v, None)
-            return self.out(found.transpose(1, 2).flatten(2))
+            found = attend(q, k, v, None)
+            return self.post_norm(self.out(found.transpose(1, 2).flatten(2)))
         # An empty row attends to everything, and is then set to zero: no NaN, also not in the backward pass.
         empty = ~seen.any(dim=1, keepdim=True)
-        found = attend(self.queries.to(k.dtype), k, v, (seen | empty)[:, None, None, :])
+        found = attend(q, k, v, (seen | empty)[:, None, None, :])
         found = found.masked_fill(empty[:, :, None, None], 0.0)
-        return self.out(found.transpose(1, 2).flatten(2))
+        return self.post_norm(self.out(found.transpose(1, 2).flatten(2)))

@@ -23,6 +23,9 @@ are their DLRM-v3's, their research code has neither. N_i counts the tokens that
 padded length, so that a row does not depend on padding. DLRM-v3 has no rab but adds positions to its inputs;
 here every size has rab^p. Their research code buckets times by powers of 1.35, here by powers of two.
 
+`scans` names layers, counted from 0, that are chunked scans in place of attention (loka.zoo.scan): a hybrid
+of ours. They read the context in the order of its features.
+
 Rows without a history: the row's features are the context, the history is empty, and the target's
 token is the learned vector alone, which reads the features. No feature is treated as an event.
 """
@@ -30,13 +33,14 @@ token is the learned vector alone, which reads the features. No feature is treat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from loka.zoo.layers import Front, mlp
+from loka.zoo.scan import ScanLayer
 
 
 class DistanceBias(nn.Module):
@@ -152,12 +156,16 @@ class HSTU(nn.Module):
         reach: int,
         time_buckets: int = 0,
         concat: bool = False,
+        scans: Collection[int] = (),
+        chunk: int = 64,
         activation: str = "relu",
         norm: bool = False,
     ) -> None:
         super().__init__()
         if time_buckets and front.history is None:
             raise ValueError("time_buckets need a history: only events have times")
+        if not set(scans) < set(range(layers)):
+            raise ValueError(f"scans {scans} of {layers} layers: count from 0, and leave one to attention")
         self.front = front
         self.enter = nn.Identity() if front.dim == width else nn.Linear(front.dim, width)
         self.target = nn.Parameter(torch.empty(front.dim))
@@ -166,8 +174,11 @@ class HSTU(nn.Module):
         if front.history is not None:
             self.acted = nn.Parameter(torch.empty(front.dim))
             nn.init.normal_(self.acted, std=1 / math.sqrt(front.dim))
+        self.timed = bool(time_buckets)
         self.layers = nn.ModuleList(
-            HSTULayer(
+            ScanLayer(width, heads=heads, value_dim=value_dim, state_dim=key_dim, chunk=chunk)
+            if index in scans
+            else HSTULayer(
                 width,
                 heads=heads,
                 value_dim=value_dim,
@@ -176,7 +187,7 @@ class HSTU(nn.Module):
                 time_buckets=time_buckets,
                 concat=concat,
             )
-            for _ in range(layers)
+            for index in range(layers)
         )
         self.norm = nn.LayerNorm(width)
         self.top = mlp(width, top, activation=activation, norm=norm)
@@ -192,7 +203,7 @@ class HSTU(nn.Module):
     ) -> torch.Tensor:
         context = self.front(dense, sparse)
         events = self.front.events(sequence, lengths)
-        if (times is None) != (self.layers[0].time is None):
+        if (times is None) == self.timed:
             raise ValueError(
                 "timestamps `times` [B, L + 1] are for models with time_buckets, and those need them"
             )

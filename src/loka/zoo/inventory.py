@@ -44,6 +44,7 @@ FEATURES: dict[tuple[str, str], Features] = {
     ("hstu", "dlrmv3"): Features(dense=0, sparse=3, events=1021),
     ("hstu", "kuairand"): Features(dense=0, sparse=7, events=4089),
     ("hstu", "nvidia"): Features(dense=0, sparse=3, events=4096),
+    ("kunlun", "paper"): Features(events=1000),
 }
 
 

@@ -20,6 +20,7 @@ from loka.zoo.dlrm import DLRM
 from loka.zoo.history import HistoryTable
 from loka.zoo.hstu import HSTU
 from loka.zoo.interformer import InterFormer
+from loka.zoo.kunlun import Kunlun
 from loka.zoo.layers import Front
 from loka.zoo.wukong import Wukong
 
@@ -30,30 +31,46 @@ MODELS: dict[str, type[nn.Module]] = {
     "interformer": InterFormer,
     "dhen": DHEN,
     "hstu": HSTU,
+    "kunlun": Kunlun,
 }
 PREDICTION_WIDTH = 8  # as in nn/linears.py, which this plain PyTorch does not import (tests/zoo)
-TAKE_HISTORIES = ("interformer", "dhen", "hstu")
+TAKE_HISTORIES = ("interformer", "dhen", "hstu", "kunlun")
 
 # SiLU and LayerNorm, so that the mods have something to replace.
-_SMALL: dict[str, Any] = {"embedding_dim": 16, "activation": "silu", "norm": True}
+_SMALL: dict[str, Any] = {"embedding_dim": 16, "bottom": (64,), "activation": "silu", "norm": True}
 # Wukong paper, Table 5: l, n_fm = n_lc, k, MLP; its section 7.1.4: d = 160; its appendix A: bottom MLP, ReLU.
 # The MLP on top and LayerNorm in the MLPs are ours.
-_WUKONG: dict[str, Any] = {
-    "embedding_dim": 160,
-    "bottom": (512, 256),
-    "rank": 24,
-    "hidden": (2048, 2048, 2048),
-    "top": (1024, 512),
-    "norm": True,
-}
+_WUKONG: dict[str, Any] = {"embedding_dim": 160, "bottom": (512, 256), "top": (1024, 512), "norm": True}
 # What the small sequence models share with each other.
-_SMALL_TOKENS: dict[str, Any] = {**_SMALL, "bottom": (64,), "layers": 2, "heads": 2, "top": (128, 64)}
+_SMALL_TOKENS: dict[str, Any] = {**_SMALL, "layers": 2, "heads": 2, "top": (128, 64)}
 
+
+def _wukong(layers: int, tokens: int, rank: int, *hidden: int) -> dict[str, Any]:
+    return {"layers": layers, "fm_tokens": tokens, "lc_tokens": tokens, "rank": rank, "hidden": hidden}
+
+
+def _hstu(
+    dim: int,
+    width: int,
+    *,
+    layers: int,
+    each: int,
+    heads: int = 4,
+    bottom: int = 256,
+    top: int = 512,
+    reach: int = 4096,
+) -> dict[str, Any]:
+    size = {"width": width, "layers": layers, "heads": heads, "value_dim": each, "key_dim": each}
+    return {"embedding_dim": dim, "bottom": (bottom,), **size, "top": (top,), "reach": reach}
+
+
+_SMALL_WUKONG = {**_SMALL, **_wukong(2, 8, 8, 128), "top": (128, 64)}
+_SMALL_HSTU = _hstu(16, 32, layers=2, each=16, heads=2, bottom=64, top=64, reach=256) | _SMALL
 _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
-    ("dlrm", "small"): {**_SMALL, "bottom": (64,), "top": (256, 128, 64)},
+    ("dlrm", "small"): {**_SMALL, "top": (256, 128, 64)},
     # facebookresearch/dlrm, torchrec_dlrm README: dense 512,256,128, over 1024,1024,512,256,1.
     ("dlrm", "mlperf"): {"embedding_dim": 128, "bottom": (512, 256), "top": (1024, 1024, 512, 256)},
-    ("dcnv2", "small"): {**_SMALL, "bottom": (64,), "cross_layers": 2, "rank": 64, "deep": (256, 128, 64)},
+    ("dcnv2", "small"): {**_SMALL, "cross_layers": 2, "rank": 64, "deep": (256, 128, 64)},
     # mlcommons/training, recommendation_v2 README.
     ("dcnv2", "mlperf"): {
         "embedding_dim": 128,
@@ -71,75 +88,29 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "deep": (500, 500, 500),
         "parallel": True,
     },
-    ("wukong", "small"): {
-        **_SMALL,
-        "bottom": (64,),
-        "layers": 2,
-        "fm_tokens": 8,
-        "lc_tokens": 8,
-        "rank": 8,
-        "hidden": (128,),
-        "top": (128, 64),
-    },
-    ("wukong", "0.5gf"): {**_WUKONG, "layers": 2, "fm_tokens": 8, "lc_tokens": 8},
-    ("wukong", "1gf"): {**_WUKONG, "layers": 4, "fm_tokens": 32, "lc_tokens": 32},
-    ("wukong", "2gf"): {**_WUKONG, "layers": 8, "fm_tokens": 32, "lc_tokens": 32},
-    ("wukong", "6gf"): {
-        **_WUKONG,
-        "layers": 8,
-        "fm_tokens": 48,
-        "lc_tokens": 48,
-        "rank": 48,
-        "hidden": (4096, 4096, 4096),
-    },
-    # The size of the FP8 experiments in the LoKA paper (24 GFLOP a sample, batch 6144 a GPU).
-    ("wukong", "22gf"): {
-        **_WUKONG,
-        "layers": 8,
-        "fm_tokens": 96,
-        "lc_tokens": 96,
-        "rank": 96,
-        "hidden": (8192, 8192, 8192),
-    },
-    ("wukong", "61gf"): {
-        **_WUKONG,
-        "layers": 8,
-        "fm_tokens": 96,
-        "lc_tokens": 96,
-        "rank": 96,
-        "hidden": (16384, 16384, 16384),
-    },
-    ("wukong", "108gf"): {
-        **_WUKONG,
-        "layers": 8,
-        "fm_tokens": 192,
-        "lc_tokens": 192,
-        "rank": 192,
-        "hidden": (16384, 16384, 16384),
+    ("wukong", "small"): _SMALL_WUKONG,
+    # 22gf has the size of the FP8 experiments in the LoKA paper (24 GFLOP a sample, batch 6144 a GPU).
+    **{
+        ("wukong", size): {**_WUKONG, **_wukong(layers, tokens, rank, width, width, width)}
+        for size, layers, tokens, rank, width in (
+            ("0.5gf", 2, 8, 24, 2048),
+            ("1gf", 4, 32, 24, 2048),
+            ("2gf", 8, 32, 24, 2048),
+            ("6gf", 8, 48, 48, 4096),
+            ("22gf", 8, 96, 96, 8192),
+            ("61gf", 8, 96, 96, 16384),
+            ("108gf", 8, 192, 192, 16384),
+        )
     },
     # small with attentive Y, which the published sizes above do without.
-    ("wukong", "attentive"): {
-        **_SMALL,
-        "bottom": (64,),
-        "layers": 2,
-        "fm_tokens": 8,
-        "lc_tokens": 8,
-        "rank": 8,
-        "hidden": (128,),
-        "top": (128, 64),
-        "attention": (64,),
-    },
+    ("wukong", "attentive"): {**_SMALL_WUKONG, "attention": (64,)},
     # The paper's model for Criteo 1TB is known by its parameters and FLOP (Table 3) and by the space searched
     # (appendix A: l 1 to 4, n 8 or 16, k 24, d 128, ReLU, MLPs of 1 to 4 layers of 512, 1024 or 2048). In it
     # this is the nearest: 0.3 % fewer parameters, 0.2 % more FLOP.
     ("wukong", "criteo"): {
         "embedding_dim": 128,
         "bottom": (512, 256),
-        "layers": 4,
-        "fm_tokens": 16,
-        "lc_tokens": 16,
-        "rank": 24,
-        "hidden": (512, 512),
+        **_wukong(4, 16, 24, 512, 512),
         "top": (2048, 2048, 2048, 2048),
     },
     # TorchEasyRec, examples/wukong_criteo.config. Its dense MLP is written to end in 128, which its model
@@ -147,11 +118,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "torcheasyrec"): {
         "embedding_dim": 16,
         "bottom": (512, 256),
-        "layers": 2,
-        "fm_tokens": 16,
-        "lc_tokens": 16,
-        "rank": 24,
-        "hidden": (512,),
+        **_wukong(2, 16, 24, 512),
         "top": (512, 64),
     },
     # FuxiCTR, WuKong model_config.yaml: each of 39 fields is a token. Its ReLU after an FMB's last Linear and
@@ -159,11 +126,7 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
     ("wukong", "fuxictr"): {
         "embedding_dim": 64,
         "bottom": None,
-        "layers": 3,
-        "fm_tokens": 40,
-        "lc_tokens": 40,
-        "rank": 8,
-        "hidden": (512, 256),
+        **_wukong(3, 40, 8, 512, 256),
         "top": (512, 256),
     },
     ("interformer", "small"): {
@@ -213,64 +176,48 @@ _PRESETS: dict[tuple[str, str], dict[str, Any]] = {
         "top": (2048, 1024, 512),
         "norm": True,
     },
-    ("hstu", "small"): {
-        **_SMALL,
-        "bottom": (64,),
-        "width": 32,
-        "layers": 2,
-        "heads": 2,
-        "value_dim": 16,
-        "key_dim": 16,
-        "top": (64,),
-        "reach": 256,
-    },
+    ("hstu", "small"): _SMALL_HSTU,
+    # small with a chunked scan in place of its first attention: ours.
+    ("hstu", "hybrid"): {**_SMALL_HSTU, "scans": (0,), "chunk": 16},
     # The paper's HSTU-large for MovieLens-1M, from its authors' configuration; the head is ours.
-    ("hstu", "large"): {
-        "embedding_dim": 50,
-        "bottom": (64,),
-        "width": 50,
-        "layers": 8,
-        "heads": 2,
-        "value_dim": 25,
-        "key_dim": 25,
-        "top": (64,),
-        "reach": 200,
-    },
+    ("hstu", "large"): _hstu(50, 50, layers=8, heads=2, each=25, top=64, bottom=64, reach=200),
     # meta-recsys/generative-recommenders, dlrm_v3/configs.py; the head is ours.
-    ("hstu", "dlrmv3"): {
-        "embedding_dim": 512,
-        "bottom": (256,),
-        "width": 512,
-        "layers": 5,
-        "heads": 4,
-        "value_dim": 128,
-        "key_dim": 128,
-        "top": (512,),
-        "reach": 2048,
-        "concat": True,
-    },
+    ("hstu", "dlrmv3"): {**_hstu(512, 512, layers=5, each=128, reach=2048), "concat": True},
     # NVIDIA/recsys-examples: kuairand_1k_ranking.gin and benchmark_ranking.gin.
-    ("hstu", "kuairand"): {
-        "embedding_dim": 512,
-        "bottom": (256,),
-        "width": 512,
+    ("hstu", "kuairand"): _hstu(512, 512, layers=3, each=128),
+    ("hstu", "nvidia"): _hstu(128, 1024, layers=8, each=256),
+    # Over 8 outputs everywhere: fewer are planned as a prediction layer.
+    ("kunlun", "small"): {
+        **_SMALL_TOKENS,
         "layers": 3,
-        "heads": 4,
-        "value_dim": 128,
-        "key_dim": 128,
-        "top": (512,),
-        "reach": 4096,
+        "summary": 12,
+        "seeds": 8,
+        "pooled": 4,
+        "kron_rank": 4,
+        "window": 2,
+        "longest": 8,
+        "experts": 2,
+        "rank": 16,
+        "hidden": 64,
     },
-    ("hstu", "nvidia"): {
-        "embedding_dim": 128,
-        "bottom": (256,),
-        "width": 1024,
-        "layers": 8,
-        "heads": 4,
-        "value_dim": 256,
-        "key_dim": 256,
-        "top": (512,),
-        "reach": 4096,
+    # As accounts quote the paper: S, T, D, k of its SumKron (256, 32, 384, 8), about 1000 events; 3 layers, 8
+    # heads and a window of 100 as for clicks. Its other widths are not published: ours.
+    ("kunlun", "paper"): {
+        "embedding_dim": 384,
+        "bottom": (512, 256),
+        "layers": 3,
+        "heads": 8,
+        "summary": 32,
+        "seeds": 256,
+        "pooled": 32,
+        "kron_rank": 8,
+        "window": 100,
+        "longest": 1000,
+        "experts": 2,
+        "rank": 24,
+        "hidden": 2048,
+        "top": (1024, 512),
+        "norm": True,
     },
 }
 
@@ -287,7 +234,7 @@ def takes_history(name: str) -> bool:
 
 def needs_sequences(name: str) -> bool:
     """Whether the model is made for histories, and so degraded without `history` (docs/zoo.md says how)."""
-    return name in ("interformer", "hstu")
+    return name in ("interformer", "hstu", "kunlun")
 
 
 def build(

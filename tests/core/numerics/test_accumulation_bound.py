@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from loka.core.numerics.reference import (
-    Quantized,
     accumulation_bound,
     dequantize,
     quantize,
@@ -20,7 +19,7 @@ INT8, E4M3 = (Cast(format, Granularity.ROW) for format in (Format.INT8, Format.E
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2 * 2.0**-9, torch.float16: 2 * 2.0**-12}
 
 
-def operands(cast: Cast, k: int, *, sign: bool = True) -> list[Quantized]:
+def operands(cast, k, *, sign=True):
     made = torch.randn(2, 24, k, generator=torch.Generator().manual_seed(0))
     return [quantize(one if sign else one.abs(), cast) for one in made]
 

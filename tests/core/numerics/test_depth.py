@@ -33,7 +33,7 @@ EXACT_DB = 0.01
 FAMILIES = ("normal", "student_t2", "lognormal_3", "zero_inflated", "sparse", "tanh", "correlated", "bf16")
 
 
-def family(name: str, rows: int, columns: int, seed: int) -> torch.Tensor:
+def family(name, rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(rows, columns, generator=generator)
     if name == "student_t2":
@@ -53,7 +53,7 @@ def family(name: str, rows: int, columns: int, seed: int) -> torch.Tensor:
     return z
 
 
-def measured(hp: torch.Tensor, cast: Cast) -> float:
+def measured(hp, cast):
     return sqnr_db(dequantize(quantize(hp, cast)), hp)
 
 

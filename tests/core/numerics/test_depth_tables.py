@@ -12,7 +12,7 @@ from loka.core.recipe import Cast, Format, Granularity
 ONE = torch.ones(1, 1)
 
 
-def one_by_one(values: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+def one_by_one(values, scale, weight=None):
     """The table of a `DepthHistogram` as its definition says it, element by element, in float64."""
     table = torch.zeros(ROWS, 7 if weight is None else 10, dtype=torch.float64)
     weights = torch.ones_like(values) if weight is None else weight.expand_as(values)
@@ -46,7 +46,7 @@ def one_by_one(values: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor |
     return table
 
 
-def spread_out(rows: int, columns: int, seed: int) -> torch.Tensor:
+def spread_out(rows, columns, seed):
     """From far below the deepest bin to the amax, with zeros and numbers of few bits."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(rows, columns, generator=generator) * torch.exp2(
@@ -57,7 +57,7 @@ def spread_out(rows: int, columns: int, seed: int) -> torch.Tensor:
     return z
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor):
+def assert_same(found, expected):
     assert torch.equal(found[:, 0], expected[:, 0])
     # r = 1 / v is rounded to float32 (6e-8), and offsets are at most 1/32 where m is 1 to 2: that is 4e-6 of
     # an offset, twice in its square; the moments of a bin are compared with what its S0 allows.
@@ -67,7 +67,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor):
         assert bool(((given - part).abs() <= slack * part[:, :1].clamp_min(1e-300)).all())
 
 
-def scales_of(values: torch.Tensor) -> list[torch.Tensor]:
+def scales_of(values):
     amaxes = (
         [values.abs().amax(1, keepdim=True), values.abs().amax().reshape(1, 1)] if values.numel() else [ONE]
     )

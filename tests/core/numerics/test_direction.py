@@ -8,7 +8,7 @@ import torch
 from loka.core.numerics.direction import SIDE, Fold, Turn, angle_of, shrink_bias_variance
 
 
-def turns(errors: torch.Tensor, gradients: torch.Tensor, *, mean_row: bool = False) -> list[Turn]:
+def turns(errors, gradients, *, mean_row=False):
     """Of draws [T, R, C]."""
     fold = Fold(*errors.shape[1:], mean_row=mean_row, device=errors.device)
     return [
@@ -23,7 +23,7 @@ def turns(errors: torch.Tensor, gradients: torch.Tensor, *, mean_row: bool = Fal
     ]
 
 
-def drawn(*shape: int, seed: int) -> torch.Tensor:
+def drawn(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -13,7 +13,7 @@ from loka.core.numerics.effect import Effect, joint_loss, merged
 from loka.core.storage.codec import decode, encode
 
 
-def drawn(count: int, *, cv: float, generator: torch.Generator) -> list[float]:
+def drawn(count, *, cv, generator):
     """Log-normal terms of mean 1 and this coefficient of variation: heavy as real ones."""
     sigma = math.sqrt(math.log1p(cv**2))
     return (

@@ -22,11 +22,11 @@ E4M3 = Cast(Format.E4M3, Granularity.ROW)
 MOST = 131_072
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def hard(kind: str, seed: int, rows: int = 64, columns: int = 96) -> torch.Tensor:
+def hard(kind, seed, rows=64, columns=96):
     """[rows, columns] as recommendation features can be."""
     x = torch.randn(rows, columns, generator=generator(seed))
     if kind == "heavy":

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from loka.core.numerics.label_rate import LEAST, LabelRate, task_rates
 
 
-def entropy(q: float | np.ndarray) -> float | np.ndarray:
+def entropy(q):
     return -q * np.log(q) - (1 - q) * np.log(1 - q)
 
 
-def rate(share: float, rows: int = 10_000) -> LabelRate:
+def rate(share, rows=10_000):
     return LabelRate(positives=share * rows, rows=rows)
 
 
-def spread(several: np.ndarray) -> float:
+def spread(several):
     """Variance over draws; of 20,000 it has a relative standard error of 1 %."""
     return float(np.var(np.log(several)))
 

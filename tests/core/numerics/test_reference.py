@@ -13,7 +13,7 @@ from loka.core.recipe import Cast, Format, Granularity
 CASTS = [Cast(f, g, p) for f in Format for g in Granularity for p in (False, True)]
 
 
-def values(rows: int, columns: int, seed: int, spread: float) -> torch.Tensor:
+def values(rows, columns, seed, spread):
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(rows, columns, generator=generator)
     return normal * torch.exp(spread * torch.randn(rows, columns, generator=generator))

@@ -11,11 +11,11 @@ from loka.core.records.coverage import Coverage, Uncovered
 FLOPS = st.floats(1, 1e12)
 
 
-def rest(flops: float, *, parameter: bool = True, where: str = "head") -> Uncovered:
+def rest(flops, *, parameter=True, where="head"):
     return Uncovered(where=where, op="aten.bmm", flops=flops, parameter=parameter, reason="no linear layer")
 
 
-def shares(line: str) -> list[float]:
+def shares(line):
     return [float(share) for share in re.findall(r"([\d.]+) %", line)]
 
 

@@ -24,7 +24,7 @@ SIGNATURE = ModelSignature(
 RECIPE = "rowwise_e4m3"
 
 
-def operand(amax: float, mean: float = 1.0, variance: float = 3.0) -> Distribution:
+def operand(amax, mean=1.0, variance=3.0):
     tensors = {
         "amax": torch.tensor([amax / 2, amax]),
         "mean": torch.full((8,), mean),
@@ -33,14 +33,14 @@ def operand(amax: float, mean: float = 1.0, variance: float = 3.0) -> Distributi
     return Distribution(kind="gaussian", tensors=tensors, numbers={"count": 10})
 
 
-def effect(value: float, *, samples: int = 400, spread: float = 0.9) -> Effect:
+def effect(value, *, samples=400, spread=0.9):
     """An effect of `value` in NE at a base rate of a half: its terms lie `spread` above and below it."""
     term = value * math.log(2)
     terms = [term * (1 + spread), term * (1 - spread)] * (samples // 2)
     return Effect.of(terms, [[0.5]] * samples)
 
 
-def window(amax: float = 4.0, ne: float | None = 1e-5, **others: object) -> Stats:
+def window(amax=4.0, ne=1e-5, **others):
     """Layer a as told, layer b at its usual."""
 
     def layer(order, amax, ne):
@@ -61,7 +61,7 @@ def window(amax: float = 4.0, ne: float | None = 1e-5, **others: object) -> Stat
     return Stats(model=SIGNATURE, steps=1, sampled_steps=1, layers=layers)
 
 
-def plan_of(candidates: dict[str, str], *, budget: Budget | None = None, ne: float | None = None) -> Plan:
+def plan_of(candidates, *, budget=None, ne=None):
     decisions = {}
     for path in SIGNATURE.layers:
         for gemm in Gemm:
@@ -178,7 +178,7 @@ def test_other_models_are_refused_and_unknown_effects_left_out():
     assert effects_of(blind) == {"a": {}}
 
 
-def without(stats: Stats, path: str, *, effects_alone: bool) -> Stats:
+def without(stats, path, *, effects_alone):
     layers = dict(stats.layers)
     if effects_alone:
         layers[path] = replace(layers[path], effects={}, no_effect="no logits")

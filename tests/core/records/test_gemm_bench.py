@@ -15,7 +15,7 @@ USES = (Use(model="m", site="a", count=2), Use(model="m", site="b", count=3))
 LAYER = SuiteLayer(rows=4096, in_features=512, out_features=1024, uses=USES)
 
 
-def bench() -> GemmBench:
+def bench():
     contest = Contest(arms={"hp": "hp", "choice": "hp", "torch": "torch/rowwise"})
     return GemmBench(
         machine=fingerprint("cpu"),

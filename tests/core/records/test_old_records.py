@@ -3,9 +3,7 @@ runs as the plan decides for it, and a plan by which layers run together is refu
 
 import json
 import lzma
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +52,7 @@ class Gated(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     torch.manual_seed(0)  # errors near the default limit decide what is planned
     model = Gated()
     with loka.Probe(model, every=1) as probe:
@@ -63,12 +61,12 @@ def stats() -> loka.Stats:
 
 
 @pytest.fixture(scope="module")
-def report(stats) -> loka.Report:
+def report(stats):
     settings = Settings(rows=64, max_draws=4)
     return loka.measure(stats, device="cpu", candidates=[CANDIDATE], settings=settings)
 
 
-def aged(file: Path, **keys: Any):
+def aged(file, **keys):
     """Writes a saved record again as one that has `keys` too."""
     header = json.loads(file.read_bytes())
     kind, version = header["kind"], header["version"]
@@ -85,7 +83,7 @@ def test_stats(stats, tmp_path):
     assert "shared" not in (tmp_path / "stats.json").read_text()
 
 
-def restored(change: Callable[[dict[str, Any]], object] = lambda layer: None) -> loka.Stats:
+def restored(change=lambda layer: None):
     """Statistics that an earlier LoKA wrote, with empty tensors, after `change` of their layer "0"."""
     content = json.loads(STORED)["content"]
     change(content["layers"]["0"])

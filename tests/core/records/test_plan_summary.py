@@ -16,7 +16,7 @@ LOW = "emulated:rowwise_e4m3"
 KNOWN, WILD = Estimate(1e-5, 0.0, 2e-5), Estimate(1e-5, 0.0, math.inf)
 
 
-def plan(*effects: Estimate | None, candidate: str = LOW, ne: float | None = None) -> Plan:
+def plan(*effects, candidate=LOW, ne=None):
     """A layer for each effect, whose `output` runs by the candidate."""
     shape = LinearShape(in_features=8, out_features=8, bias=False)
     layers = {f"layer{place}": shape for place in range(len(effects))}
@@ -36,7 +36,7 @@ def plan(*effects: Estimate | None, candidate: str = LOW, ne: float | None = Non
     )
 
 
-def told(plan: Plan) -> str:
+def told(plan):
     return plan.summary().partition("no speed is claimed.")[2]
 
 

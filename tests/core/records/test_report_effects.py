@@ -6,7 +6,7 @@ from loka.core.records.report import Report
 from loka.core.signature import ModelSignature
 
 
-def made(**others: object) -> Report:
+def made(**others):
     return Report(
         model=ModelSignature(name="Net", layers={}),
         machine=fingerprint("cpu"),

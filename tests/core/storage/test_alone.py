@@ -5,8 +5,6 @@ import fcntl
 import json
 import os
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 from forked import SERVER
@@ -14,7 +12,7 @@ from forked import SERVER
 from loka.core.storage.alone import LOCK, InUse, alone_in, alone_with
 
 
-def hold(folder: Path, held: Connection):
+def hold(folder, held):
     with alone_in(folder, "training"):
         held.send("held")
         time.sleep(60)
@@ -39,7 +37,7 @@ def test_another_process_is_refused_until_the_holder_is_gone(tmp_path):
         pass
 
 
-def entered(folder: Path):
+def entered(folder):
     return alone_in(folder, "training")
 
 
@@ -97,7 +95,7 @@ def test_without_locks_a_warning_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def count_up(folder: Path):
+def count_up(folder):
     done = 0
     while done < 40:
         try:

@@ -23,12 +23,12 @@ from loka.core.storage.files import (
 )
 
 
-def read(path: Path) -> object:
+def read(path):
     return read_record(path, kind="thing", version=1, way_out="make it again", parse=lambda c: c["value"])
 
 
 @pytest.fixture
-def record(tmp_path) -> Path:
+def record(tmp_path):
     path = tmp_path / "thing.json"
     write_record(path, kind="thing", version=1, content={"value": [1, 2.5, "x"]})
     return path

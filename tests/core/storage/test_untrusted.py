@@ -10,8 +10,6 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +19,18 @@ from loka.core.storage.files import canonical, read_record, read_tensors, sha256
 from loka.core.storage.untrusted import Limits, parse_json, read_bounded
 
 
-def read(path: Path, parse: Any = dict, **others: Any) -> Any:
+def read(path, parse=dict, **others):
     return read_record(path, kind="thing", version=1, way_out="make it again", parse=parse, **others)
 
 
-def refused(path: Path, parse: Any = dict, **others: Any) -> str:
+def refused(path, parse=dict, **others):
     with pytest.raises(FileRefused) as caught:
         read(path, parse, **others)
     assert "make it again" in str(caught.value)
     return str(caught.value)
 
 
-def record_of(content: str) -> str:
+def record_of(content):
     """A record whose checksum is right as far as Python can tell, where that is quick."""
     digest = ""
     if len(content) > 1 << 20:

@@ -79,14 +79,14 @@ class Case:
         return scale.to(device), gradient_scale.to(device), wide.view(-1, GROUP).amax(dim=1).to(device)
 
 
-def identity(features: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+def identity(features, dtype=torch.bfloat16):
     """One tensor, both copies: no arithmetic but the cast."""
     w = Writing(features)
     x = w.leaf(dtype=dtype)
     return w.done(gradient=x, sums=(x,))
 
 
-def relu(features: int) -> Case:
+def relu(features):
     """Backward from the FP8 copy that forward kept: its zeros are the mask, and it is transposed."""
     w = Writing(features)
     dy, low, scale = w.leaf(), w.leaf(dtype=torch.float8_e4m3fn), w.leaf(Kind.COLUMN, torch.float32)
@@ -94,7 +94,7 @@ def relu(features: int) -> Case:
     return w.done(gradient=g, transposed=w.step("mul", low, scale), sums=(g,))
 
 
-def masked(features: int) -> Case:
+def masked(features):
     """A dropout's mask in booleans, with a constant factor."""
     w = Writing(features)
     dy, keep, other = w.leaf(), w.leaf(dtype=torch.bool), w.leaf(dtype=torch.uint8)
@@ -103,7 +103,7 @@ def masked(features: int) -> Case:
     return w.done(gradient=g, column=False, sums=(both,))
 
 
-def silu(features: int) -> Case:
+def silu(features):
     """dz = dy s (1 + z (1 - s)), s = sigmoid(z), z = y + bias; transposed is SiLU of z, computed again."""
     w = Writing(features)
     dy, y, bias = w.leaf(), w.leaf(), w.leaf(Kind.ROW, torch.float32)
@@ -114,7 +114,7 @@ def silu(features: int) -> Case:
     return w.done(gradient=g, transposed=w.step("mul", z, s), sums=(g,))
 
 
-def gelu(features: int) -> Case:
+def gelu(features):
     w = Writing(features)
     dy, z = w.leaf(), w.leaf(dtype=torch.float16)
     gate = w.step("mul", 0.5, w.step("add", 1.0, w.step("erf", w.step("mul", z, 0.7071067811865476))))
@@ -123,14 +123,14 @@ def gelu(features: int) -> Case:
     return w.done(gradient=w.step("mul", dy, slope), transposed=w.step("mul", z, gate))
 
 
-def tanh(features: int) -> Case:
+def tanh(features):
     w = Writing(features)
     dy, z = w.leaf(dtype=torch.float32), w.leaf(dtype=torch.float32)
     out = w.step("tanh", z)
     return w.done(gradient=w.step("mul", dy, w.step("sub", 1.0, w.step("square", out))), transposed=out)
 
 
-def layer_norm(features: int) -> Case:
+def layer_norm(features):
     """dx from dy, x, and what forward kept for rows; gamma's, beta's and the bias's gradients."""
     w = Writing(features)
     dy, x = w.leaf(), w.leaf()
@@ -148,7 +148,7 @@ def layer_norm(features: int) -> Case:
     return w.done(gradient=g, transposed=out, sums=(weight, dy, g))
 
 
-def rms_norm(features: int) -> Case:
+def rms_norm(features):
     """As forward would compute it: its root from a sum, and the next sum from that."""
     w = Writing(features)
     dy, x, eps = w.leaf(), w.leaf(), w.leaf(Kind.SCALAR, torch.float32)
@@ -161,7 +161,7 @@ def rms_norm(features: int) -> Case:
     return w.done(gradient=g, transposed=normal)
 
 
-def block_norm(features: int, block: int) -> Case:
+def block_norm(features, block):
     """A norm of each block of features, then hardswish; backward of both, statistics from forward."""
     w = Writing(features, block)
     dy, x = w.leaf(), w.leaf()
@@ -178,7 +178,7 @@ def block_norm(features: int, block: int) -> Case:
     return w.done(gradient=g, transposed=w.step("mul", normal, gate), sums=(g, shown))
 
 
-def rounded_norm(features: int, block: int) -> Case:
+def rounded_norm(features, block):
     """Backward of a root mean square over blocks and of ReLU, whose input was kept in eight bits."""
     w = Writing(features, block)
     dy, byte = w.leaf(), w.leaf(dtype=torch.uint8)
@@ -190,27 +190,27 @@ def rounded_norm(features: int, block: int) -> Case:
     return w.done(gradient=g, transposed=w.step("relu", normal))
 
 
-def gated(features: int) -> Case:
+def gated(features):
     """The gradient of one factor of a product: the other's is a program of its own."""
     w = Writing(features)
     dy, left, right = w.leaf(), w.leaf(), w.leaf(dtype=torch.float32)
     return w.done(gradient=w.step("mul", dy, left), transposed=w.step("mul", left, right), row=False)
 
 
-def only_transposed(features: int) -> Case:
+def only_transposed(features):
     w = Writing(features)
     low, scale = w.leaf(dtype=torch.float8_e4m3fn), w.leaf(Kind.COLUMN, torch.float32)
     return w.done(transposed=w.step("mul", low, scale))
 
 
-def only_sums(features: int) -> Case:
+def only_sums(features):
     """Of values that are no elements: a sum over rows of a row's and of a feature's number."""
     w = Writing(features)
     x, a, b, s = w.leaf(), w.leaf(Kind.COLUMN), w.leaf(Kind.ROW), w.leaf(Kind.SCALAR)
     return w.done(gradient=w.step("row_sum", x), row=False, column=False, sums=(a, b, s, x))
 
 
-def forward_norm(features: int) -> Case:
+def forward_norm(features):
     """The cast of a site's input: its norm's statistics and the sum that it is of leave for backward."""
     w = Writing(features)
     x, skipped, gamma = w.leaf(), w.leaf(), w.leaf(Kind.ROW)
@@ -226,7 +226,7 @@ def forward_norm(features: int) -> Case:
     return w.done(gradient=out, column=False, values=(total, mean, rstd), value_dtypes=dtypes)
 
 
-def forward_blocks(features: int, block: int) -> Case:
+def forward_blocks(features, block):
     """Norms of blocks, with their statistics; and of the row its maximum."""
     w = Writing(features, block)
     x = w.leaf(dtype=torch.float16)
@@ -241,18 +241,18 @@ def forward_blocks(features: int, block: int) -> Case:
     return w.done(gradient=out, column=False, values=(mean, rstd, most, low), value_dtypes=dtypes)
 
 
-def transposed_sums(features: int) -> Case:
+def transposed_sums(features):
     """A value to be transposed that needs sums of its rows, and nothing else."""
     w = Writing(features)
     x = w.leaf()
     return w.done(transposed=w.step("div", x, w.step("add", w.step("row_sum", w.step("square", x)), 1e-3)))
 
 
-def replaced(case: Case, **changes: bool) -> Case:
+def replaced(case, **changes):
     return replace(case, program=replace(case.program, **changes))
 
 
-def in_integers(case: Case) -> Case:
+def in_integers(case):
     """The same values, with an INT8 copy as they lie."""
     return replaced(case, integers=True)
 

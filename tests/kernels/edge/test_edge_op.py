@@ -14,7 +14,7 @@ from loka.kernels.launches import launches, reset_launches
 CPU = torch.device("cpu")
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def equal(one, other):
     pairs = zip(one, other, strict=True)
     return all(
         a.dtype == b.dtype

@@ -19,7 +19,7 @@ from loka.kernels.edge.program import (
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw):
     block = draw(st.integers(1, 64))
     leaves = tuple(draw(st.lists(st.sampled_from(list(Kind)), min_size=1, max_size=4)))
     steps = []

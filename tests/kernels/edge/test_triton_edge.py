@@ -12,7 +12,7 @@ import inspect
 import pytest
 import torch
 from cases import combinations
-from edge_programs import CASES, EXACT, Case, Writing, block_norm, identity, layer_norm, relu, silu
+from edge_programs import CASES, EXACT, Writing, block_norm, identity, layer_norm, relu, silu
 from sweeps import sweep
 
 from loka.kernels.edge.op import lying
@@ -28,7 +28,7 @@ COMBINED = combinations(list(CASES), ROWS, FEATURES, together=2)
 Given = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, exact: bool):
+def check(case, leaves, rows, given, *, exact):
     program = case.program
     expected = run_program(program, leaves, rows, *given)
     found = fused.run_program_fused(program, lying(program, leaves, rows), rows, *given)
@@ -56,7 +56,7 @@ def check(case: Case, leaves: list[torch.Tensor], rows: int, given: Given, *, ex
             torch.testing.assert_close(out, twin, rtol=rtol, atol=0, equal_nan=True, msg=f"{name} {named}")
 
 
-def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
+def check_low(name, out, twin, *, exact):
     got, wanted = out.float(), twin.float()
     assert torch.equal(torch.isnan(got), torch.isnan(wanted)), name
     got, wanted = got.nan_to_num(), wanted.nan_to_num()
@@ -71,7 +71,7 @@ def check_low(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
     assert (got != wanted).sum() <= 2 + 2e-3 * got.numel(), name
 
 
-def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows: int):
+def check_sums(out, twin, value, rows):
     """Terms in another order, each with an error that is small beside the largest of its row.
 
     What overflows may be infinite or NaN: by an FMA, less infinities meet.
@@ -83,13 +83,13 @@ def check_sums(out: torch.Tensor, twin: torch.Tensor, value: torch.Tensor, rows:
     assert (((out - twin).abs() <= bound) | ~finite).all()
 
 
-def check_values(name: str, out: torch.Tensor, twin: torch.Tensor, *, exact: bool):
+def check_values(name, out, twin, *, exact):
     """Rounded to fewer digits, a value may cross over to its neighbour."""
     one = 0.0 if exact else 4e-5 + (0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps)
     torch.testing.assert_close(out.float(), twin.float(), rtol=one, atol=one, equal_nan=True, msg=name)
 
 
-def nasty(case: Case, rows: int, device: torch.device) -> list[torch.Tensor]:
+def nasty(case, rows, device):
     """Leaves with rows of zeros, NaN, infinity, of huge and of tiny values, each where the others are not."""
     leaves = case.leaves(rows, device, seed=3)
     for leaf, kind in zip(leaves, case.program.leaves, strict=True):
@@ -101,7 +101,7 @@ def nasty(case: Case, rows: int, device: torch.device) -> list[torch.Tensor]:
     return leaves
 
 
-def all_of(case: Case, rows: int, device: torch.device) -> tuple[list[torch.Tensor], Given]:
+def all_of(case, rows, device):
     return case.leaves(rows, device), case.given(rows, device)
 
 

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from fake_libraries import E4M3, module
 
@@ -39,7 +38,7 @@ _SIZES = {  # bytes, as nvmath-python 1.0.0 says (get_matmul_*_attribute_dtype)
 _TYPES = {28: E4M3, 29: torch.float8_e5m2, 14: torch.bfloat16, 2: torch.float16, 0: torch.float32}
 
 
-def at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+def at(address, dtype, count):
     """The memory there, as a tensor that writes through."""
     buffer = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype)
@@ -178,7 +177,7 @@ class FakeCublasLt(ModuleType):
         self.calls.append((used, bool(settings[_Desc.FAST_ACCUM]), workspace_size))
 
 
-def fake_cublaslt(patch: pytest.MonkeyPatch) -> FakeCublasLt:
+def fake_cublaslt(patch):
     fake = FakeCublasLt()
     bindings = module(patch, "nvmath.bindings")
     bindings.cublasLt = fake  # type: ignore[attr-defined]

@@ -6,15 +6,13 @@ way the real one documents, so an adapter that swaps arguments or lays scales ou
 
 import sys
 from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
 
 E4M3 = torch.float8_e4m3fn
 
 
-def module(patch: pytest.MonkeyPatch, name: str, **content: Any) -> ModuleType:
+def module(patch, name, **content):
     """Puts a module in the place of the real one, its parents too."""
     made = ModuleType(name)
     made.__dict__.update(content)
@@ -25,17 +23,17 @@ def module(patch: pytest.MonkeyPatch, name: str, **content: Any) -> ModuleType:
     return made
 
 
-def grouped(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def grouped(scale, rows, columns):
     """Scales [R', C'] spread over [rows, columns] in groups of ceil(rows / R') and 128."""
     by_row = rows if scale.shape[0] == 1 else 1 if scale.shape[0] == rows else 128
     return scale.repeat_interleave(by_row, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
 
 
-def product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+def product(a, b, scale_a, scale_b):
     return (a.float() * scale_a) @ (b.float() * scale_b).t()
 
 
-def fake_torchao(patch: pytest.MonkeyPatch):
+def fake_torchao(patch):
     def addmm_float8_unwrapped(
         a_data, a_scale, b_data, b_scale, output_dtype, output_scale=None, bias=None, use_fast_accum=False
     ):
@@ -90,7 +88,7 @@ _FBGEMM = {  # schemas read from fbgemm-gpu-genai 1.6.0
 }
 
 
-def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]]) -> Any:
+def fake_fbgemm(patch, calls):
     """The ops on CPU tensors, noting (op, use_fast_accum). Keep what is returned alive."""
 
     def operands(a, b, n_multiple=8):
@@ -152,7 +150,7 @@ def fake_fbgemm(patch: pytest.MonkeyPatch, calls: list[tuple[str, bool | None]])
     return library
 
 
-def fake_deep_gemm(patch: pytest.MonkeyPatch, calls: list[tuple[tuple[int, ...], str]]):
+def fake_deep_gemm(patch, calls):
     def tma_aligned(scale, rows):
         assert scale.stride() == (1, -(-rows // 4) * 4), "the library would launch a transpose"
         assert scale.data_ptr() % 16 == 0

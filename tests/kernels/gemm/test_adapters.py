@@ -5,7 +5,6 @@ test_agreement.py compares every candidate with the reference on a GPU, where th
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from loka.cli.commands.doctor import diagnose
 from loka.core.exceptions import LokaError
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
 from loka.core.problem import Problem, dtype_name
-from loka.core.recipe import Cast, Gemm, Granularity
+from loka.core.recipe import Gemm, Granularity
 from loka.kernels.gemm import layouts, libraries
 from loka.kernels.gemm.adapters import cublaslt, deep_gemm
-from loka.kernels.gemm.registry import KERNELS, Candidate, all_candidates, candidate_named
+from loka.kernels.gemm.registry import KERNELS, all_candidates, candidate_named
 from loka.kernels.gemm.run import run_gemm
 
 ADAPTED = [c for c in all_candidates() if c.kernel.library in libraries.ADAPTED]
@@ -28,7 +27,7 @@ LAYOUTS = ["plain", "gpu", "strange"]
 
 
 @pytest.fixture
-def fakes(monkeypatch) -> Iterator[dict[str, Any]]:
+def fakes(monkeypatch):
     """Every library replaced. `calls` of each kind say what reached it."""
     fbgemm_calls: list[Any] = []
     deep_calls: list[Any] = []
@@ -47,7 +46,7 @@ def fakes(monkeypatch) -> Iterator[dict[str, Any]]:
     kept._destroy()
 
 
-def lay(scale: torch.Tensor, cast: Cast, kind: str) -> torch.Tensor:
+def lay(scale, cast, kind):
     """The same scales as the GPU quantizer stores them, or with strides nobody would choose."""
     rows, columns = scale.shape
     if kind == "strange":
@@ -62,7 +61,7 @@ def lay(scale: torch.Tensor, cast: Cast, kind: str) -> torch.Tensor:
     return placed.copy_(scale)
 
 
-def operands(candidate: Candidate, gemm: Gemm, sides: tuple[int, int, int], kind: str) -> list[Quantized]:
+def operands(candidate, gemm, sides, kind):
     """Magnitudes differ by row and by column, so a scale in the wrong place shows."""
     generator = torch.Generator().manual_seed(sum(sides))
     casts = candidate.recipe.casts(gemm)
@@ -76,7 +75,7 @@ def operands(candidate: Candidate, gemm: Gemm, sides: tuple[int, int, int], kind
     return made
 
 
-def problem_of(gemm: Gemm, sides: tuple[int, int, int], dtype: torch.dtype, target: str = "sm_90") -> Problem:
+def problem_of(gemm, sides, dtype, target="sm_90"):
     m, n, k = sides
     return Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target)
 

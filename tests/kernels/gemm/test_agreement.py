@@ -21,7 +21,7 @@ KINDS = ("normal", "zero rows", "1e-9", "1e30", "mixed rows", "all zero")  # mix
 SHAPES = [(64, 32, 48), (33, 479, 13), (1, 1000, 479), (257, 130, 300), (96, 64, 640)]
 
 
-def operands(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(kind, m, n, k, dtype):
     generator = torch.Generator().manual_seed(m * n + k)
     a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
     if kind == "zero rows":
@@ -38,9 +38,7 @@ def operands(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[tor
     return a.to(dtype), b.to(dtype)
 
 
-def supported(
-    name: str, gemm: Gemm, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> bool:
+def supported(name, gemm, shape, dtype, device):
     m, n, k = shape
     problem = Problem(gemm=gemm, m=m, n=n, k=k, dtype=dtype_name(dtype), target=target_of(device))
     return candidate_named(name).unsupported(problem) is None

@@ -22,7 +22,7 @@ ACTIVATED = {
 }
 
 
-def of_block(block: int, activation: Activation = Activation.NONE) -> Epilogue:
+def of_block(block, activation=Activation.NONE):
     return Epilogue(block=block, eps=1e-6, activation=activation)
 
 

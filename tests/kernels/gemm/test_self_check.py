@@ -49,7 +49,7 @@ def test_every_planted_bug_is_convicted(recipe, gemm, plant):  # noqa: F811
     assert planted >= 5
 
 
-def changed(before: Quantized, after: Quantized) -> bool:
+def changed(before, after):
     return not torch.equal(before.scale, after.scale) or not torch.equal(
         before.data.float(), after.data.float()
     )
@@ -134,7 +134,7 @@ def damaged(change):
     return run
 
 
-def poke(out: torch.Tensor, where, value: float) -> torch.Tensor:
+def poke(out, where, value):
     out[where] = value
     return out
 

@@ -39,13 +39,11 @@ SHAPES = [  # M, K, N, block: tails of rows, of K, of columns, several tiles a p
 ]
 
 
-def epilogue(block: int, activation: Activation = Activation.HARD_SWISH, eps: float = 1e-6) -> Epilogue:
+def epilogue(block, activation=Activation.HARD_SWISH, eps=1e-6):
     return Epilogue(block=block, eps=eps, activation=activation)
 
 
-def operands(
-    rows: int, inner: int, columns: int, device: torch.device | None = None, *, by_rows: bool = False
-) -> tuple[Quantized, Quantized]:
+def operands(rows, inner, columns, device=None, *, by_rows=False):
     """Normal data with rows of zeros, and one whose elements are mostly subnormal under one scale."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(rows, inner, generator=generator)
@@ -58,9 +56,7 @@ def operands(
     return left, quantize(w, TENSOR, scale=given / 64)
 
 
-def run(
-    a: Quantized, w: Quantized, of: Epilogue, device: torch.device, *, keep: bool = True, **options: object
-) -> Normed:
+def run(a, w, of, device, *, keep=True, **options):
     made = fused.gemm_normed_fused(
         a.data.to(device), w.data.to(device), a.scale.view(-1).to(device), w.scale.view(1).to(device), of,
         keep=keep, **options,
@@ -72,11 +68,11 @@ def run(
     return Normed(made.data.to(back), made.inverse_rms.to(back), z)
 
 
-def _wide(of_blocks: torch.Tensor, of: Epilogue) -> torch.Tensor:
+def _wide(of_blocks, of):
     return of_blocks.double().repeat_interleave(of.block, dim=1)
 
 
-def check(found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool, device: torch.device):
+def check(found, a, w, of, *, fast, device):
     """Z, 1 / rms and the result, each within what the top of the file derives."""
     assert found.z is not None
     left, right = dequantize(a).double(), dequantize(w).double()
@@ -100,7 +96,7 @@ def check(found: Normed, a: Quantized, w: Quantized, of: Epilogue, *, fast: bool
     check_data(found.data, found, of)
 
 
-def check_data(data: torch.Tensor, found: Normed, of: Epilogue):
+def check_data(data, found, of):
     """`data` against the Z and 1 / rms of `found`."""
     assert found.z is not None
     inverse = _wide(found.inverse_rms, of)
@@ -113,7 +109,7 @@ def check_data(data: torch.Tensor, found: Normed, of: Epilogue):
     assert (((got - expected).abs() <= half + moved) | got.isnan()).all()
 
 
-def _activated(v: torch.Tensor, of: Epilogue) -> torch.Tensor:
+def _activated(v, of):
     """Of values that are normalized already: as a block of one value that is its own root mean square."""
     names = {
         Activation.NONE: torch.clone, Activation.RELU: torch.relu, Activation.SWISH: torch.nn.functional.silu,
@@ -122,7 +118,7 @@ def _activated(v: torch.Tensor, of: Epilogue) -> torch.Tensor:
     return names[of.activation](v)
 
 
-def with_z(name: str, options: dict[str, object]) -> dict[str, object]:
+def with_z(name, options):
     """`options` to keep Z with: all configurations add in the same order."""
     return {**options, "config": CONFIGS["one pipeline"]} if name in WITHOUT_Z else options
 

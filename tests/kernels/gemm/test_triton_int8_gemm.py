@@ -28,7 +28,7 @@ CONFIGS = {
 SHAPES = [(16, 16, 16), (144, 112, 80), (33, 79, 208), (200, 256, 64)]  # tails of rows, columns, a step
 
 
-def operands(m: int, n: int, k: int, device: torch.device) -> tuple[Quantized, Quantized]:
+def operands(m, n, k, device):
     """Rows that differ by 10^12, one of zeros in each, one with NaN."""
     generator = torch.Generator().manual_seed(m + n + k)
     a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)

@@ -51,9 +51,7 @@ SHAPES = on_gpu_or_cpu(  # M, N, K: tails of rows, columns, a step; one tile and
 FEW_TILES = on_gpu_or_cpu((144, 112, 720), (80, 112, 368))  # several of rows and of columns, with tails
 
 
-def operands(
-    m: int, n: int, k: int, device: torch.device, cast_a: Cast = E4M3
-) -> tuple[Quantized, Quantized]:
+def operands(m, n, k, device, cast_a=E4M3):
     """Normal data, a row of zeros in each, and columns of K that differ by up to 2^9."""
     generator = torch.Generator().manual_seed(m + n + k)
     a, b = torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
@@ -62,14 +60,14 @@ def operands(
     return quantize(a.to(device), cast_a), quantize(b.to(device), E4M3)
 
 
-def run(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool, config: object = None) -> torch.Tensor:
+def run(a, b, dtype, *, fast, config=None):
     out = split.split_gemm(a.data, b.data, a.scale, b.scale, dtype, fast=fast, config=config)
     assert out.dtype == dtype
     assert out.shape == (a.shape[0], b.shape[0])
     return out
 
 
-def check(out: torch.Tensor, a: Quantized, b: Quantized, *, fast: bool):
+def check(out, a, b, *, fast):
     left, right = a.data.double() * a.scale.double(), b.data.double() * b.scale.double()
     exact = left @ right.t()
     if out.is_cuda:

@@ -6,8 +6,7 @@ describes.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,23 +24,23 @@ NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(
 
 
 @pytest.fixture
-def fused(poisoned_memory) -> ModuleType:
+def fused(poisoned_memory):
     pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
     return pytest.importorskip("loka.kernels.quantize.triton.fp8_weights")
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor):
     return tensor.cpu().view(torch.uint8)
 
 
-def same(got: Copies, expected: Copies):
+def same(got, expected):
     for one, other in zip(got, expected, strict=True):
         assert one.dtype == other.dtype
         assert one.is_contiguous()
         assert torch.equal(as_bytes(one), as_bytes(other))
 
 
-def in_threes(tensors: Sequence[torch.Tensor]) -> list[Copies]:
+def in_threes(tensors):
     return [Copies(*tensors[begin : begin + 3]) for begin in range(0, len(tensors), 3)]
 
 
@@ -56,7 +55,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def representable(rows: int, columns: int, dtype: torch.dtype, *, exponent: int, seed: int) -> torch.Tensor:
+def representable(rows, columns, dtype, *, exponent, seed):
     """Values of e4m3 of up to 256, times 2^exponent; 256 and both zeros among them."""
     numbers = NUMBERS[NUMBERS.abs() <= 256]
     picks = torch.randint(len(numbers), (rows, columns), generator=torch.Generator().manual_seed(seed))
@@ -66,7 +65,7 @@ def representable(rows: int, columns: int, dtype: torch.dtype, *, exponent: int,
     return (values * 2.0**exponent).to(dtype)
 
 
-def moved(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(weight, device):
     """With its strides and its alignment, on `device`."""
     if device == weight.device:
         return weight
@@ -74,9 +73,7 @@ def moved(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     return memory.to(device).as_strided(weight.shape, weight.stride(), weight.storage_offset())
 
 
-def run_fused(
-    fused: ModuleType, weights: Sequence[torch.Tensor], transposed: Sequence[bool], device: torch.device
-) -> list[Copies]:
+def run_fused(fused, weights, transposed, device):
     copies = [
         Copies(*(each.to(device) for each in unwritten(weight, transposed=turn)))
         for weight, turn in zip(weights, transposed, strict=True)

@@ -10,6 +10,7 @@ import torch
 from cases import combinations, on_gpu_or_cpu
 from sweeps import sweep
 
+from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, dequantize, expand_scale, quantize
 from loka.core.recipe import Cast, Format, Granularity
 from loka.kernels.quantize import quantizer
@@ -17,6 +18,7 @@ from loka.kernels.quantize.side import Side
 
 triton = pytest.importorskip("triton", reason="needs triton (its interpreter on a CPU)")
 fused = pytest.importorskip("loka.kernels.quantize.triton.quantize")
+append_residuals_fused = pytest.importorskip("loka.kernels.quantize.triton.residuals").append_residuals_fused
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -26,7 +28,7 @@ CASTS = [Cast(f, g, p) for f in FP8 for g in Granularity for p in (False, True)]
 E4M3 = {granularity: Cast(Format.E4M3, granularity) for granularity in Granularity}
 
 
-def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
+def check(out, twin, inner):
     """`out` is `twin` on a GPU, and within the interpreter's faults on a CPU; `inner` is not padding."""
     cast = twin.cast
     assert out.cast == cast
@@ -48,14 +50,7 @@ def check(out: Quantized, twin: Quantized, inner: tuple[int, int]):
     assert lost_carry.logical_and(~off_by_a_step).float().mean() < 0.05
 
 
-def check_pair(
-    hp: torch.Tensor,
-    row: Cast | None,
-    column: Cast | None,
-    padded: tuple[int, int],
-    device: torch.device,
-    given: torch.Tensor | None = None,
-):
+def check_pair(hp, row, column, padded, device, given=None):
     placed = hp.to(device)
     assert hp.stride() == placed.stride()
     turned = (padded[1], padded[0])
@@ -73,7 +68,7 @@ def check_pair(
         check(out_column, quantize(hp.t(), column, padded=turned, scale=given), tuple(hp.t().shape))
 
 
-def nasty(rows: int, columns: int, dtype: torch.dtype, *, transposed: bool) -> torch.Tensor:
+def nasty(rows, columns, dtype, *, transposed):
     hp = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     hp[7 % rows] = 0
     hp[9 % rows] *= 1e-9
@@ -108,6 +103,28 @@ def test_integers_are_the_twin_s_to_the_last_bit(dtype, transposed, device):
     hp[13] *= torch.finfo(dtype).max / hp[13].abs().max()
     check_pair(hp, INT8, None, (80, 256), device)
     check_pair(hp, None, INT8, (70, 150), device)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, and what is tested
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_residuals_of_hot_columns(transposed, second, device):
+    """Behind the columns of a wider row copy, beside a transpose, as a site quantizes its input."""
+    dtype = torch.bfloat16 if second else torch.float32
+    hp = nasty(70, 150, dtype, transposed=transposed)
+    hp[15, 3], hp[16, 5] = float("nan"), float("inf")
+    row, column = Side(cast=E4M3[Granularity.ROW], padded=(80, 224)), Side(cast=INT8, padded=(150, 70))
+    out, _ = fused.quantize_pair_fused(hp.to(device), row=row, column=column)
+    columns = torch.arange(1, 150, 4)[:32]
+    twin = Quantized(out.data.cpu().clone(), out.scale.cpu(), out.cast)
+    append(twin, hp, columns, second=second)
+    append_residuals_fused(out, hp.to(device), columns.to(device), second=second)
+    values = slice(150, 182) if second else slice(182, 214)
+    assert torch.equal(out.data.cpu()[:, values].view(torch.uint8), twin.data[:, values].view(torch.uint8))
+    bad = out.scale.isfinite().logical_not().view(-1).cpu()
+    assert bad.nonzero().flatten().tolist() == [15, 16]
+    both = [Quantized(q.data.cpu()[~bad], q.scale.cpu()[~bad], q.cast) for q in (out, twin)]
+    check(*both, (68, 214))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,7 +1,6 @@
 """Models whose effects are known, samples of them, and what a probe of them predicts."""
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ import loka
 BATCH, PICKED = 300, 256
 
 
-def model_of(sides: tuple[int, ...] = (13, 96, 160, 1), seed: int = 0) -> nn.Sequential:
+def model_of(sides=(13, 96, 160, 1), seed=0):
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for i, o in itertools.pairwise(sides):
@@ -21,13 +20,13 @@ def model_of(sides: tuple[int, ...] = (13, 96, 160, 1), seed: int = 0) -> nn.Seq
     return nn.Sequential(*layers[:-1])
 
 
-def sample(seed: int = 0, *shape: int) -> torch.Tensor:
+def sample(seed=0, *shape):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape or (BATCH, 13), generator=generator)
     return x * x.abs()  # heavier tails, so that recipes differ
 
 
-def probed(model: nn.Module, *inputs: torch.Tensor, steps: int = 1, **options: object) -> loka.Stats:
+def probed(model, *inputs, steps=1, **options):
     options = {"every": 1, "effect_step": PICKED, **options}
     with loka.Probe(model, **options) as probe:
         for _ in range(steps):
@@ -63,9 +62,7 @@ class Fancy(nn.Module):
         return {"click": checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)}
 
 
-def learn(
-    model: nn.Module, *, out: Callable[[object], torch.Tensor], half: bool = False
-) -> list[torch.Tensor]:
+def learn(model, *, out, half=False):
     torch.manual_seed(7)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for step in range(4):

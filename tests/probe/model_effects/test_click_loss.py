@@ -1,7 +1,6 @@
 """KL/H is of clicks: an output that is none is refused by its graph, or told by the gradient of training."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +19,12 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 bce = F.binary_cross_entropy_with_logits
 
 
-def tower(*last: nn.Module) -> nn.Module:
+def tower(*last):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1), *last)
 
 
-def probed(
-    model: nn.Module, loss: Loss, *, rows: int = 64, autocast: bool = False, **more: Any
-) -> loka.Stats:
+def probed(model, loss, *, rows=64, autocast=False, **more):
     with loka.Probe(model, every=1, **more) as probe:
         for x in torch.randn(2, rows, 16, generator=torch.Generator().manual_seed(1)):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -36,7 +33,7 @@ def probed(
     return probe.stats()
 
 
-def report(stats: loka.Stats) -> loka.Report:
+def report(stats):
     quick = Settings(rows=32, min_draws=2, max_draws=2)
     return loka.measure(stats, device="cpu", candidates=["emulated:rowwise_e4m3"], settings=quick)
 

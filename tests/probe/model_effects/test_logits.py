@@ -2,7 +2,6 @@
 
 import re
 from collections import namedtuple
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from loka.probe.model_effects.logits import NoEffect, logits_of
 Output = namedtuple("Output", "loss logits")
 
 
-def column() -> torch.Tensor:
+def column():
     return torch.linspace(-2, 2, 5, requires_grad=True)[:, None] * 1.0
 
 
@@ -44,7 +43,7 @@ def test_several_columns_are_refused_unless_the_program_says_what_they_are(named
     assert torch.equal(logits_of(z, lambda output: output), z)
 
 
-def train_output(loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, tuple]:
+def train_output(loss_fn):
     """What TorchRec's DLRMTrain returns, and the logits with their graph."""
     z, labels = column()[:, 0], torch.tensor([0.0, 1, 0, 1, 1])
     loss = loss_fn(z, labels)

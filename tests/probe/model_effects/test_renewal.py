@@ -46,7 +46,7 @@ class Foreign(nn.Module):
         return self.out(self.twice(torch.relu(self.twice(x))))
 
 
-def batches(count: int = 8, seed: int = 1) -> list[torch.Tensor]:
+def batches(count=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return list(torch.randn(count, BATCH, 8, generator=generator))
 
@@ -55,7 +55,7 @@ Trained = tuple[nn.Module, loka.Stats]
 
 
 @pytest.fixture(scope="module")
-def once_trained() -> tuple[Trained, torch.Tensor]:
+def once_trained():
     """And the state of torch's random numbers behind it."""
     torch.manual_seed(0)
     model = Foreign()
@@ -70,14 +70,14 @@ def once_trained() -> tuple[Trained, torch.Tensor]:
 
 
 @pytest.fixture
-def trained(once_trained) -> Trained:
+def trained(once_trained):
     """A copy."""
     found, random = copy.deepcopy(once_trained)
     torch.set_rng_state(random)
     return found
 
 
-def renewed(model: nn.Module, stats: loka.Stats, **options: object) -> loka.Stats:
+def renewed(model, stats, **options):
     return renew_effects(model, stats, batches(), **{"logits": lambda z: z, **options})
 
 
@@ -184,7 +184,7 @@ def test_clusters_reach_over_batches(trained):
     assert wide.kl().high / wide.kl().value > 1.5 * narrow.kl().high / narrow.kl().value - 0.5
 
 
-def effect(value: float, *, noise: float = 0.0) -> Effect:
+def effect(value, *, noise=0.0):
     terms = [value * (1 + noise), value * (1 - noise)] * 128
     return Effect.of(terms, [[0.3]] * len(terms))
 

@@ -21,23 +21,23 @@ import loka
 Change = Callable[[nn.Sequential], nn.Module]
 
 
-def _reading_hook(model: nn.Sequential) -> nn.Module:
+def _reading_hook(model):
     """The output of an inner module is what a hook is given, and what it returns is what goes on."""
     model[2].register_forward_hook(lambda module, args, output: output + args[0].mean())
     return model
 
 
-def _set(model: nn.Sequential, place: int, module: nn.Module) -> nn.Module:
+def _set(model, place, module):
     model[place] = module
     return model
 
 
-def _without(model: nn.Sequential, first: int, last: int) -> nn.Module:
+def _without(model, first, last):
     del model[first:last]
     return model
 
 
-def _another_head(model: nn.Sequential) -> nn.Module:
+def _another_head(model):
     head = nn.Linear(64, 8)
     with torch.no_grad():
         head.weight.copy_(model[0].weight[:8])
@@ -168,7 +168,7 @@ class Inner(nn.Module):
         return self.top(crossed), crossed
 
 
-def _inner() -> Inner:
+def _inner():
     torch.manual_seed(0)
     return Inner()
 

@@ -19,7 +19,7 @@ import loka
 from loka.core.exceptions import NotConverted
 
 
-def _step(model: Callable[[torch.Tensor], torch.Tensor]):
+def _step(model):
     model(batch().requires_grad_()).square().mean().backward()
 
 
@@ -92,11 +92,11 @@ class Nested(nn.Module):
         return self.top(self.experts(x))
 
 
-def _ddp(model: nn.Module) -> nn.Module:
+def _ddp(model):
     return DistributedDataParallel(model)
 
 
-def _compiled(model: nn.Module) -> nn.Module:
+def _compiled(model):
     return torch.compile(model, backend="eager")
 
 

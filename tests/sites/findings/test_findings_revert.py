@@ -17,7 +17,7 @@ import loka
 from loka.core.exceptions import LokaError, NoKernelFits, NotConverted, UnknownName
 
 
-def _steps(model: nn.Module, count: int = 3):
+def _steps(model, count=3):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(count):
         model(batch(seed=step)).square().mean().backward()
@@ -82,7 +82,7 @@ def test_r1_hooks_and_attributes_of_others_stay():
     assert not any("loka" in name or name == "forward" for module in found for name in vars(module))
 
 
-def _replaced(model: nn.Sequential) -> object:
+def _replaced(model):
     before = model[2].forward
     model[2].forward = lambda x: 2 * before(x)
     return model[2].forward
@@ -152,7 +152,7 @@ def test_r1_revert_is_exact_everywhere(name):
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
-def _with(plan: loka.Plan, site: str, candidate: str) -> loka.Plan:
+def _with(plan, site, candidate):
     changed = dataclasses.replace(plan.decisions[site], candidate=candidate)
     return dataclasses.replace(plan, decisions={**plan.decisions, site: changed})
 

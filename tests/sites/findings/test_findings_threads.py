@@ -19,7 +19,7 @@ THREADS, CALLS = 8, 2_500
 ROUNDS = 10  # of which the first follows convert, and every other one a load_state_dict
 
 
-def _small(seed: int = 0) -> nn.Sequential:
+def _small(seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))

@@ -24,27 +24,27 @@ import loka
 FACTOR = 30.0  # scales of before would saturate
 
 
-def _initialized(model: nn.Sequential, folder: Path):
+def _initialized(model, folder):
     torch.manual_seed(5)
     nn.init.normal_(model[2].weight, std=FACTOR)
 
 
-def _multiplied(model: nn.Sequential, folder: Path):
+def _multiplied(model, folder):
     with torch.no_grad():
         model[2].weight.mul_(FACTOR)
 
 
-def _divided(model: nn.Sequential, folder: Path):
+def _divided(model, folder):
     with torch.no_grad():
         model[2].weight.div_(FACTOR)
 
 
-def _copied(model: nn.Sequential, folder: Path):
+def _copied(model, folder):
     state = model.state_dict()
     state["2.weight"].copy_(FACTOR * state["0.weight"])
 
 
-def _broadcast(model: nn.Sequential, folder: Path):
+def _broadcast(model, folder):
     """As `dist.broadcast(p.data, 0)` writes: no version counter moves."""
     for place, parameter in enumerate(model.parameters()):
         if parameter.dim() > 1:
@@ -53,11 +53,11 @@ def _broadcast(model: nn.Sequential, folder: Path):
             )
 
 
-def _another_tensor(model: nn.Sequential, folder: Path):
+def _another_tensor(model, folder):
     model[2].weight.data = FACTOR * model[0].weight.data.clone()
 
 
-def _loaded_by_dcp(model: nn.Sequential, folder: Path):
+def _loaded_by_dcp(model, folder):
     path = folder / "checkpoint"
     if not path.exists():
         other = tower()
@@ -68,7 +68,7 @@ def _loaded_by_dcp(model: nn.Sequential, folder: Path):
     model.load_state_dict(state)
 
 
-def _assigned(model: nn.Sequential, folder: Path):
+def _assigned(model, folder):
     state = {name: FACTOR * value.detach() for name, value in tower().state_dict().items()}
     model.load_state_dict(state, assign=True)
 
@@ -118,7 +118,7 @@ def test_s2_first_update_of_an_averaged_model():
         assert_close(averages[0](batch()), expected(batch()))
 
 
-def _trained(model: nn.Module, steps: int, after: Callable[[int], None]):
+def _trained(model, steps, after):
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(steps):
         x = batch(seed=step)

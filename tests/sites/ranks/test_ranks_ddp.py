@@ -4,7 +4,6 @@ As under FSDP2 (test_ranks_fsdp2.py), one process that takes both halves of the 
 sums.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +83,11 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory):
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], make: Callable[..., Any]):
+def check(rank, found, make):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make)]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert found["runs"] == dict.fromkeys(found["runs"], STEPS)

@@ -7,7 +7,6 @@ losses agree within the rounding of float32. Against one batch of all rows the b
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +52,7 @@ ROUNDING = 8 * 0.7 * 2**-24
 NOT_CALLED = (nn.ParameterList, ParametrizationList, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-def shard(model: nn.Module, units: str) -> nn.Module:
+def shard(model, units):
     """A unit for all, or one for each layer that is called and multiplies by parameters of its own."""
     mesh = init_device_mesh("cpu", (2,))
     if units == "layer":
@@ -135,11 +134,11 @@ class Compiled(Job):
 
 
 @pytest.fixture(scope="module")
-def eager(tmp_path_factory) -> list[dict[str, Any]]:
+def eager(tmp_path_factory):
     return on_ranks(Job(bare_plan()), 2, tmp_path_factory.mktemp("eager"))
 
 
-def check(rank: int, found: dict[str, Any], units: str, make: Callable[..., Any]):
+def check(rank, found, units, make):
     expected = [losses[rank] for losses in by_halves(bare_plan(), make, apart=units == "layer")]
     assert found["losses"] == pytest.approx(expected, abs=ROUNDING, rel=0)
     assert set(found["runs"]) == planned(bare_plan())

@@ -4,7 +4,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 
-def raising(rank: int, folder: Path) -> dict[str, Any]:
+def raising(rank, folder):
     if rank == 1:
         raise ZeroDivisionError("rank 1 is out of luck")
     dist.all_reduce(torch.zeros(1))  # waits for it in vain
     return {}
 
 
-def dying(rank: int, folder: Path) -> dict[str, Any]:
+def dying(rank, folder):
     if rank == 0:
         print("these are its last words", file=sys.stderr, flush=True)
         os._exit(7)
@@ -27,19 +26,19 @@ def dying(rank: int, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def crashing(rank: int, folder: Path) -> dict[str, Any]:
+def crashing(rank, folder):
     if rank == 1:
         os.abort()
     time.sleep(600)
     return {}
 
 
-def waiting(rank: int, folder: Path) -> dict[str, Any]:
+def waiting(rank, folder):
     time.sleep(600 * rank)
     return {}
 
 
-def connected(rank: int, folder: Path) -> dict[str, Any]:
+def connected(rank, folder):
     return {"connected": sorted(path.name for path in folder.iterdir())}
 
 
@@ -53,7 +52,7 @@ class Changed:
         return _changed, self.made_by
 
 
-def _changed(function: Any, folder: Path) -> Any:
+def _changed(function, folder):
     connect = dist.init_process_group
 
     def other(*args, rank, **settings):
@@ -64,12 +63,12 @@ def _changed(function: Any, folder: Path) -> Any:
     return connected
 
 
-def slowly(rank: int, folder: Path):
+def slowly(rank, folder):
     time.sleep(0.5 * rank)
     (folder / f"rank {rank}").touch()
 
 
-def unable(rank: int, folder: Path):
+def unable(rank, folder):
     if rank == 1:
         raise ConnectionError("rank 1 reaches nobody")
 

@@ -1,7 +1,6 @@
 """What Probe learns through wrappers, on two ranks: the bare model's sites by the bare model's names."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ SHARDED = "sharded weights (FSDP) come and go with each backward"
 THREE = {f"attention.in_proj_weight.chunk(3)[{part}]" for part in range(3)}
 
 
-def told(stats: loka.Stats) -> dict[str, Any]:
+def told(stats):
     assert stats.coverage is not None
     return {
         "names": set(stats.layers),
@@ -57,11 +56,11 @@ def told(stats: loka.Stats) -> dict[str, Any]:
     }
 
 
-def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+def fsdp1(model, **options):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
-def checkpointed(model: nn.Module, how: CheckpointImpl) -> nn.Module:
+def checkpointed(model, how):
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=lambda inner: checkpoint_wrapper(inner, checkpoint_impl=how),
@@ -84,7 +83,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+def one_rank(rank, folder):
     found: dict[str, Any] = {}
     for name, wrap in WRAPPERS.items():
         model = wrap(mixed())
@@ -119,7 +118,7 @@ class Training:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     return on_ranks(one_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 

@@ -28,7 +28,7 @@ WAYS = ("by hand", "TrainPipelineBase", "TrainPipelineSparseDist")
 TABLES = "model.sparse_arch.embedding_bag_collection"
 
 
-def build(name: str = "torchrec_dlrm_train") -> nn.Module:
+def build(name="torchrec_dlrm_train"):
     (entry,) = (foreign for foreign in dlrm.MODELS if foreign.name == name)
     return entry.build()
 
@@ -45,7 +45,7 @@ class Bare(nn.Module):
         return (nn.functional.binary_cross_entropy_with_logits(logits, batch.labels.float()),)
 
 
-def half(rank: int) -> Any:
+def half(rank):
     """The rows of a batch that one rank has."""
     from torchrec import KeyedJaggedTensor
     from torchrec.datasets.utils import Batch
@@ -59,7 +59,7 @@ def half(rank: int) -> Any:
     return Batch(batch.dense_features[mine], sparse, batch.labels[mine])
 
 
-def sharded(model: nn.Module, kind: str = "table_wise", codec: str = "", path: str = TABLES) -> nn.Module:
+def sharded(model, kind="table_wise", codec="", path=TABLES):
     """The same model and weights in DistributedModelParallel, its tables trained by SGD in their backward."""
     from torchrec.distributed import DistributedModelParallel, sharding_plan
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -101,7 +101,7 @@ def sharded(model: nn.Module, kind: str = "table_wise", codec: str = "", path: s
     return wrapped
 
 
-def dense(model: nn.Module) -> list[nn.Parameter]:
+def dense(model):
     return [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
 
 
@@ -163,7 +163,7 @@ class Job:
         return {**found, "left": left(model)}
 
 
-def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Any]]) -> list[list[float]]:
+def by_hand(model, optimizer, steps):
     losses = []
     for parts in steps:
         optimizer.zero_grad()
@@ -175,24 +175,24 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, steps: list[list
 
 
 @pytest.fixture(scope="module")
-def stats() -> loka.Stats:
+def stats():
     model = build()
     (batch,) = dlrm.batch(ROWS)
     return probed(model, lambda step: model(batch)[0])
 
 
 @pytest.fixture(scope="module")
-def plan(stats) -> Plan:
+def plan(stats):
     return forced(stats)
 
 
 @pytest.fixture(scope="module")
-def ranks(plan, tmp_path_factory) -> list[dict[str, Any]]:
+def ranks(plan, tmp_path_factory):
     return on_ranks(Job(plan), 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def alone(plan) -> list[list[float]]:
+def alone(plan):
     """Losses [STEPS][2] of one process. Its tables learn by the same SGD."""
     model = loka.convert(build(), plan)
     return by_hand(model, torch.optim.SGD(model.parameters(), LR), [[half(0), half(1)]] * STEPS)

@@ -44,14 +44,14 @@ class Tried:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan():
     model = build()
     (batch,) = dlrm.batch(ROWS)
     return forced(probed(model, lambda step: model(batch)[0]))
 
 
 @pytest.fixture(scope="module")
-def tried(plan, tmp_path_factory) -> list[dict[str, Any]]:
+def tried(plan, tmp_path_factory):
     return on_ranks(Tried(plan), 2, tmp_path_factory.mktemp("tried"))
 
 

@@ -50,7 +50,7 @@ def test_unused_rows_are_those_of_the_first_epoch(step, epochs, left):
 
 
 @pytest.fixture
-def seen(monkeypatch) -> list[Stats]:
+def seen(monkeypatch):
     found: list[Stats] = []
     plan = auto_module.measure
     monkeypatch.setattr(auto_module, "measure", lambda stats, **o: found.append(stats) or plan(stats, **o))

@@ -1,10 +1,7 @@
 """One run from a cold start to FP8: its phases, and being killed in each of them."""
 
 import signal
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +28,7 @@ STEPS = 30
 ROWS = RandomRows(16 * STEPS)
 
 
-def run(
-    config: AutoConfig = AUTO, *, seed: int = 0, track: Any = None, folder: Path | None = None, **others: Any
-):
+def run(config=AUTO, *, seed=0, track=None, folder=None, **others):
     model, said = tower(seed), []
     auto = Auto(config, folder=folder, say=said.append, track=track)
     others = {"config": CONFIG, **others}
@@ -87,7 +82,7 @@ class KilledWhileMeasuring(Exception):
     pass
 
 
-def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+def breaking(items, description, total):
     for place, item in enumerate(items):
         if place == 1:
             raise KilledWhileMeasuring
@@ -95,7 +90,7 @@ def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any
 
 
 @pytest.fixture(scope="module")
-def whole() -> Any:
+def whole():
     return run()
 
 
@@ -172,7 +167,7 @@ def test_how_narrow_effects_are():
     assert relative_width(with_effects(terms=None)) is None
 
 
-def with_effects(terms: list[float] | None) -> Stats:
+def with_effects(terms):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     with loka.Probe(model, every=1, effect_samples=0) as probe:
         model(torch.randn(8, 4)).sum().backward()

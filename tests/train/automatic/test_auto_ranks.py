@@ -4,10 +4,7 @@ import importlib
 import json
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import fp8_run
 import pytest
@@ -20,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from loka.core.exceptions import WrongResults
 from loka.nn import sites_of
 from loka.train import train
-from loka.train.automatic.auto import Auto, AutoConfig
+from loka.train.automatic.auto import Auto
 
 runs = importlib.import_module("loka.train.run")
 WORLD, STEPS = 2, 31
@@ -34,7 +31,7 @@ class Shard(RandomRows):
     rows: int = 16 * STEPS
 
 
-def run(rank: int, folder: Path, *, auto: AutoConfig = AUTO, track: Any = None, **others: Any) -> Any:
+def run(rank, folder, *, auto=AUTO, track=None, **others):
     model = DistributedDataParallel(tower(seed=rank))
     callback = Auto(auto, folder=folder, track=track)
     others = {"config": CONFIG, "checkpoints": folder / "checkpoints", **others}
@@ -42,7 +39,7 @@ def run(rank: int, folder: Path, *, auto: AutoConfig = AUTO, track: Any = None, 
     return model.module, callback, result
 
 
-def told(rank: int, folder: Path, **others: Any) -> dict[str, Any]:
+def told(rank, folder, **others):
     """What has to be alike on both ranks, and what of this one was alone its own."""
     model, auto, result = run(rank, folder, **others)
     alike = {
@@ -59,7 +56,7 @@ class Killed(Exception):
     pass
 
 
-def resumed(rank: int, folder: Path) -> dict[str, Any]:
+def resumed(rank, folder):
     """Both are killed just after they converted, before that was saved: they measure again."""
 
     def kill(step):
@@ -75,7 +72,7 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
     return told(rank, folder)
 
 
-def refusal(rank: int, folder: Path, **others: Any) -> str:
+def refusal(rank, folder, **others):
     try:
         run(rank, folder, **others)
     except Exception as error:
@@ -83,12 +80,12 @@ def refusal(rank: int, folder: Path, **others: Any) -> str:
     return ""
 
 
-def breaking(items: Iterable[Any], description: str, total: int) -> Iterator[Any]:
+def breaking(items, description, total):
     yield from []
     raise Killed("the disk of rank 0 is full")
 
 
-def failures(rank: int, folder: Path) -> dict[str, Any]:
+def failures(rank, folder):
     """What this rank says where another fails, or where they do not fit together."""
     short = replace(AUTO, every=1, least_steps=1, most_steps=2)
     brief = {"auto": short, "config": replace(CONFIG, max_rows=16 * 4), "checkpoints": None}
@@ -120,13 +117,13 @@ def failures(rank: int, folder: Path) -> dict[str, Any]:
     return {**found, "apart": apart, "as one": [str(one.message) for one in warned[len(apart) :]]}
 
 
-def one_rank(rank: int, folder: Path) -> dict[str, Any]:
+def one_rank(rank, folder):
     found = {"straight": told(rank, folder / "straight"), "resumed": resumed(rank, folder / "killed")}
     return {**found, "failures": failures(rank, folder / "failing")}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     return on_ranks(one_rank, WORLD, tmp_path_factory.mktemp("ranks"))
 
 

@@ -22,16 +22,16 @@ from loka.train.automatic.joint_effect import JointEffect, joint_effect
 ROW, TENSOR = "emulated:rowwise_e4m3", "emulated:tensorwise_e4m3"
 
 
-def build(tasks: int = 1) -> nn.Module:
+def build(tasks=1):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, tasks))
 
 
-def rows(count: int, seed: int = 1) -> torch.Tensor:
+def rows(count, seed=1):
     return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def plan_of(model: nn.Module, candidates: dict[str, str], *, ne: float | None = None) -> Plan:
+def plan_of(model, candidates, *, ne=None):
     """With `ne` predicted at every site of `candidates`."""
     decisions = {}
     for path, shape in signature(model).layers.items():
@@ -53,11 +53,11 @@ def plan_of(model: nn.Module, candidates: dict[str, str], *, ne: float | None = 
     )
 
 
-def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def forward(model, x):
     return model(x)
 
 
-def by_hand(model: nn.Module, x: torch.Tensor, recipes: dict[int, str]) -> torch.Tensor:
+def by_hand(model, x, recipes):
     h = x
     for index, module in enumerate(model):
         if isinstance(module, nn.Linear) and index in recipes:

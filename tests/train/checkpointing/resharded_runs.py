@@ -2,10 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import fp8_run
 import torch
@@ -17,12 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import loka
-from loka.core.records.plan import Plan
 from loka.data import Dealt
 from loka.distributed import shard_dense
 from loka.measurement.settings import Settings
 from loka.nn import fp8_runs, unwrap
-from loka.train import TrainConfig, TrainResult, train
+from loka.train import TrainResult, train
 from loka.train.checkpointing.resharding import tensors_of
 from loka.train.run import Run
 from loka.train.steps.step_time import blocks_of
@@ -35,7 +31,7 @@ CONFIG = replace(
 )
 
 
-def pow2_plan(make: Callable[[], nn.Module] = tower) -> Plan:
+def pow2_plan(make=tower):
     """Every site in FP8, by the recipe whose weights can be gathered in FP8."""
     model = make()
     with loka.Probe(model, every=1, effect_samples=0) as probe:
@@ -45,23 +41,23 @@ def pow2_plan(make: Callable[[], nn.Module] = tower) -> Plan:
     return loka.plan(report, loka.Budget(min_sqnr_db=None), force={"*": POW2})
 
 
-def world() -> tuple[int, int]:
+def world():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def rows() -> Dealt:
+def rows():
     """Six steps and a short one, of which four ranks cannot share all rows."""
     parts = [RandomRows(16 * (STEPS - 1) + 5, seed=part) for part in range(PARTS)]
     rank, ranks = world()
     return Dealt(parts, rank=rank, ranks=ranks)
 
 
-def config_here(**changes: Any) -> TrainConfig:
+def config_here(**changes):
     """With a batch size by which all ranks together take as many rows as ever."""
     return replace(CONFIG, batch_size=ROWS // world()[1], **changes)
 
 
-def over_ranks(model: nn.Module, engine: str) -> nn.Module:
+def over_ranks(model, engine):
     if not dist.is_initialized():
         return model
     if engine == "ddp":
@@ -78,7 +74,7 @@ class Seen:
     model: nn.Module
 
 
-def run(folder: Path, plan: Plan | None, engine: str, **others: Any) -> Seen:
+def run(folder, plan, engine, **others):
     """The state is of tensors as a whole, by name, as soon as it is restored."""
     gather = "fp8" if engine == "fsdp2" and plan and dist.is_initialized() else "hp"
     config = config_here(gather=gather)
@@ -102,11 +98,11 @@ def run(folder: Path, plan: Plan | None, engine: str, **others: Any) -> Seen:
     return seen
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def ended(seen: Seen) -> dict[str, Any]:
+def ended(seen):
     """Of all ranks alike, and of this one alone."""
     assert seen.result is not None
     inner = unwrap(seen.model)
@@ -123,7 +119,7 @@ def ended(seen: Seen) -> dict[str, Any]:
     }
 
 
-def die_at(step: int, rank: int) -> Callable[[int], None]:
+def die_at(step, rank):
     def on_step(done):
         if done == step and world()[0] == rank:
             os.kill(os.getpid(), signal.SIGKILL)

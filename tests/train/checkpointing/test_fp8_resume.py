@@ -7,10 +7,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +17,6 @@ from fp8_server import serve
 from small_run import RandomRows
 
 from loka.core.exceptions import CheckpointRefused, FileRefused
-from loka.core.records.plan import Plan
 from loka.core.storage.files import sha256_of_file, write_record
 from loka.nn import fp8_runs
 from loka.train import CheckpointNotSaved, evaluate, load_newest, train
@@ -32,7 +27,7 @@ STEPS = 90
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan():
     plan = make_plan()
     assert {path for path in ("mlp.0", "mlp.4", "side") if plan.candidates(path)["output"] != "hp"} == {
         "mlp.0",
@@ -43,7 +38,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def server() -> Iterator[Connection]:
+def server():
     ours, theirs = SERVER.Pipe()
     process = SERVER.Process(target=serve, args=(theirs, STEPS))
     process.start()
@@ -53,18 +48,18 @@ def server() -> Iterator[Connection]:
     process.join()
 
 
-def start(server: Connection, folder: Path) -> int:
+def start(server, folder):
     server.send(folder)
     return int(heard(server, "pid"))
 
 
-def heard(server: Connection, wanted: str) -> str:
+def heard(server, wanted):
     kind, _, text = server.recv().partition(" ")
     assert kind == wanted, f"{kind} {text}"
     return text
 
 
-def rest(server: Connection) -> list[str]:
+def rest(server):
     return list(iter(server.recv, "gone"))
 
 
@@ -97,7 +92,7 @@ def test_twenty_kills_change_no_bit(tmp_path, server):
 ROWS = RandomRows(16 * 8)
 
 
-def stop_at(wanted: int):
+def stop_at(wanted):
     def on_step(step):
         if step == wanted:
             raise KeyboardInterrupt
@@ -195,7 +190,7 @@ def test_the_one_before_a_truncated_checkpoint_is_used(tmp_path, plan):
     assert fp8_runs(model) == fp8_runs(straight)
 
 
-def aged(folder: Path, plan: Plan, **of_plan: Any):
+def aged(folder, plan, **of_plan):
     """Makes the newest checkpoint one of a version that could run several layers as one, under a drift
     guard."""
     path = load_newest(folder).path
@@ -215,7 +210,7 @@ def aged(folder: Path, plan: Plan, **of_plan: Any):
     write_record(path / "manifest.json", kind=record["kind"], version=record["version"], content=content)
 
 
-def halfway(folder: Path, plan: Plan):
+def halfway(folder, plan):
     with pytest.raises(KeyboardInterrupt):
         train(tower(), ROWS, config=CONFIG, plan=plan, checkpoints=folder, on_step=stop_at(5))
 

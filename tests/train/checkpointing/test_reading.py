@@ -3,8 +3,6 @@
 import errno
 import itertools
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +18,13 @@ from loka.train.running import RunningTasks, label_rates
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     for step in (10, 20):
         save(tmp_path, step=step, state={"step": step}, identity={})
     return tmp_path
 
 
-def damage(path: Path):
+def damage(path):
     (path / "state.pt").write_bytes(b"")
 
 
@@ -67,7 +65,7 @@ def test_a_named_one_that_is_damaged_gives_way_to_none(folder):
     assert "checksum" in error.value.why[0]
 
 
-def of(model: nn.Module, **optimizers: torch.optim.Optimizer) -> tuple[dict[str, Any], RunningTasks]:
+def of(model, **optimizers):
     running = RunningTasks()
     return capture(model, optimizers, running), running
 

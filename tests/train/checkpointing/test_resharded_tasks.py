@@ -2,8 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from ranks import on_ranks
@@ -16,7 +14,7 @@ from loka.train import train
 ROWS = 64  # of a step, all ranks together
 
 
-def trained(folder: Path) -> dict[str, Any]:
+def trained(folder):
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     source = Dealt([TwoLabels(320, seed=part) for part in range(2)], rank=rank, ranks=ranks)
     model = fresh()
@@ -32,7 +30,7 @@ def trained(folder: Path) -> dict[str, Any]:
     }
 
 
-def on_rank(rank: int, folder: Path) -> dict[str, Any]:
+def on_rank(rank, folder):
     return trained(folder / "run")
 
 

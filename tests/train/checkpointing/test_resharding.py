@@ -12,7 +12,6 @@ import signal
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -86,12 +85,12 @@ class Resumed:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan():
     return pow2_plan()
 
 
 @pytest.fixture(scope="module", params=["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
-def runs(request, plan, tmp_path_factory) -> dict[str, Any]:
+def runs(request, plan, tmp_path_factory):
     engine, folder = request.param, tmp_path_factory.mktemp("runs")
     for name, saving in (("stepping", False), ("saving", True)):
         (folder / name).mkdir()
@@ -114,7 +113,7 @@ def runs(request, plan, tmp_path_factory) -> dict[str, Any]:
     return {"engine": engine, "left": left, "folder": folder, "four": four, "two": two, "one": one}
 
 
-def as_saved(path: Path, folder: Path) -> dict[str, str]:
+def as_saved(path, folder):
     """Tensors by name as torch itself reads them."""
     dcp_to_torch_save(path, folder / "whole.pt")
     return {name: digest(value) for name, value in torch.load(folder / "whole.pt").items()}
@@ -168,7 +167,7 @@ def test_one_process_reads_the_whole_model(runs):
     assert not found.sharded
 
 
-def damaged(runs: dict[str, Any], tmp_path: Path, name: str) -> Path:
+def damaged(runs, tmp_path, name):
     path = tmp_path / "run"
     shutil.copytree(runs["left"], path)
     file = path / f"step-{SAVED:08d}" / name
@@ -206,7 +205,7 @@ def test_metadata_of_dcp_loads(tmp_path):
     assert {name: found[name].size for name in found} == {n: t.shape for n, t in tensors.items()}
 
 
-def with_a_full_disk(rank: int, folder: Path) -> dict[str, Any]:
+def with_a_full_disk(rank, folder):
     """Of rank 1, at the first save."""
     real = sharded.write_state
 

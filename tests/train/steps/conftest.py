@@ -1,13 +1,11 @@
 """A stand-in for CUDA graphs, for tests of what is around them."""
 
-from collections.abc import Callable
-
 import pytest
 from graphed_cases import Fake, module
 
 
 @pytest.fixture
-def fake(monkeypatch) -> Callable[..., Fake]:
+def fake(monkeypatch):
     def install(model, optimizer):
         found = Fake(model, optimizer)
         monkeypatch.setattr(module, "record", found)

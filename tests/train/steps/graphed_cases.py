@@ -2,8 +2,6 @@
 
 import copy
 import importlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +17,13 @@ CPU = torch.device("cpu")
 Batch = tuple[torch.Tensor, ...]
 
 
-def small(device: torch.device = CPU, dropout: float = 0.0) -> nn.Module:
+def small(device=CPU, dropout=0.0):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 32, bias=False), BlockNorm(32, 16), nn.Hardswish(), nn.Dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(32, 1)).to(device)
 
 
-def batches(*sizes: int, device: torch.device = CPU) -> list[Batch]:
+def batches(*sizes, device=CPU):
     generator = torch.Generator().manual_seed(1)
     found = []
     for size in sizes:
@@ -34,7 +32,7 @@ def batches(*sizes: int, device: torch.device = CPU) -> list[Batch]:
     return found
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+def step_of(model, optimizer):
     def step(x, label):
         for parameter in model.parameters():
             # On a GPU this would wait for it, which a capture forbids.
@@ -48,7 +46,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
     return step
 
 
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
@@ -97,18 +95,18 @@ class Fake:
             group.update(values)
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> list[torch.Tensor]:
+def plain(model, optimizer, data):
     step = step_of(model, optimizer)
     return [step(*batch).detach() for batch in data]
 
 
-def assert_same_training(model: nn.Module, twin: nn.Module):
+def assert_same_training(model, twin):
     """To the bit: the same operations on the same values."""
     for (name, weight), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(weight, expected), name
         assert torch.equal(weight.grad, expected.grad), f"gradient of {name}"
 
 
-def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def adam(model, **options):
     # eps far above rounding: at the usual 1e-8, the sign of a gradient of noise is a whole update.
     return torch.optim.Adam(model.parameters(), capturable=True, eps=1e-3, **{"lr": 0.01, **options})

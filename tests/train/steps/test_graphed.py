@@ -193,7 +193,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def assert_close_training(model: nn.Module, twin: nn.Module):
+def assert_close_training(model, twin):
     for weight, expected in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, **GPU_CLOSE)
         torch.testing.assert_close(weight.grad, expected.grad, **GPU_CLOSE)

@@ -162,7 +162,7 @@ def test_what_rules_a_graph_out_is_named(fake):
     )
 
 
-def _with_lr(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> torch.optim.Optimizer:
+def _with_lr(optimizer, lr):
     optimizer.param_groups[0]["lr"] = lr
     return optimizer
 

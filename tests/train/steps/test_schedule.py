@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ ROWS = RandomRows(64 * 20)
 DECAYING = ("cosine", "linear", "wsd")
 
 
-def factors(steps: int, **fields) -> list[float]:
+def factors(steps, **fields):
     config = replace(CONFIG, **fields)
     return [rate_factor(step, steps, config) for step in range(steps)]
 
@@ -210,7 +209,7 @@ def test_on_a_gpu_a_captured_run_decays_and_resumes(tmp_path):
     assert torch.equal(torch.cat([w.detach().flatten() for w in resumed.parameters()]), found["graph"])
 
 
-def aged(folder: Path, into: Path):
+def aged(folder, into):
     """Checkpoints as they were written before there were schedules."""
     shutil.copytree(folder, into)
     for file in into.glob("step-*/manifest.json"):

@@ -26,7 +26,7 @@ ONE = Estimate(1.0, 1.0, 1.0)
 
 
 @pytest.fixture
-def losses(monkeypatch) -> list[dict[str, float]]:
+def losses(monkeypatch):
     """Runs every function of a race once and says that all take a microsecond."""
     found: list[dict[str, float]] = []
 
@@ -41,7 +41,7 @@ def losses(monkeypatch) -> list[dict[str, float]]:
     return found
 
 
-def wukong() -> nn.Module:
+def wukong():
     torch.manual_seed(0)
     source = SyntheticClicks(rows=64, seed=0)
     return build("wukong", dense_features=source.dense_features, vocab_sizes=source.vocab_sizes)
@@ -206,7 +206,7 @@ def test_off_a_gpu_it_says_so():
         time_steps(Arm(name="bf16", build=wukong), {}, batch, device=CPU)
 
 
-def asked(model: nn.Module) -> set[int]:
+def asked(model):
     return {id(module) for module in model.modules() if module._compiled_call_impl is not None}
 
 

@@ -9,8 +9,7 @@ from small_run import RandomRows, small_model
 from torch import nn
 
 from loka.data import SyntheticClicks
-from loka.data.batch import Source
-from loka.train import TrainConfig, TrainResult, train
+from loka.train import TrainConfig, train
 from loka.train.steps.forward import matrix_precision
 from loka.zoo import HistoryTable, build
 
@@ -20,20 +19,18 @@ CONFIG = TrainConfig(batch_size=64, precision="fp32")
 ROWS = RandomRows(64 * 6 + 10)  # the last batch is short
 
 
-def of_zoo(device: str = "cpu") -> nn.Module:
+def of_zoo(device="cpu"):
     torch.manual_seed(0)
     return build("dlrm", dense_features=4, vocab_sizes=ROWS.vocab_sizes).to(device)
 
 
-def weights_after(
-    config: TrainConfig, model: nn.Module | None = None, *, rows: Source = ROWS, **others
-) -> tuple[torch.Tensor, TrainResult]:
+def weights_after(config, model=None, *, rows=ROWS, **others):
     model = of_zoo(config.device) if model is None else model
     result = train(model, rows, config=config, **others)
     return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()]), result
 
 
-def close(found: torch.Tensor, exact: torch.Tensor):
+def close(found, exact):
     """Adam moves a weight by the rate whatever the size of its gradient, so rounding decides where a
     gradient is nearly zero; all others agree."""
     assert ((found - exact).abs() < 1e-5).double().mean() > 0.99
@@ -148,7 +145,7 @@ HISTORIES = SyntheticClicks(rows=64 * 4 + 10, seed=0, vocab_sizes=(30, 8), dense
 ITEM, OWN = HistoryTable(column=0), HistoryTable(vocab_size=30)
 
 
-def reading_history(name: str, history: HistoryTable | None, seed: int = 0) -> nn.Module:
+def reading_history(name, history, seed=0):
     torch.manual_seed(seed)
     sizes = {"dense_features": 4, "vocab_sizes": HISTORIES.vocab_sizes}
     return build(name, **sizes, history=history) if history else build(name, **sizes)

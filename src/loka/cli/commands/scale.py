@@ -20,7 +20,9 @@ from loka.core.records.across import Across
 from loka.core.records.network import Network
 from loka.core.records.plan import Plan
 from loka.core.records.scale import Scale
+from loka.core.storage.files import write_atomic
 from loka.data.batch import Batch, Source
+from loka.report.pages.across import across_page
 from loka.scaling import scale as scale_model
 from loka.scaling.cluster.across import default_gpus
 from loka.scaling.cluster.calibrate import SIZES, calibrate
@@ -55,6 +57,7 @@ def scale(
     data: DataFile = None,
     schema: SchemaFile = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all of it.")] = None,
+    page: Annotated[Path | None, typer.Option(help="With --network: HTML page with plots.")] = None,
     network: Annotated[
         Path | None,
         typer.Option(
@@ -69,6 +72,8 @@ def scale(
         Path | None,
         typer.Option(help="With --network: a plan measured at this batch size, for its times."),
     ] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="With --network: of ddp, fsdp2, hsdp.")] = None,
+    group: Annotated[list[int] | None, typer.Option(help="With --network: GPUs of a group of hsdp.")] = None,
     unit: Annotated[
         list[str] | None,
         typer.Option(help="With --network: paths that FSDP2 shards each for itself, such as 'layers.*'."),
@@ -81,16 +86,20 @@ def scale(
         typer.Option(help="With --network: tables in place of the model's, such as 26x1000000x128."),
     ] = None,
     qcomm: Annotated[str, typer.Option(help="With --network: embeddings in fp32, bf16 or fp8.")] = "bf16",
+    tables_by: Annotated[str, typer.Option(help="Tables placed by size, or by torchrec's planner.")] = "size",
+    table_group: Annotated[int, typer.Option(min=0, help="GPUs that share tables (2D).")] = 0,
+    sync_every: Annotated[int, typer.Option(min=0, help="Steps between syncs of such groups.")] = 0,
 ) -> None:
     """Will eight bits help? The sites of a model, their share of the FLOPs, and what they would take.
 
     Needs no GPU: times are stored measurements, interpolated where that was checked, and unknown elsewhere.
-    With --network: does it still pay on many GPUs, under DDP and FSDP2?
+    With --network: does it still pay on many GPUs, under DDP, FSDP2 and HSDP?
     """
     checked(gpu=gpu, batch_size=batch_size, kernels=kernels)  # before anything is built
-    if network is None and (plan is not None or unit or table or ids is not None):
+    placed = tables_by != "size" or table_group or sync_every
+    if network is None and any((plan, engine, group, unit, table, ids is not None, page, placed)):
         raise LokaError(
-            "--plan, --unit, --ids and --table are of steps on many GPUs",
+            "--page, --plan, --engine, --group, --unit and options of tables are of steps on many GPUs",
             way_out="give --network too, such as examples/h200-ib.json",
         )
     ask = _on_one(gpu=gpu, batch_size=batch_size, kernels=kernels)
@@ -99,15 +108,20 @@ def scale(
         ask = _on_many(
             links,
             default_gpus(links) if gpus is None else _numbers(gpus),
-            None if plan is None else Plan.load(plan),
-            tuple(unit or ()),
             gpu=gpu,
             batch_size=batch_size,
             kernels=kernels,
-            tables={
+            options={
+                "plan": None if plan is None else Plan.load(plan),
+                "engines": engine or (),
+                "groups": group or (),
+                "units": tuple(unit or ()),
                 "tables": [shape for one in table or () for shape in parsed(one)],
                 "ids": ids,
                 "qcomm": qcomm,
+                "tables_by": tables_by,
+                "table_group": table_group,
+                "sync_every": sync_every,
             },
         )
     build = (
@@ -118,6 +132,10 @@ def scale(
     if out is not None:
         found.save(out)
         say(f"written: {out}")
+    if page is not None:
+        assert isinstance(found, Across)
+        write_atomic(page, across_page(found).encode())
+        say(f"written: {page}")
 
 
 def calibrate_links(
@@ -181,13 +199,11 @@ def _on_one(*, gpu: str, batch_size: int, kernels: Any) -> _Ask:
 def _on_many(
     network: Network,
     gpus: tuple[int, ...],
-    plan: Plan | None,
-    units: tuple[str, ...],
     *,
     gpu: str,
     batch_size: int,
     kernels: Any,
-    tables: dict[str, Any],
+    options: dict[str, Any],
 ) -> _Ask:
     from loka.scaling.cluster import scale_across
     from loka.scaling.cluster.collectives import check_ranks
@@ -198,12 +214,10 @@ def _on_many(
             built.batch,
             network=network,
             gpus=gpus,
-            plan=plan,
             gpu=gpu,
             batch_size=None if built.sized else batch_size,
             kernels=kernels,
-            units=units,
-            **tables,
+            **options,
         )
         return replace(found, batch_size=batch_size)
 

@@ -34,7 +34,7 @@ class Limits:
     """When the drift guard closes a layer, and after how many safe windows it opens it again.
 
     `ne` is the budget that effects are small against where the plan has none. `centre`: the share of their
-    energy that means may have back which a centred recipe takes off.
+    energy that means may have back which a centred recipe takes off, and that columns of a hot one may lack.
     """
 
     amax_octaves: float = 1.0
@@ -238,6 +238,9 @@ def _layer(
     back = _moved(plan.centres[path], learnt_now.get("input")) if path in plan.centres else 0.0
     if back > limits.centre:
         unsafe.append(f"means that are taken off its input moved: {back:.0%} of their energy is back")
+    cold = _cooled(plan.hot_columns.get(path, ()), recipe, learnt_now.get("input"))
+    if cold > limits.centre:
+        unsafe.append(f"its hot columns moved: they hold {1 - cold:.0%} of what others hold now; plan again")
     return LayerDrift(
         path=path,
         recipe=recipe,
@@ -256,6 +259,17 @@ def _moved(centre: Sequence[float], learnt: Distribution | None) -> float:
         return 0.0
     m = mean.new_tensor(centre, dtype=torch.float64)
     return float((mean.double() - m)[m != 0].square().sum() / m.square().sum())
+
+
+def _cooled(columns: Sequence[int], recipe: str | None, learnt: Distribution | None) -> float:
+    """What these columns have less of the error than the hottest now: 0 as planned."""
+    if learnt is None or recipe is None or not columns:
+        return 0.0
+    table = learnt.tensors.get("effect_columns_centred" if "_centred" in recipe else "effect_columns")
+    if table is None or not table.any():
+        return 0.0
+    heat = table.sum(dim=1)
+    return 1 - float(heat[list(columns)].sum() / heat.topk(len(columns)).values.sum())
 
 
 def _untold(path: str, recipe: str | None, now: Estimate | None, after: Stats) -> str:

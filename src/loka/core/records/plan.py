@@ -69,6 +69,7 @@ class Plan:
     """Decisions for all sites of a model, measured on `machine`.
 
     `centres`: by layer whose `output` runs by a centred recipe, what it takes off its input, by column.
+    `hot_columns`: by layer whose `output` runs by a hot recipe, its columns.
     `limits`: what the budget allows each task and segment in KL/H, by the part's name; empty where it has one
     limit for the whole model, `budget.ne`, or none.
     """
@@ -80,6 +81,7 @@ class Plan:
     decisions: Mapping[str, Decision]
     coverage: Coverage | None = sparse(None)
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
+    hot_columns: Mapping[str, tuple[int, ...]] = sparse(default_factory=dict)
     limits: Mapping[str, float] = sparse(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -101,6 +101,7 @@ class Report:
         final_rate: as the statistics have it: the last learning rate as a share of its peak.
         no_effect: by layer, why its effect on KL/H is not known, or is old.
         centres: by layer, what centred recipes take off its input, a number a column.
+        hot_columns: by layer and hot recipe, its columns.
         parts: tasks and segments of rows that have a KL/H of their own, as the statistics have them.
         not_clicks: as the statistics have it: why KL/H may mean nothing here; "" where nothing speaks for it.
         notes: what was not measured in full, and why.
@@ -121,6 +122,7 @@ class Report:
     final_rate: float | None = sparse(None)
     no_effect: Mapping[str, str] = sparse(default_factory=dict)
     centres: Mapping[str, tuple[float, ...]] = sparse(default_factory=dict)
+    hot_columns: Mapping[str, Mapping[str, tuple[int, ...]]] = sparse(default_factory=dict)
     parts: Mapping[str, Part] = sparse(default_factory=dict)
     not_clicks: str = sparse("")
     notes: tuple[str, ...] = ()

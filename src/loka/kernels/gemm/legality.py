@@ -28,6 +28,13 @@ def overflows(problem: Problem, recipe: Recipe) -> str | None:
     return too_long(problem.k, casts[0].format) if casts is not None else None
 
 
+def too_narrow(problem: Problem, recipe: Recipe) -> str | None:
+    """Whether hot columns would more than double it."""
+    if problem.gemm is not Gemm.OUTPUT or problem.k >= 2 * recipe.hot:
+        return None
+    return f"K={problem.k} is less than the {2 * recipe.hot} columns of residuals behind it"
+
+
 def not_hopper(target: str, what: str = "is built for sm_90") -> str | None:
     gpu = capability(target)
     if gpu is None:

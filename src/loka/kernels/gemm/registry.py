@@ -26,7 +26,7 @@ from loka.kernels.gemm.adapters.torch_int8 import TORCH_INT8
 from loka.kernels.gemm.adapters.torch_scaled import TORCH, TORCH_FAST
 from loka.kernels.gemm.adapters.torchao_scaled import TORCHAO, TORCHAO_BLOCK, TORCHAO_FAST
 from loka.kernels.gemm.kernel import Kernel
-from loka.kernels.gemm.legality import overflows
+from loka.kernels.gemm.legality import overflows, too_narrow
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -70,6 +70,8 @@ class Candidate:
             return "the same time and error as without power-of-two scales"
         if self.recipe.centred:
             return "what it takes off and puts back are operations of their own, which no kernel joins yet"
+        if self.recipe.hot:
+            return "its residuals are a launch more for each operand, which nobody timed yet"
         return self.kernel.on_request
 
     @property
@@ -80,7 +82,9 @@ class Candidate:
         return "cannot go into a package: AOTInductor calls aten ops that have a C shim, and it is none"
 
     def padded(self, problem: Problem) -> Problem:
-        """The problem that runs, after LoKA's zero padding."""
+        """The problem that runs: with the columns of residuals, after LoKA's zero padding."""
+        if problem.gemm is Gemm.OUTPUT and self.recipe.hot:
+            problem = replace(problem, k=problem.k + 2 * self.recipe.hot)
         return problem.padded(self.kernel.multiples(problem, self.recipe))
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -91,7 +95,9 @@ class Candidate:
         """Why it cannot run `problem` wherever its library is installed, or None."""
         if self.recipe.casts(problem.gemm) is None:
             return f"{self.recipe.name} does not define {problem.gemm}"
-        return overflows(problem, self.recipe) or self.kernel.unsupported(self.padded(problem), self.recipe)
+        if reason := overflows(problem, self.recipe) or too_narrow(problem, self.recipe):
+            return reason
+        return self.kernel.unsupported(self.padded(problem), self.recipe)
 
     def run(self, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """out [M, N] in `dtype` from operands quantized and padded for this candidate."""

@@ -17,7 +17,7 @@ from loka.core.problem import DTYPES, Problem, dtype_name, target_of
 from loka.core.recipe import Casts, Gemm
 from loka.core.records.report import HP
 from loka.kernels.gemm.registry import Candidate, require_supported
-from loka.kernels.quantize.quantizer import quantize_operand
+from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 from loka.kernels.quantize.side import BAD_A, BAD_B
 
 _RUNS: Counter[tuple[str, str]] = Counter()
@@ -26,7 +26,8 @@ _RUNS: Counter[tuple[str, str]] = Counter()
 def kernel_runs() -> dict[tuple[str, str], int]:
     """How often each (candidate, gemm) was launched from Python in this process.
 
-    A CUDA-graph capture counts once and its replays do not: `nn.health_of` counts those.
+    A CUDA-graph capture counts once and its replays do not; of a compiled region the GEMMs that are torch's
+    own op do not count (compiler/scaled_mm.py). `nn.health_of` counts all of these.
     """
     return dict(_RUNS)
 
@@ -101,6 +102,7 @@ def run_gemm(
     dtype: torch.dtype,
     health: torch.Tensor | None = None,
     centre: torch.Tensor | None = None,
+    hot: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out [M, N] = a [M, K] @ b [N, K]^T in `dtype`, through `candidate`.
 
@@ -109,12 +111,13 @@ def run_gemm(
         a, b: high-precision operands with any strides.
         health: int64 [3] that receives [runs, non-finite A, non-finite B].
         centre: float32 [K], taken off a and put back times b (core/numerics/centring.py); None is zero.
+        hot: int64 [32], the columns of a hot recipe; None: none.
 
     Raises:
         NoKernelFits: the candidate cannot run this problem; nothing else is tried.
     """
     if centre is not None:
-        out = run_gemm(candidate, subtract(a, centre), b, gemm=gemm, dtype=dtype, health=health)
+        out = run_gemm(candidate, subtract(a, centre), b, gemm=gemm, dtype=dtype, health=health, hot=hot)
         return restore(out, centre, b)
     # Autocast would recast the float32 operands of the emulated kernel.
     with torch.autocast(a.device.type, enabled=False):
@@ -128,4 +131,6 @@ def run_gemm(
         run = scaled_gemm(candidate, problem)
         low_a = quantize_operand(a, run.casts[0], padded=run.padded_a, health=health, slot=BAD_A)
         low_b = quantize_operand(b, run.casts[1], padded=run.padded_b, health=health, slot=BAD_B)
+        append_residuals(low_a, a, hot)
+        append_residuals(low_b, b, hot, second=True)
         return run(low_a, low_b)

@@ -40,11 +40,12 @@ import math
 
 import torch
 
+from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, accumulation_bound, dequantize, quantize, scaled_mm
 from loka.core.problem import DTYPES, Problem, target_of
 from loka.core.recipe import Gemm
 from loka.kernels.gemm.registry import Candidate, candidate_named
-from loka.kernels.quantize.quantizer import quantize_operand
+from loka.kernels.quantize.quantizer import append_residuals, quantize_operand
 
 Sides = tuple[int, int, int]
 
@@ -133,6 +134,11 @@ def _check(candidate: Candidate, problem: Problem, device: torch.device) -> str 
                 found = _quantizer_evidence(operand, hp, low)
                 if found is not None:
                     return found
+        if candidate.recipe.hot and problem.gemm is Gemm.OUTPUT:
+            columns = torch.arange(0, 2 * candidate.recipe.hot, 2, device=device)
+            wrong = _residuals(a, low_a, columns, second=False) + _residuals(b, low_b, columns, second=True)
+            if wrong:
+                return f"{wrong} of its residuals differ from the reference"
         out = _pinned_here(candidate, padded, device).run(low_a, low_b, dtype)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a fault of the kernel belongs here, not to what comes next
@@ -181,6 +187,14 @@ def _quantizer_evidence(operand: str, hp: torch.Tensor, low: Quantized) -> str |
         f"the quantizer is wrong for operand {operand} ({low.cast.name}): {scales} of "
         f"{low.scale.numel()} scales and {values} of {low.data.numel()} values differ from the reference"
     )
+
+
+def _residuals(hp: torch.Tensor, low: Quantized, columns: torch.Tensor, *, second: bool) -> int:
+    """Appends them; returns how many values are not the CPU's."""
+    twin = Quantized(low.data.cpu().clone(), low.scale.cpu(), low.cast)
+    append(twin, hp.cpu(), columns.cpu(), second=second)
+    append_residuals(low, hp, columns, second=second)
+    return int((low.data.cpu().float() != twin.data.float()).sum())
 
 
 def operands(problem: Problem, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

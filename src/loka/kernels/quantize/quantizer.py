@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from loka.core.numerics.hot_columns import append
 from loka.core.numerics.reference import Quantized, quantize
 from loka.core.recipe import Cast
 from loka.kernels.quantize.side import BAD_A, RUNS, Side
@@ -61,6 +62,20 @@ def quantize_pair(
         _reference(hp, row, given, health) if row else None,
         _reference(hp.t(), column, given, health) if column else None,
     )
+
+
+def append_residuals(
+    low: Quantized, hp: torch.Tensor, columns: torch.Tensor | None, *, second: bool = False
+) -> None:
+    """`append` (core/numerics/hot_columns.py); nothing where `low.cast` is not hot, or without columns."""
+    if columns is None or not low.cast.hot:
+        return
+    if hp.device.type == "cuda":
+        from loka.kernels.quantize.triton.residuals import append_residuals_fused
+
+        append_residuals_fused(low, hp, columns, second=second)
+    else:
+        append(low, hp, columns, second=second)
 
 
 def _reference(

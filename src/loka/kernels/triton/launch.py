@@ -28,7 +28,11 @@ def cdiv(a: int, b: int) -> int:
 
 def launching_on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the operand's."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()
+    there = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    return torch.cuda.device_of(tensor) if there else _HERE
+
+
+_HERE = contextlib.nullcontext()
 
 
 class _Allocation(NamedTuple):
@@ -92,16 +96,17 @@ class Recording:
         self._tensors = []
 
     def replay(
-        self, given: tuple[torch.Tensor | None, ...], device: torch.device
+        self, given: tuple[torch.Tensor | None, ...], addresses: list[int], device: torch.device
     ) -> list[torch.Tensor | None]:
-        """Makes them again; returns the tensors by slot."""
+        """Makes them again; returns the tensors by slot. `addresses`: of what is given."""
         tensors = list(given)
         for size, stride, dtype, zeroed in self.allocations:
             if zeroed:
-                tensors.append(torch.zeros(size, dtype=dtype, device=device))
+                tensor = torch.zeros(size, dtype=dtype, device=device)
             else:
-                tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         for run, function, metadata, grid, plain, pointers in self.launches:
             values = list(plain)
@@ -129,16 +134,19 @@ def recorded(
     """`make()`, or for a key seen before its allocations and launches made again.
 
     Args:
-        key: all that `make` depends on but the addresses and contents of `given`.
+        key: all that `make` depends on but the addresses and contents of `given`. (Which of these lie at one
+            address, and how addresses are aligned, is told apart here.)
         keep: what to remember of a result: which slots it is made of.
         rebuild: the result from that and the tensors by slot.
     """
     device = given[0].device if given[0] is not None else torch.device("cuda")
-    alignment = tuple(-1 if tensor is None else tensor.data_ptr() % _ALIGNMENT for tensor in given)
-    full = (*key, device.index, alignment)
+    addresses = [-1 if tensor is None else tensor.data_ptr() for tensor in given]
+    # A recording tells tensors apart by their addresses.
+    lying = [(addresses.index(address), address % _ALIGNMENT) for address in addresses]
+    full = (*key, device.index, *lying)
     known = _RECORDINGS.get(full)
     if known is not None:
-        return rebuild(known[1], known[0].replay(given, device))
+        return rebuild(known[1], known[0].replay(given, addresses, device))
     recording = Recording(given)
     _local.recording = recording
     try:

@@ -26,7 +26,7 @@ from loka.kernels.gemm.registry import Candidate, candidate_named
 from loka.kernels.gemm.run import ScaledGemm, run_gemm, scaled_gemm
 from loka.kernels.quantize.quantizer import quantize_operand
 from loka.kernels.quantize.side import BAD_A, BAD_B
-from loka.measurement.operands import Operands, sides
+from loka.measurement.operands import Operands, any_columns, sides
 from loka.measurement.settings import Settings
 
 T = TypeVar("T")
@@ -148,12 +148,13 @@ def site_call(
     dtype = DTYPES[problem.dtype]
     centred = name != HP and candidate_named(name).recipe.centred  # times do not depend on the numbers
     centre = sets[0]["input"].new_zeros(problem.k, dtype=torch.float32) if centred else None
-    if kept_weight and name != HP and not centred:
+    hot = any_columns(name, health.device)
+    if kept_weight and name != HP and not centred and hot is None:
         return _kept(name, [sides(problem.gemm, each) for each in sets], problem)
 
     def call() -> torch.Tensor:
         a, b = operands()
-        return run_gemm(name, a, b, gemm=problem.gemm, dtype=dtype, health=health, centre=centre)
+        return run_gemm(name, a, b, gemm=problem.gemm, dtype=dtype, health=health, centre=centre, hot=hot)
 
     return call
 

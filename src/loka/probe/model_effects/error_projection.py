@@ -16,10 +16,13 @@ import torch
 
 from loka.core.numerics.centring import centre_of_rows, subtract
 from loka.core.numerics.effect import Effect
+from loka.core.numerics.hot_columns import hottest, in_units
+from loka.core.numerics.reference import scale_of
 from loka.core.recipe import Cast, Casts, Format
 from loka.statistics.depth_scales import sample_scales, sides_of
 
 _PART = 1 << 24  # elements of stacked weights, and of stacked rows, at a time
+_LOOKED_AT = 1 << 18  # elements of the input
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -29,10 +32,10 @@ def changes_of(
     """s [m, casts] float32 of the samples whose rows in `given` [T, K] and `grads` [T, N] are `rows` [m, n].
 
     Scales are those of the whole `given` and `weight` [N, K], as `core.reference.quantize` takes them.
-    Centred casts take the means of these rows off: the same formula of x - m.
+    Centred casts take the means of these rows off: the same formula of x - m. Hot ones add residuals.
     """
-    if any(left.centred for left, _ in casts):
-        return _by_centre(given, weight, grads, rows, casts)
+    if any(left.centred or left.hot for left, _ in casts):
+        return _by_operand(given, weight, grads, rows, casts)
     m, n = rows.shape
     changes = torch.zeros(m, len(casts), device=weight.device)
     full = weight.float()
@@ -51,17 +54,58 @@ def changes_of(
     return changes
 
 
-def _by_centre(
+def _by_operand(
     given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Sequence[Casts]
 ) -> torch.Tensor:
     changes = torch.empty(len(rows), len(casts), device=weight.device)
     for centred in (False, True):
         alike = [at for at, (left, _) in enumerate(casts) if left.centred == centred]
-        plain = [(replace(casts[at][0], centred=False), casts[at][1]) for at in alike]
-        if alike:
-            operand = subtract(given, centre_of_rows(given)) if centred else given
-            changes[:, alike] = changes_of(operand, weight, grads, rows, plain)
+        bare = [(_bare(casts[at][0]), _bare(casts[at][1])) for at in alike]
+        if not alike:
+            continue
+        operand = subtract(given, centre_of_rows(given)) if centred else given
+        distinct = list(dict.fromkeys(bare))
+        found = changes_of(operand, weight, grads, rows, distinct)
+        changes[:, alike] = found[:, [distinct.index(pair) for pair in bare]]
+        for at in alike:
+            if casts[at][0].hot:
+                changes[:, at] += _given_back(operand, weight, grads, rows, casts[at])
     return changes
+
+
+def _bare(cast: Cast) -> Cast:
+    return replace(cast, centred=False, hot=0)
+
+
+def _given_back(
+    given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, rows: torch.Tensor, casts: Casts
+) -> torch.Tensor:
+    """[m]: the sum over a sample's rows of (g Q(W)_H) . r_x + (g r_W) . Q(x)_H."""
+    at = rows.flatten()
+    x, g = given[at], grads[at].float()
+    columns = hot_of_rows(given, weight, g, casts[0].hot)
+    low_x, left_x = _with_residuals(x, columns, casts[0])
+    low_weight, left_weight = _with_residuals(weight, columns, casts[1])
+    back = torch.matmul(g, low_weight).mul_(left_x) + torch.matmul(g, left_weight).mul_(low_x)
+    return back.view(*rows.shape, -1).sum(dim=(1, 2))
+
+
+def hot_of_rows(given: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns that add most to errors of samples with gradients `grads` [n, N], by energies of many rows
+    of `given` [T, K]: 64 alone have some hot by chance, which flatters."""
+    some = given[:: given.numel() // _LOOKED_AT + 1].float()
+    energy = some.square().where(some.isfinite(), 0).mean(dim=0)
+    full, g = weight.float(), grads.float()
+    sensitive = torch.matmul(g, full).square() + g.square() @ full.square()
+    return hottest(energy * sensitive.nan_to_num(0, 0).mean(dim=0), count)
+
+
+def _with_residuals(hp: torch.Tensor, columns: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q(hp)_H and r [R, hot] float32: what `append` writes."""
+    scale = scale_of(hp.abs().amax(dim=1, keepdim=True), cast)
+    v, fp8 = in_units(hp[:, columns], scale, cast.format), cast.format.dtype
+    q = v.to(fp8).float()
+    return q * scale, (v - q).to(fp8).float() * scale
 
 
 def _parts(count: int, each: int) -> Iterator[slice]:

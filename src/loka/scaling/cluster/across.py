@@ -1,29 +1,28 @@
 """Does it still pay at a thousand GPUs? A traced step, priced by plan and in bf16, at each number of GPUs.
 
 step    the engine's own order of GEMMs and collectives (engines.py), bytes by format (wires.py)
-price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then two streams (schedule.py)
+price   GEMM times (compute.py), alpha and bandwidth (collectives.py), then streams (schedule.py)
 ends    of a ratio: each input alone shows which of its ends lowers it; then all lie there at once
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from loka.core.error import Estimate
-from loka.core.exceptions import LokaError, PlanMismatch
+from loka.core.exceptions import LokaError, PlanMismatch, UnknownName
 from loka.core.records.across import Across, AcrossRow, Parts, Swing
 from loka.core.records.network import Network, Quantity
 from loka.core.records.plan import Plan
-from loka.core.records.scale import Scale
 from loka.nn.linears import signature
 from loka.nn.unwrap import unwrap
-from loka.scaling.cluster.collectives import HOPS, End, check_ranks
+from loka.scaling.cluster.collectives import HOPS, End, check_groups, check_ranks
 from loka.scaling.cluster.compute import (
     OTHER_RATE,
-    GemmTime,
     Placed,
     forecast_times,
     layers_in_fp8,
@@ -31,9 +30,11 @@ from loka.scaling.cluster.compute import (
     placed,
     planned_times,
 )
-from loka.scaling.cluster.engines import ENGINES, EngineStep, traced_step
-from loka.scaling.cluster.memory import CAPACITY, ORIGIN, held
-from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, step_of
+from loka.scaling.cluster.engines import ENGINES, Engine, EngineStep, traced_step
+from loka.scaling.cluster.memory import CAPACITY, held
+from loka.scaling.cluster.notes import notes_of, of_tables, origins
+from loka.scaling.cluster.placement import Placer
+from loka.scaling.cluster.pricing import GAINS, PRODUCTS, TIMES, Formats, Priced, step_of
 from loka.scaling.cluster.schedule import Timeline, schedule
 from loka.scaling.cluster.tables import Exchange, QComm, Tables, exchange
 from loka.scaling.cluster.wires import check_traced
@@ -42,11 +43,13 @@ from loka.scaling.scale import Kernels, scale
 
 GPUS = (8, 64, 256, 1024)
 
+_Ends = Mapping[str, End]
+_SHARDED = tuple(Formats(gather, grads) for gather in ("bf16", "fp8") for grads in ("bf16", "int8"))
 _FORMATS = {
     "ddp": (Formats("-", "bf16"), Formats("-", "int8")),
-    "fsdp2": tuple(Formats(gather, grads) for gather in ("bf16", "fp8") for grads in ("bf16", "int8")),
+    "fsdp2": _SHARDED,
+    "hsdp": _SHARDED,
 }
-_Ends = Mapping[str, End]
 
 
 def scale_across(
@@ -59,12 +62,17 @@ def scale_across(
     gpu: str = "h200",
     batch_size: int | None = None,
     kernels: Kernels = "all",
+    engines: Sequence[Engine] = (),
+    groups: Sequence[int] = (),
     units: Sequence[str] = (),
     tables: Sequence[tuple[int, int]] = (),
     ids: float | None = None,
     qcomm: QComm = "bf16",
+    tables_by: Placer = "size",
+    table_group: int = 0,
+    sync_every: int = 0,
 ) -> Across:
-    """What eight bits would give a training step of `model` on many GPUs, under DDP and FSDP2.
+    """What eight bits would give a training step of `model` on many GPUs, under DDP, FSDP2 and HSDP.
 
         print(scale_across(model, batch, network=Network.load("h200-ib.json"), batch_size=8192))
 
@@ -75,59 +83,87 @@ def scale_across(
         batch: what the model is called with on one GPU; `batch_size`, `gpu`, `kernels`: as `loka.scale`.
         gpus: numbers of GPUs, each of which fills a node in part or several nodes; None: `default_gpus`.
         plan: measured at this batch size; without it, times are those of `loka.scale`.
-        units: patterns of paths that FSDP2 shards each for itself.
+        engines: of ddp, fsdp2, hsdp; empty: the first two, and hsdp where there are groups.
+        groups: numbers of GPUs over which HSDP shards; empty: those of a node.
+        units: patterns of paths that FSDP2 and HSDP shard each for itself.
         ids: that a sample looks up in each table, in the mean; None: tables are left out.
         tables: rows and widths, in place of the model's own; `qcomm`: how their embeddings travel.
+        tables_by: size, or torchrec, whose planner is asked where they lie.
+        table_group: GPUs that share them, as under DMPCollection, 0: all; whose replicas of them are made
+            equal every `sync_every` steps.
 
     Raises:
-        LokaError: no number of GPUs or one that fills no nodes, a model that does not run without numbers,
-            more than 5 % of its FLOPs at shapes that nobody measured near, an untimed plan.
+        LokaError: no number of GPUs or one that fills no nodes, groups that do not fit, a model that does not
+            run without numbers, more than 5 % of its FLOPs at shapes nobody measured near, an untimed plan.
         PlanMismatch: the plan is of another model, or of other shapes.
-        UnknownName, NotConverted: as `loka.scale`.
+        UnknownName, NotConverted: as `loka.scale`. MissingLibrary: TorchRec, where its planner is asked.
     """
     gpus = default_gpus(network) if gpus is None else gpus
     for ranks in gpus:
         check_ranks(ranks, network)
     if not gpus:
         raise LokaError("no number of GPUs was asked for", way_out="such as 8, 64, 256")
+    engines, groups = _engines(engines, groups, gpus, network)
+    if ids is None and not tables and (tables_by != "size" or table_group or sync_every):
+        raise LokaError("tables are to be placed, and left out", way_out="--ids, or --table too")
+    if table_group:
+        check_groups([table_group], gpus, network, option="--table-group", replicas_first=True)
     if plan is not None:
         lines = signature(unwrap(model), like=plan.model).differences(plan.model)
         if lines:
             raise PlanMismatch("the plan is of another model", why=lines[:8], way_out="plan this model")
     found = scale(model, batch, gpu=gpu, batch_size=batch_size, kernels=kernels)
     times = forecast_times(found) if plan is None else planned_times(found, plan)
-    steps = _steps(model, batch, found.batch_size, units)
-    held_by: Tables | None = None
-    if ids is not None or tables:
-        held_by = Tables(
-            shapes=tuple(tables) or steps[0].tables, ids=1.0 if ids is None else ids, qcomm=qcomm
-        )
-    exchanges = {n: exchange(held_by, n, found.batch_size) if held_by else None for n in gpus}
-    told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
+    steps = _steps(model, batch, found.batch_size, engines, units)
     device = found.machine.device if plan is None else plan.machine.device
+    capacity = CAPACITY.get(device, 0.0)
+    lie: dict[int, Exchange] = {}
+    asked: Tables | None = None
+    if ids is not None or tables:
+        options: Any = {"qcomm": qcomm, "by": tables_by, "group": table_group, "every": sync_every}
+        shapes = tuple(tables) or steps[0].tables
+        asked = Tables(shapes=shapes, ids=1.0 if ids is None else ids, **options)
+        lie = {n: exchange(asked, n, found.batch_size, network, capacity) for n in sorted(gpus, reverse=True)}
+    told: dict[str, Placed] = {step.engine: placed(step, times) for step in steps}
     fp8 = frozenset(f"{layer.path}.weight" for layer in layers_in_fp8(found, plan))
     inputs = _inputs(network)
     rate, rows = mean_rate(times), []
+    memory = {}
     for ranks in dict.fromkeys(gpus):
+        lies = lie.get(ranks)
         for step in steps:
-            made = _Steps(step, told[step.engine], rate, ranks, network, fp8, exchanges[ranks])
-            rows += [_row(made, formats, inputs) for formats in _FORMATS[step.engine]]
+            for group in [one for one in groups if one < ranks] if step.engine == "hsdp" else [0]:
+                name = f"hsdp/{group}" if group else step.engine
+                priced = {
+                    formats: step_of(
+                        step,
+                        told[step.engine],
+                        ranks,
+                        formats=formats,
+                        in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
+                        tables=lies,
+                        group=group,
+                    )
+                    for formats in _FORMATS[step.engine]
+                }
+                made = _Steps(name, ranks, rate, network, priced)
+                rows += [_row(made, formats, inputs) for formats in priced]
+                memory[f"{ranks} {name}"] = held(step, group or ranks, fp8, lies.held if lies else 0.0)
     return Across(
         model=found.model,
         batch_size=found.batch_size,
         gpu=gpu.lower() if plan is None else plan.machine.device,
         network=network.name,
-        times=_origins(times, plan),
+        times=origins(times, plan),
         rows=tuple(rows),
         assumptions={name: quantity for name, quantity in inputs.items() if quantity is not None},
-        units=steps[-1].units,
-        memory={
-            f"{n} {step.engine}": held(step, n, fp8, one.held if one else 0.0)
-            for n, one in exchanges.items()
-            for step in steps
-        },
-        capacity=CAPACITY.get(device, 0.0),
-        notes=(*_notes(found, steps, told, plan, len(fp8), network), *_of_tables(held_by, steps[0].tables)),
+        units=max((step.units for step in steps), key=len),
+        memory=memory,
+        capacity=capacity,
+        notes=(
+            *notes_of(found, steps, told, plan, len(fp8), network),
+            *of_tables(asked, lie, steps[0].tables),
+        ),
     )
 
 
@@ -138,14 +174,93 @@ def default_gpus(network: Network) -> tuple[int, ...]:
     return tuple(1 << step for step in range(1, network.gpus_per_node.bit_length()))
 
 
-def _steps(model: nn.Module, batch: Any, rows: int, units: Sequence[str]) -> list[EngineStep]:
+def _engines(
+    engines: Sequence[Engine], groups: Sequence[int], gpus: Sequence[int], network: Network
+) -> tuple[Sequence[Engine], Sequence[int]]:
+    chosen = tuple(dict.fromkeys(engines)) or ENGINES[: 3 if groups else 2]
+    if not set(chosen) <= set(ENGINES) or (groups and "hsdp" not in chosen):
+        raise UnknownName(
+            f"engines {', '.join(chosen)}{' with groups' if groups else ''}",
+            way_out=f"of {', '.join(ENGINES)}; groups are of hsdp",
+        )
+    if "hsdp" in chosen:
+        groups = tuple(dict.fromkeys(groups)) or (network.gpus_per_node,)
+        check_groups(groups, gpus, network, option="--group")
+    return chosen, groups
+
+
+def _steps(
+    model: nn.Module, batch: Any, rows: int, engines: Sequence[Engine], units: Sequence[str]
+) -> list[EngineStep]:
     mode = mode_of(model) or fake_mode()
     inner = fake_model(unwrap(model), mode)
     given = fake_batch(batch, mode, rows=rows) if rows_of(batch) is not None else batch
-    steps = [traced_step(inner, given, mode=mode, engine=engine, units=units) for engine in ENGINES]
+    steps = [traced_step(inner, given, mode=mode, engine=engine, units=units) for engine in engines]
     for step in steps:
         check_traced(step)
     return steps
+
+
+@dataclass
+class _Steps:
+    """Step times of one engine on a number of GPUs; each is worked out once."""
+
+    engine: str
+    ranks: int
+    rate: float
+    network: Network
+    priced: Mapping[Formats, Priced]
+    known: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def us(self, formats: Formats, ends: _Ends, *, planned: bool) -> float:
+        """Microseconds of the step with inputs at the ends that are given."""
+        key = (formats, planned, tuple(sorted(ends.items())))
+        if key not in self.known:
+            self.known[key] = self._line(formats, ends, planned=planned).total
+        return self.known[key]
+
+    def parts(self, formats: Formats, *, planned: bool) -> Parts:
+        line, priced = self._line(formats, {}, planned=planned), self.priced[formats]
+        gemms = priced.gemm_us(planned=planned)
+        return Parts(
+            gemms=gemms,
+            other=line.compute - gemms,
+            exposed=line.exposed,
+            wire=line.wire,
+            sent=priced.sent_bytes,
+        )
+
+    def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:
+        priced = self.priced[formats]
+        return schedule(priced.items(self.network, self.ranks, rate=self.rate, planned=planned, ends=ends))
+
+
+def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
+    plain = Formats("-" if steps.engine == "ddp" else "bf16", "bf16")
+
+    def bf16(ends: _Ends) -> float:
+        return steps.us(plain, ends, planned=False)
+
+    def planned(ends: _Ends) -> float:
+        return steps.us(formats, ends, planned=True)
+
+    speedup, swings = _ratio(lambda ends: bf16(ends) / planned(ends), inputs)
+    gain = Estimate(1.0, 1.0, 1.0)
+    if formats != plain:
+        gain, _ = _ratio(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
+    return AcrossRow(
+        gpus=steps.ranks,
+        engine=steps.engine,
+        gather=formats.gather,
+        gradients=formats.gradients,
+        bf16=_time(bf16, inputs),
+        planned=_time(planned, inputs),
+        speedup=speedup,
+        format_gain=gain,
+        bf16_parts=steps.parts(plain, planned=False),
+        parts=steps.parts(formats, planned=True),
+        swings=swings,
+    )
 
 
 def _inputs(network: Network) -> dict[str, Quantity | None]:
@@ -171,85 +286,6 @@ def _inputs(network: Network) -> dict[str, Quantity | None]:
             comment="time of products that are no site, over that of as many FLOPs of sites; a guess",
         ),
     }
-
-
-class _Steps:
-    """Step times of one engine on a number of GPUs; each is worked out once."""
-
-    def __init__(
-        self,
-        step: EngineStep,
-        place: Placed,
-        rate: float,
-        ranks: int,
-        network: Network,
-        fp8: frozenset[str],
-        tables: Exchange | None,
-    ) -> None:
-        self.engine, self.ranks = step.engine, ranks
-        self._rate, self._network = rate, network
-        self._priced = {
-            formats: step_of(
-                step,
-                place,
-                ranks,
-                formats=formats,
-                in_fp8=fp8 if formats.gather == "fp8" else frozenset(),
-                tables=tables,
-            )
-            for formats in _FORMATS[step.engine]
-        }
-        self._known: dict[tuple[Any, ...], float] = {}
-
-    def us(self, formats: Formats, ends: _Ends, *, planned: bool) -> float:
-        """Microseconds of the step with inputs at the ends that are given."""
-        key = (formats, planned, tuple(sorted(ends.items())))
-        if key not in self._known:
-            self._known[key] = self._line(formats, ends, planned=planned).total
-        return self._known[key]
-
-    def parts(self, formats: Formats, *, planned: bool) -> Parts:
-        line, priced = self._line(formats, {}, planned=planned), self._priced[formats]
-        gemms = priced.gemm_us(planned=planned)
-        return Parts(
-            gemms=gemms,
-            other=line.compute - gemms,
-            exposed=line.exposed,
-            wire=line.wire,
-            sent=sum(wire.size for wire in priced.wires),
-        )
-
-    def _line(self, formats: Formats, ends: _Ends, *, planned: bool) -> Timeline:
-        priced = self._priced[formats]
-        return schedule(priced.items(self._network, self.ranks, rate=self._rate, planned=planned, ends=ends))
-
-
-def _row(steps: _Steps, formats: Formats, inputs: Mapping[str, Any]) -> AcrossRow:
-    plain = _FORMATS[steps.engine][0]
-
-    def bf16(ends: _Ends) -> float:
-        return steps.us(plain, ends, planned=False)
-
-    def planned(ends: _Ends) -> float:
-        return steps.us(formats, ends, planned=True)
-
-    speedup, swings = _ratio(lambda ends: bf16(ends) / planned(ends), inputs)
-    gain = Estimate(1.0, 1.0, 1.0)
-    if formats != plain:
-        gain, _ = _ratio(lambda ends: steps.us(plain, ends, planned=True) / planned(ends), inputs)
-    return AcrossRow(
-        gpus=steps.ranks,
-        engine=steps.engine,
-        gather=formats.gather,
-        gradients=formats.gradients,
-        bf16=_time(bf16, inputs),
-        planned=_time(planned, inputs),
-        speedup=speedup,
-        format_gain=gain,
-        bf16_parts=steps.parts(plain, planned=False),
-        parts=steps.parts(formats, planned=True),
-        swings=swings,
-    )
 
 
 _FASTER = {"bandwidth inside a node", "bandwidth between nodes", "memory bandwidth", GAINS}
@@ -293,86 +329,3 @@ def _highest(value: Callable[[_Ends], float], order: Sequence[str], start: dict[
         if best == before:
             break
     return best
-
-
-def _origins(times: Sequence[GemmTime], plan: Plan | None) -> str:
-    if plan is not None:
-        return f"measured by the plan on {plan.machine}"
-    total = sum(time.flops for time in times) or 1.0
-    shares = {
-        origin: sum(time.flops for time in times if time.origin == origin) / total
-        for origin in ("measured", "interpolated", "unknown")
-    }
-    told = [f"{100 * share:.3g} % {origin}" for origin, share in shares.items() if share]
-    return f"LoKA's stored ones; of the sites' FLOPs {', '.join(told)}"
-
-
-def _of_tables(tables: Tables | None, left_out: Sequence[tuple[int, int]]) -> list[str]:
-    if tables is not None:
-        return [
-            f"tables: {len(tables.shapes)} of {sum(r * w for r, w in tables.shapes)} elements, "
-            f"{tables.ids:g} ids a sample in each, embeddings in {tables.qcomm}; assumed: they lie "
-            "table-wise, the largest first to the GPU with the fewest bytes (TorchRec's planner was not "
-            "asked), rows are read and written at the memory bandwidth, and ids travel behind compute"
-        ]
-    elements = sum(rows * width for rows, width in left_out)
-    told = (
-        f"not in it: tables of {elements} elements, the exchange of their lookups and their optimizer (--ids)"
-    )
-    return [told] if left_out else []
-
-
-def _measured_notes(network: Network, device: str) -> list[str]:
-    how = network.measured
-    if how is None:
-        return []
-    notes = [
-        f"links: {how.ranks} ranks over {how.backend} on {how.machine}; told worst of sizes held out: "
-        f"{how.worst.worst}, {how.worst.op}"
-    ]
-    if how.machine.device != device:
-        notes.append(f"links were measured on {how.machine.device}, and GEMMs on {device}")
-    return notes
-
-
-def _notes(
-    found: Scale,
-    steps: Sequence[EngineStep],
-    told: Mapping[str, Placed],
-    plan: Plan | None,
-    fp8: int,
-    network: Network,
-) -> tuple[str, ...]:
-    step, first = steps[0], told[steps[0].engine]
-    units = steps[-1].units
-    notes = [
-        *found.notes,
-        *([f"network: {network.comment}"] if network.comment else []),
-        *_measured_notes(network, found.machine.device if plan is None else plan.machine.device),
-        f"FSDP2 shards {len(units)} units and the root: {', '.join(units[:6])}"
-        f"{', ...' if len(units) > 6 else ''}",
-        f"FP8 gather: {fp8} weights"
-        + (
-            ", as if every site that gains ran by rowwise_e4m3_pow2"
-            if plan is None
-            else ", by the plan's recipes"
-        ),
-        "assumed: 28 bytes move for each parameter that a GPU holds, as in a fused Adam in float32",
-        ORIGIN,
-        "int8 gradients under DDP: LoKA's hook waits for its collectives, so nothing of them is hidden",
-    ]
-    if step.buffers:
-        notes.append(f"not in it: DDP's broadcast of {step.buffers} bytes of buffers before each forward")
-    if first.missing:
-        notes.append(f"not in it: {100 * first.missing:.2g} % of the sites' FLOPs, of unknown time")
-    for engine, where in told.items():
-        if where.unseen:
-            notes.append(
-                f"{engine}: {100 * where.unseen:.2g} % of the sites' FLOPs ran by products of other shapes; "
-                "their time stands in front of the step, where nothing hides behind it"
-            )
-    return (
-        *notes,
-        "not in it: input pipeline, launches of an eager step, stragglers, traffic of other jobs, compute "
-        "slowed by the collectives beside it, 2D sharding",
-    )

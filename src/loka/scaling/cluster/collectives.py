@@ -9,12 +9,15 @@ For N ranks in n nodes of g, of a buffer of S bytes (what an all-gather makes, a
 So NCCL's own tuner counts (src/graph/tuning.cc, ncclTopoTuneModel). An all-reduce is both, one behind the
 other; of its hops the tuner takes the fewer, ring's or tree's. An all-to-all has no ring that adds up on the
 way: each GPU sends S (N - g) / N by its own card, and a message to each other one, at best all at once.
+
+A collective in a group counts the group's ranks and nodes, g of them in a node. All groups of a mesh run at
+once, so a group has its own GPUs' cards and no others'.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,11 +35,13 @@ _EVERY: Mapping[str, End] = {}
 @dataclass(frozen=True)
 class Wire:
     """One collective. `size`: S in bytes; `moved`: bytes that casts and codecs around it read and write, op
-    by op: they are eager code."""
+    by op: they are eager code. `ranks` of its group, each `stride` behind the one before; 0: all ranks."""
 
     op: Op
     size: float
     moved: float = 0.0
+    ranks: int = 0
+    stride: int = 1
 
 
 def check_ranks(ranks: int, network: Network) -> None:
@@ -57,6 +62,33 @@ def check_ranks(ranks: int, network: Network) -> None:
         )
 
 
+def check_groups(
+    groups: Sequence[int], gpus: Sequence[int], network: Network, *, option: str, replicas_first: bool = False
+) -> None:
+    """Raises LokaError for a group that some number of GPUs is no multiple of, that parts nodes unevenly, or
+    that has no replicas on any of them. GPUs that follow one another are of a group, or of replicas."""
+    each = network.gpus_per_node
+
+    def fits(group: int, ranks: int) -> bool:
+        side = ranks // group if replicas_first else group
+        return ranks <= group or (ranks % group == 0 and 0 in (each % side, side % each))
+
+    candidates = [group for group in range(2, max(gpus)) if all(fits(group, ranks) for ranks in gpus)]
+    for group in groups:
+        if group not in candidates:
+            raise LokaError(
+                f"{option} {group} on {', '.join(map(str, gpus))} GPUs in nodes of {each}",
+                why=["there are two groups or more, all alike, and so are their parts in nodes"],
+                way_out=f"one of {', '.join(map(str, candidates))}" if candidates else "more GPUs",
+            )
+
+
+def spread(ranks: int, stride: int, each: int) -> tuple[int, int]:
+    """Nodes of `each` GPUs that a group has ranks in, and its ranks in one of them."""
+    inner = min(max(each // stride, 1), ranks)
+    return ranks // inner, inner
+
+
 def picked_of(network: Network, ends: Mapping[str, End]) -> dict[str, float]:
     """Numbers of the network, each at the end that is given for its name, or at its value."""
     return {name: getattr(quantity, ends.get(name, "value")) for name, quantity in network.quantities.items()}
@@ -72,8 +104,7 @@ def wire_us(wire: Wire, ranks: int, network: Network, ends: Mapping[str, End] = 
 
 def picked_wire_us(wire: Wire, ranks: int, network: Network, picked: Mapping[str, float], hops: End) -> float:
     """The same of numbers that were picked."""
-    nodes = max(ranks // network.gpus_per_node, 1)
-    inner = ranks // nodes
+    nodes, inner = spread(wire.ranks or ranks, wire.stride, network.gpus_per_node)
     inside, between = volumes(wire.op, wire.size, nodes, inner)
     carried = inside / picked["bandwidth inside a node"] / network.inside.own.get(wire.op, SAME).bandwidth
     own = network.link(nodes).own.get(wire.op, SAME)

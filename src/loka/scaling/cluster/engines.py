@@ -28,12 +28,12 @@ from loka.nn.fsdp_units import sharded_parameters
 from loka.nn.unwrap import class_name
 from loka.scaling.inputs import arguments, fake_model
 
-Engine = Literal["ddp", "fsdp2"]
+Engine = Literal["ddp", "fsdp2", "hsdp"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
-TRACED = 8
-"""Ranks of the traced step. Order and parameters of collectives do not depend on it, padding does, and is
-checked against the trace (wires.py)."""
+TRACED, REPLICAS = 8, 2
+"""Ranks of the traced step; of HSDP's, in each of its replicas. Order and parameters of collectives do not
+depend on them, padding does, and is checked against the trace (wires.py)."""
 
 _aten = torch.ops.aten
 
@@ -93,7 +93,16 @@ class Reduced:
     itemsize: int
 
 
-Event = Matmul | Moved | Gathered | CopiedOut | Reduced
+@dataclass(frozen=True)
+class Replicated:
+    """HSDP's all-reduce of a unit's shard across replicas; numbers as of `Reduced`."""
+
+    params: tuple[Param, ...]
+    size: int
+    itemsize: int
+
+
+Event = Matmul | Moved | Gathered | CopiedOut | Reduced | Replicated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +134,10 @@ def traced_step(
         LokaError: there is a process group already, no module has such a path, or the model does not run.
     """
     inner = fake_model(model, mode)
-    run = {"ddp": _ddp, "fsdp2": _fsdp2}[engine]
-    paths = _units(inner, units) if engine == "fsdp2" else ()
-    log = _Log()
-    with _fake_group():
+    run = _ddp if engine == "ddp" else _fsdp2
+    paths = () if engine == "ddp" else _units(inner, units)
+    log = _Log(replicated=engine == "hsdp")
+    with _fake_group(TRACED * (REPLICAS if engine == "hsdp" else 1)):
         try:
             run(inner, _step(batch, mode), log, mode, paths)
         except LokaError:
@@ -156,7 +165,7 @@ def traced_step(
 
 
 @contextlib.contextmanager
-def _fake_group() -> Iterator[None]:
+def _fake_group(ranks: int) -> Iterator[None]:
     if dist.is_initialized():
         raise LokaError(
             "there is a process group already, and a step is traced in one that is not real",
@@ -164,7 +173,7 @@ def _fake_group() -> Iterator[None]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=TRACED)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:
@@ -176,6 +185,7 @@ class _Log:
     events: list[Event] = field(default_factory=list)
     saved: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     backward: bool = False
+    replicated: bool = False
 
     def save(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x if x._base is None else x._base, nn.Parameter):
@@ -198,6 +208,11 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.log.events.append(CopiedOut())
+        if self.log.replicated and func is torch.ops.c10d.allreduce_.default:
+            last = next((e for e in reversed(self.log.events) if isinstance(e, Reduced)), None)
+            shard = args[0][0]  # a model's own all-reduce has other bytes, which `check_traced` refuses
+            params = () if last is None else last.params
+            self.log.events.append(Replicated(params, _bytes(shard), shard.element_size()))
         if func._overloadpacket in self._flops:
             flops = float(self._flops[func._overloadpacket](*args, **kwargs, out_val=out))
             self.log.events.append(_matmul(func, args, flops, self.log.backward))
@@ -306,6 +321,8 @@ def _fsdp2(model: nn.Module, run: _Run, log: _Log, mode: FakeTensorMode, units: 
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (TRACED,))
+    if log.replicated:
+        mesh = init_device_mesh("cpu", (REPLICAS, TRACED), mesh_dim_names=("replicate", "shard"))
     full = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     left = _ignored(model)
     ignored = {parameter for name, parameter in model.named_parameters() if name in left}

@@ -15,8 +15,9 @@ ORIGIN = (
 
 
 def held(step: EngineStep, ranks: int, fp8: frozenset[str], tables: float = 0.0) -> dict[str, float]:
-    """`fp8`: names of weights that run in eight bits; `tables`: bytes of the most on a GPU."""
-    sharded = step.engine == "fsdp2"
+    """`ranks`: that share parameters, of HSDP a group's; `fp8`: names of weights that run in eight bits;
+    `tables`: bytes of the most on a GPU."""
+    sharded = step.engine != "ddp"
     size = step.itemsize * held_elements(step.params, ranks if sharded else 1)
     gathered = [event.params for event in step.events if isinstance(event, Gathered) and not event.backward]
     units = sorted(gathered, key=lambda params: -gather_wire(params, ranks).size)[:2]

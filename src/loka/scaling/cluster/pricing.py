@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loka.core.records.network import Network
 from loka.scaling.cluster.collectives import HOPS, End, Wire, picked_of, picked_wire_us
 from loka.scaling.cluster.compute import OTHER_RATE, Placed, Segment, gemm_us
-from loka.scaling.cluster.engines import CopiedOut, EngineStep, Gathered, Moved, Reduced
-from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce
+from loka.scaling.cluster.engines import CopiedOut, EngineStep, Gathered, Moved, Reduced, Replicated
+from loka.scaling.cluster.schedule import Blocking, Compute, Copied, Gather, Item, Join, Reduce, Replicate
 from loka.scaling.cluster.tables import Exchange
 from loka.scaling.cluster.wires import (
     gather_wire,
     held_elements,
     quantized_bytes,
     reduce_wires,
+    replica_wire,
     scale_wire,
 )
 
@@ -45,10 +46,12 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class _Sent:
-    """`kind`: gather, gather_backward, reduce (`waits`) or blocking."""
+    """`kind`: gather, gather_backward, reduce (`waits`), replicate or blocking. Every so many steps, of which
+    each gets its share."""
 
     wire: Wire
     kind: str
+    every: int = 1
 
 
 class _Work:
@@ -82,6 +85,10 @@ class Priced:
     def wires(self) -> list[Wire]:
         return [entry.wire for entry in self._entries if isinstance(entry, _Sent)]
 
+    @property
+    def sent_bytes(self) -> float:
+        return sum(one.wire.size / one.every for one in self._entries if isinstance(one, _Sent))
+
     def gemm_us(self, *, planned: bool) -> float:
         """Of all sites, at the values of their times."""
         return sum(e.gemms(planned, "value", "value") for e in self._entries if isinstance(e, _Work))
@@ -96,7 +103,7 @@ class Priced:
         flops = getattr(OTHER_RATE, ends.get(PRODUCTS, "value")) / rate
         time, gain, hops = (ends.get(name, "value") for name in (TIMES, GAINS, HOPS))
         sent = [
-            _item(one.kind, picked_wire_us(one.wire, ranks, network, picked, hops)) for one in self._kinds
+            _item(one, picked_wire_us(one.wire, ranks, network, picked, hops), network) for one in self._kinds
         ]
         following = iter(self._sent)
         for entry in self._entries:
@@ -111,10 +118,13 @@ class Priced:
                 yield entry
 
 
-def _item(kind: str, us: float) -> Item:
+def _item(sent: _Sent, us: float, network: Network) -> Item:
+    kind = sent.kind
     if kind.startswith("gather"):
         return Gather(us, backward=kind == "gather_backward")
-    return Blocking(us) if kind == "blocking" else Reduce(us, waits=kind == "reduce waits")
+    if kind == "replicate":  # groups that are a node each have the cards for their replicas alone
+        return Replicate(us, apart=sent.wire.stride == network.gpus_per_node)
+    return Blocking(us / sent.every) if kind == "blocking" else Reduce(us, waits=kind == "reduce waits")
 
 
 def step_of(
@@ -125,23 +135,26 @@ def step_of(
     formats: Formats,
     in_fp8: frozenset[str],
     tables: Exchange | None = None,
+    group: int = 0,
 ) -> Priced:
-    """`step` on `ranks` GPUs. `in_fp8`: names of weights that FSDP2 gathers in eight bits. Of `tables` the
-    next ids travel behind compute, and compute waits for embeddings and for their gradients."""
+    """`step` on `ranks` GPUs, of which HSDP shards over each `group`. `in_fp8`: names of weights that FSDP2
+    gathers in eight bits. Of `tables` the next ids travel behind compute, and compute waits for embeddings
+    and for their gradients."""
     entries: list[_Entry] = []
+    shard = group or ranks
     if tables is not None:
-        entries += [_Traffic(tables.looked_up), _Sent(tables.pooled, "blocking")]
+        entries += [_Traffic(tables.looked_up), *_exchanged(tables)]
     ids = [] if tables is None else [_Sent(tables.ids, "reduce")]
     gathered = [p for p in step.params if p.name in in_fp8]
     if gathered:
-        entries.append(_Traffic(quantized_bytes(gathered, ranks, in_fp8)))
-        entries.append(_Sent(scale_wire(len(gathered)), "blocking"))
+        entries.append(_Traffic(quantized_bytes(gathered, shard, in_fp8)))
+        entries.append(_Sent(replace(scale_wire(len(gathered)), ranks=group), "blocking"))
     _add(entries, placed.segments[-1])
     for place, event in enumerate(step.events):
         if isinstance(event, Moved):
             _add(entries, Segment(moved=event.size))
         elif isinstance(event, Gathered):
-            wire = gather_wire(event.params, ranks, in_fp8=in_fp8)
+            wire = replace(gather_wire(event.params, shard, in_fp8=in_fp8), ranks=group)
             entries.append(_Sent(wire, "gather_backward" if event.backward else "gather"))
         elif isinstance(event, CopiedOut):
             entries.append(Copied())
@@ -150,16 +163,24 @@ def step_of(
             if step.engine == "ddp" and formats.gradients != "bf16":
                 kind = "blocking"  # its hook calls collectives that the compute stream waits for
             wires = reduce_wires(
-                step.engine, event.params, ranks, gradients=formats.gradients, itemsize=event.itemsize
+                step.engine, event.params, shard, gradients=formats.gradients, itemsize=event.itemsize
             )
-            entries += [*ids, *(_Sent(wire, kind) for wire in wires)]
+            entries += [*ids, *(_Sent(replace(wire, ranks=group), kind) for wire in wires)]
             ids = []
+        elif isinstance(event, Replicated):
+            entries.append(_Sent(replica_wire(event.params, shard, ranks), "replicate"))
         else:
             _add(entries, placed.segments[place])
     if tables is not None:
-        entries += [_Sent(tables.pooled, "blocking"), _Traffic(tables.updated)]
-    sharded = ranks if step.engine == "fsdp2" else 1
+        entries += [*_exchanged(tables, backward=True), _Traffic(tables.updated)]
+        entries += [_Sent(wire, "blocking", tables.every) for wire in tables.sync]
+    sharded = 1 if step.engine == "ddp" else shard
     return Priced((*entries, Join(), _Traffic(_ADAM * held_elements(step.params, sharded))))
+
+
+def _exchanged(tables: Exchange, *, backward: bool = False) -> list[_Entry]:
+    summed = replace(tables.summed, op="all_gather") if backward else tables.summed
+    return [_Sent(wire, "blocking") for wire in (tables.pooled, summed) if wire.size]
 
 
 def _add(entries: list[_Entry], segment: Segment) -> None:

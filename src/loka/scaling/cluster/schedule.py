@@ -1,7 +1,8 @@
-"""When compute and collectives of a step run: two streams, in the order in which the engine issued them.
+"""When compute and collectives of a step run: streams, in the order in which the engine issued them.
 
     compute    one op behind the other
     wire       one collective behind the other; each starts when it was issued and what it waits for is there
+    replicas   HSDP's all-reduces
 
 What waits for what is torch's (FSDP2: `_fsdp_param_group.py` of torch 2.13; DDP: the reducer). The host is
 taken to be ahead of the GPU.
@@ -10,7 +11,9 @@ taken to be ahead of the GPU.
               gathered while the one before it computes. Backward: from the last copy-out on, one unit ahead.
     Copied    FSDP2. Compute waits for the oldest gather that was not waited for.
     Reduce    behind the compute before it. `waits`: FSDP2's compute first waits for the reduction before it.
-    Blocking  compute waits for it, and it for compute.
+    Replicate HSDP. Behind the reduction before it and all-reduces before that. `apart`: over links that no
+              other collective of the step uses, and beside these, as it has a stream of its own.
+    Blocking  compute waits for it, and it for compute and all-reduces of replicas.
     Join      compute waits for all of the wire, as the optimizer does.
 """
 
@@ -44,6 +47,12 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Replicate:
+    us: float
+    apart: bool
+
+
+@dataclass(frozen=True)
 class Blocking:
     us: float
 
@@ -53,7 +62,7 @@ class Join:
     pass
 
 
-Item = Compute | Gather | Copied | Reduce | Blocking | Join
+Item = Compute | Gather | Copied | Reduce | Replicate | Blocking | Join
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def schedule(items: Iterable[Item]) -> Timeline:
 
     Raises ValueError for a `Copied` without a `Gather` before it.
     """
-    now = busy = wire = sent = reduced = 0.0
+    now = busy = wire = sent = reduced = replicated = 0.0
     copies: list[float] = []
     gathers: deque[float] = deque()
     for item in items:
@@ -97,9 +106,13 @@ def schedule(items: Iterable[Item]) -> Timeline:
                 now = max(now, reduced)
             wire = reduced = max(wire, now) + item.us
             sent += item.us
+        elif isinstance(item, Replicate):
+            replicated = max(replicated, reduced if item.apart else wire) + item.us
+            wire = wire if item.apart else replicated
+            sent += item.us
         elif isinstance(item, Blocking):
-            now = wire = max(wire, now) + item.us
+            now = wire = max(wire, now, replicated) + item.us
             sent += item.us
         else:
-            now = max(now, wire)
-    return Timeline(total=max(now, wire), compute=busy, wire=sent)
+            now = max(now, wire, replicated)
+    return Timeline(total=max(now, wire, replicated), compute=busy, wire=sent)

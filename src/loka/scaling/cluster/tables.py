@@ -1,23 +1,24 @@
-"""Embedding tables of a step on many GPUs: where they lie, what is looked up, and what is exchanged.
+"""Embedding tables of a step on many GPUs: what is looked up, and what is exchanged.
 
-    placement     table-wise: the largest first, each to the GPU that holds the fewest bytes so far
-    forward       ids to the tables, behind compute; lookups; an all-to-all of pooled embeddings
-    backward      an all-to-all of their gradients; row-wise AdaGrad on the rows that were looked up
+    forward       ids to the tables, behind compute; lookups; an all-to-all of pooled embeddings, for tables
+                  sharded by rows a reduce-scatter
+    backward      an all-to-all, an all-gather of their gradients; row-wise AdaGrad on what was looked up
+    2D            this in groups of GPUs, each with all tables; every k steps DMPCollection's all-reduces of
+                  weights and of AdaGrad's state, over replicas that follow one another, as is its default
 
-A step waits for the GPU that holds the most, which looks up for the rows of all GPUs. With more GPUs than
-tables that share does not fall any more: TorchRec's planner, which is not asked here, may shard rows then.
+A step waits for the GPU that holds the most, which looks up for the rows of all GPUs (placement.py).
 """
 
 from __future__ import annotations
 
-import heapq
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from loka.core.exceptions import LokaError
-from loka.scaling.cluster.collectives import Wire
+from loka.core.records.network import Network
+from loka.scaling.cluster.collectives import Op, Wire, spread
+from loka.scaling.cluster.placement import PLACERS, Placer, by_size, by_torchrec
 
 QComm = Literal["fp32", "bf16", "fp8"]
 _BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "fp8": 1}
@@ -27,11 +28,15 @@ _ID = 8  # int64
 @dataclass(frozen=True, kw_only=True)
 class Tables:
     """`shapes`: rows and width of each, in float32; `ids`: that a sample looks up in each, in the mean;
-    `qcomm`: how embeddings and their gradients travel, on both sides of a comparison."""
+    `qcomm`: how embeddings and their gradients travel, on both sides of a comparison; `by`: who places them;
+    `group`: GPUs that share them, 0: all; replicas of groups are made equal `every` so many steps."""
 
     shapes: tuple[tuple[int, int], ...]
     ids: float = 1.0
     qcomm: QComm = "bf16"
+    by: Placer = "size"
+    group: int = 0
+    every: int = 0
 
     def __post_init__(self) -> None:
         if not self.shapes or not self.ids > 0 or min(min(shape) for shape in self.shapes) < 1:
@@ -41,43 +46,65 @@ class Tables:
             )
         if self.qcomm not in _BYTES:
             raise LokaError(f"--qcomm {self.qcomm!r}", way_out=f"one of {', '.join(_BYTES)}")
+        if self.by not in PLACERS:
+            raise LokaError(f"--tables-by {self.by!r}", way_out=f"one of {', '.join(PLACERS)}")
+        if (self.group > 0) != (self.every > 0):
+            raise LokaError(
+                f"--table-group {self.group} with --sync-every {self.every}",
+                way_out="both: GPUs that share tables, and the steps between two all-reduces of replicas",
+            )
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Of the GPU that holds the most, in a step: bytes of its tables, wires, and bytes of memory."""
+    """Of the GPU that holds the most, in a step: bytes of its tables, wires, and bytes of memory. `sync`: of
+    replicas, `every` so many steps; `how` tables lie."""
 
     held: float
     ids: Wire
     pooled: Wire
+    summed: Wire
     looked_up: float
     updated: float
+    sync: tuple[Wire, ...]
+    every: int
+    how: str
 
 
-def exchange(tables: Tables, ranks: int, batch_size: int) -> Exchange:
-    """`batch_size`: rows of each GPU."""
-    held, widths, count = _most(tables.shapes, ranks)
-    rows = ranks * batch_size
+def exchange(
+    tables: Tables, ranks: int, batch_size: int, network: Network | None = None, capacity: float = 0
+) -> Exchange:
+    """`batch_size`: rows of each GPU. TorchRec's planner wants the network and `capacity`, a GPU's bytes."""
+    shard = tables.group if 0 < tables.group < ranks else ranks
+    stride = ranks // shard
+    if tables.by == "size":
+        load = by_size(tables.shapes, shard)
+    else:
+        assert network is not None
+        local = spread(shard, stride, network.gpus_per_node)[1]
+        asked: Any = {"ids": tables.ids, "batch_size": batch_size, "network": network, "capacity": capacity}
+        load = by_torchrec(tables.shapes, shard, local, **asked)
+    rows = shard * batch_size
     gathered = rows * tables.ids
     size = _BYTES[tables.qcomm]
+    out = load.pooled + load.summed
+
+    def sent(op: Op, size: float) -> Wire:
+        return Wire(op, size, ranks=shard, stride=stride)
+
+    state = (load.weights, load.momentum) if stride > 1 else ()
     return Exchange(
-        held=held,
-        ids=Wire("all_to_all", gathered * count * _ID),
-        pooled=Wire("all_to_all", rows * widths * size),
-        looked_up=gathered * (widths * 4 + count * _ID) + rows * widths * (4 + size),
+        held=load.weights + load.momentum,
+        ids=sent("all_to_all", gathered * load.lists * _ID),
+        pooled=sent("all_to_all", rows * load.pooled * size),
+        summed=sent("reduce_scatter", rows * load.summed * size),
+        looked_up=gathered * (load.read * 4 + load.lists * _ID) + rows * out * (4 + size),
         # A row's gradient is read; the row and its momentum are read and written.
-        updated=rows * widths * size + gathered * (8 * widths + 8 * count),
+        updated=rows * out * size + gathered * (8 * load.read + 8 * load.lists),
+        sync=tuple(Wire("all_reduce", bytes, ranks=stride) for bytes in state),
+        every=tables.every,
+        how=load.how,
     )
-
-
-def _most(shapes: Sequence[tuple[int, int]], ranks: int) -> tuple[float, int, int]:
-    """Bytes with row-wise momentum, widths and tables, each of the GPU that has the most of it."""
-    gpus = [(0, gpu, 0, 0) for gpu in range(min(ranks, len(shapes)))]
-    for rows, width in sorted(shapes, key=lambda shape: -shape[0] * (shape[1] + 1)):
-        size, gpu, widths, count = heapq.heappop(gpus)
-        heapq.heappush(gpus, (size + 4 * rows * (width + 1), gpu, widths + width, count + 1))
-    sizes, _, widest, counts = zip(*gpus, strict=True)
-    return float(max(sizes)), max(widest), max(counts)
 
 
 def parsed(text: str) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,7 @@
     DDP          all-reduce of the bucket                  all-to-all, all-gather of codes (gradient_wire.py)
     FSDP2        reduce-scatter of the padded unit         all-to-all of codes
                  all-gather of the padded unit             matrices of FP8 sites by one byte an element
+    HSDP         these in a group of ranks; an all-reduce of a unit's shard across replicas is in bf16
 
 FSDP2 pads every parameter to whole rows a rank, codecs pad to whole blocks. `check_traced` holds the first
 column against what the engine itself asked for in the trace; tests hold the second against real ranks.
@@ -17,7 +18,7 @@ from typing import Literal, get_args
 from loka.core.exceptions import LokaError
 from loka.distributed.gradient_codec import codec_named, padded_columns
 from loka.scaling.cluster.collectives import Wire
-from loka.scaling.cluster.engines import TRACED, EngineStep, Gathered, Param, Reduced
+from loka.scaling.cluster.engines import TRACED, EngineStep, Gathered, Param, Reduced, Replicated
 
 Gather = Literal["bf16", "fp8"]
 Gradients = Literal["bf16", "int8", "e4m3"]
@@ -64,6 +65,11 @@ def reduce_wires(
     return (Wire("all_to_all", ranks * _row(gradients, matrices, vectors), moved),)
 
 
+def replica_wire(params: Sequence[Param], group: int, ranks: int) -> Wire:
+    """HSDP's all-reduce of what a rank of a group holds of a unit's gradients, by codecs or not, in bf16."""
+    return Wire("all_reduce", held_elements(params, group) * _BF16, ranks=ranks // group, stride=group)
+
+
 def scale_wire(weights: int) -> Wire:
     """fp8_all_gather's maxima of all weights, a float32 each, before the first gather of a step."""
     return Wire("all_reduce", 4 * weights)
@@ -82,6 +88,8 @@ def check_traced(step: EngineStep) -> None:
         elif isinstance(event, Reduced):
             counted = reduce_wires(step.engine, event.params, TRACED)[0].size
             counted *= event.itemsize / _BF16
+        elif isinstance(event, Replicated):
+            counted = replica_wire(event.params, TRACED, TRACED).size * event.itemsize / _BF16
         else:
             continue
         if counted != event.size:

@@ -4,7 +4,7 @@
     m_b = median over the rows of batch b of o_r                      by site, every 8th batch
     m_0 = 1/2 + median over the calibration rows of log2(max|x_r| / 448)
     shift     |median of the last 16 m_b - m_0| > limit
-    limit     = max(1.5, 0.25 + q99 of |o_r - m_0|)                   over single calibration rows
+    limit     = max(2, 0.25 + q99 of |o_r - m_0|)                   over single calibration rows
 
 Octaves are those of the row's FP8 scale, which regions of compiled code compute anyway: a look costs no pass.
 
@@ -18,6 +18,8 @@ named where they come first.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import math
 import statistics
@@ -35,7 +37,7 @@ EVERY = 8
 LOOKED_AT = 128
 """Rows of a batch, evenly spread: a look then costs as much for a batch of any size."""
 WINDOW = 16
-LEAST_OCTAVES = 1.5
+LEAST_OCTAVES = 2.0  # octaves are whole: from 2.8 times on, and 5.7 times are beyond it
 MARGIN = 0.25  # less than from one median of 16 to the next
 SHIFT_TO_SEE = math.log2(20.0) - 0.5  # octaves are whole
 SATURATED_ROWS = 4
@@ -126,9 +128,11 @@ def some_of(rows: torch.Tensor) -> torch.Tensor:
     return rows[:: apart(rows.shape[0])].detach()
 
 
+@functools.lru_cache(maxsize=4096)
 def apart(rows: int) -> int:
-    """From one row of `rows` that is looked at to the next."""
-    return -(-rows // LOOKED_AT)
+    """From one row of `rows` that is looked at to the next. It has no divisor in common with them: rows may
+    be the tokens of a batch, and each token is to have its turn."""
+    return next(step for step in itertools.count(-(-rows // LOOKED_AT)) if math.gcd(step, rows) == 1)
 
 
 class _Window:
@@ -183,7 +187,7 @@ class Monitor:
                         name,
                         "shift",
                         f"rows are {2.0**now:.3g} times those of calibration, beyond "
-                        f"{2.0**known.limit:.3g} times either way",
+                        f"{2.0**known.limit:.3g} times either way, all to half an octave",
                     )
 
     def _raise(self, name: str, kind: str, text: str) -> None:

@@ -133,7 +133,7 @@ def joint_effect(
     with evaluating(model), torch.no_grad():
         for batch in batches:
             plain = _logits(run(model, batch))
-            with emulated(model, candidates, plan.model.layers, plan.centres):
+            with emulated(model, candidates, plan.model.layers, plan.centres, plan.hot_columns):
                 quantized = _logits(run(model, batch))
             divergences.append(_divergence(plain, quantized))
             logits.append(plain)
@@ -168,13 +168,15 @@ def emulated(
     outputs: Mapping[str, str],
     layers: Mapping[str, LinearShape] | None = None,
     centres: Mapping[str, Sequence[float]] | None = None,
+    hot_columns: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[None]:
     """Within it the `output` GEMMs of `outputs` run by these candidates, everything else in hp.
 
     `layers`: the model's sites; its linear layers by default. `centres`: what centred recipes take off.
+    `hot_columns`: those of hot recipes.
     """
     chosen = {path: (candidate, HP, HP) for path, candidate in outputs.items()}
-    attach(model, layers or signature(model).layers, chosen, centres=centres)
+    attach(model, layers or signature(model).layers, chosen, centres=centres, hot_columns=hot_columns)
     try:
         yield
     finally:

@@ -57,7 +57,8 @@ def graphed(
 
     With `collectives` the all-reduces of a DistributedDataParallel are captured too, after 11 warm-ups; it
     has to be built within `synced(capture_stream(device))` (loka.core.recording). **No run of hours has
-    proven that yet.** Without it such a model runs eagerly.
+    proven that yet**, and nothing makes ranks agree on whether to capture or to replay: a batch of another
+    shape on one of them may hang all. Without it such a model runs eagerly.
 
     Raises ValueError for warmup < 1, no example, and a model without parameters.
     """

@@ -159,8 +159,7 @@ def run_program_fused(
     if INTERPRETED or not leaves[0].is_cuda:
         return _run(program, leaves, rows, *given[len(leaves) :])
     lying = tuple(
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, _alias(tensor, given))
-        for tensor in given
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in given
     )
     with launching_on(leaves[0]):
         found: list[torch.Tensor] = recorded(
@@ -171,13 +170,6 @@ def run_program_fused(
             lambda slots, tensors: [tensors[slot] for slot in slots],
         )
     return found
-
-
-def _alias(tensor: torch.Tensor, given: tuple[torch.Tensor | None, ...]) -> int:
-    """The first place of what lies at the same address: a recording tells tensors apart by it."""
-    return next(
-        p for p, other in enumerate(given) if other is not None and other.data_ptr() == tensor.data_ptr()
-    )
 
 
 def _run(

@@ -23,6 +23,7 @@ from loka.kernels.gemm.kernel import Kernel, Multiples
 from loka.kernels.gemm.layouts import column_major, padded_rows, scalar, vector
 
 _RECIPES = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "rowwise_e4m3_pow2", "blockwise_e4m3")
+_HOT = ("rowwise_e4m3_hot32", "rowwise_e4m3_centred_hot32")
 
 # `_scaled_mm` has a C shim, `_scaled_mm_v2`, which blockwise scales need, has none in torch 2.13.
 _PACKAGED = ("tensorwise_e4m3", "rowwise_e4m3", "rowwise_e4m3_pow2")
@@ -128,7 +129,7 @@ TORCH = Kernel(
     name="torch",
     library="torch",
     summary="torch._scaled_mm and F.scaled_mm, float32 accumulation",
-    recipes=_RECIPES,
+    recipes=(*_RECIPES, *_HOT),
     unsupported=functools.partial(_unsupported, fast=False),
     multiples=_multiples,
     run=functools.partial(_run, fast=False),
@@ -140,7 +141,7 @@ TORCH_FAST = Kernel(
     library="torch",
     fast=True,
     summary="torch._scaled_mm with fast accumulation",
-    recipes=tuple(name for name in _RECIPES if not name.startswith("blockwise")),
+    recipes=(*(name for name in _RECIPES if not name.startswith("blockwise")), *_HOT),
     unsupported=functools.partial(_unsupported, fast=True),
     multiples=_multiples,
     run=functools.partial(_run, fast=True),

@@ -17,7 +17,6 @@ Scales lie in memory as `kernels.quantized_side.empty_scale` says.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -37,7 +36,7 @@ from loka.kernels.quantize.triton.cast_kernels import (
     find_maxima,
     quantize_rows,
 )
-from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, recorded
+from loka.kernels.triton.launch import Recording, allocated, cdiv, launch, launching_on, recorded
 from loka.kernels.triton.pack import CVT, INTERPRETED, TRITON_TYPES
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -60,8 +59,7 @@ def quantize_pair_fused(
     if INTERPRETED or not hp.is_cuda:
         return _quantize(hp, row, column, given, health)
     key = (hp.shape, hp.stride(), hp.dtype, row, column)
-    # Triton launches on the current device, which need not be the operand's.
-    with torch.cuda.device_of(hp) if hp.device.index != torch.cuda.current_device() else _NOTHING:
+    with launching_on(hp):
         return recorded(
             key,
             (hp, given, health),
@@ -71,7 +69,6 @@ def quantize_pair_fused(
         )
 
 
-_NOTHING = contextlib.nullcontext()
 Slots = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
