@@ -158,8 +158,7 @@ ARMS: dict[str, Product] = {
 
 
 class Foreign(nn.Module):
-    """A click model as written elsewhere: DCNv2 by FuxiCTR's equations, its tower with LayerNorm and ReLU.
-    None of LoKA's modules."""
+    """DCNv2 by FuxiCTR's equations, its tower with LayerNorm and ReLU. None of LoKA's modules."""
 
     def __init__(self, dense_features: int, vocab_sizes: Sequence[int], dim: int = 16) -> None:
         super().__init__()
@@ -268,11 +267,11 @@ def mean_and_error(values: Floats) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def run(real: Path | None, seed: int, models: Sequence[str], settings: Settings) -> dict[str, Any]:
+def run(real: Path | None, seed: int, settings: Settings) -> dict[str, Any]:
     """By model, and "all" of them in the mean, a row at a time: MEASURES of each format."""
     with sources(real, seed, settings) as (world, held_out):
         first, *rest = held_out.batches(settings.probe_rows)
-        fresh = {name: trained(name, world, settings, seed) for name in models}
+        fresh = {name: trained(name, world, settings, seed) for name in MODELS}
     label = torch.cat([batch.label for batch in rest]).numpy()
     entropy = 1 / normalized_entropy(1.0, float(label.mean()))
     found: dict[str, Any] = {"rows": len(label), "rate": float(label.mean()), "models": {}}
@@ -288,7 +287,7 @@ def run(real: Path | None, seed: int, models: Sequence[str], settings: Settings)
                 z, _ = checked(logits(model, rest), label)
             recentred = z - (z - base).mean()
             costs = [divergences(base, z), *(log_losses(each, clicked) - loss for each in (z, recentred))]
-            sums[arm] += np.stack(costs) / entropy / len(models)
+            sums[arm] += np.stack(costs) / entropy / len(MODELS)
             formats[arm] = [mean_and_error(values / entropy) for values in costs]
         ne = float(loss.mean()) / entropy
         found["models"][name] = {"ne": ne, "sites": len(columns), "formats": formats}
@@ -350,13 +349,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--real", type=Path, help="a table in the Criteo layout, besides the synthetic world")
-    parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--show", action="store_true", help="print the tables of --out and stop")
     arguments = parser.parse_args()
     settings = Settings()
-    head = {"machine": encode(fingerprint("cpu")), "settings": asdict(settings), "models": arguments.models}
-    head |= {"real": arguments.real and arguments.real.name}
+    head = {"machine": encode(fingerprint("cpu")), "settings": asdict(settings)}
+    head["real"] = arguments.real and arguments.real.name
     entries: dict[str, Any] = {}
     if arguments.out.exists():
         content = read_record(arguments.out, kind=_KIND, version=_VERSION, way_out="remove it", parse=dict)
@@ -368,7 +366,7 @@ def main() -> None:
         for data, real in sets.items():
             if f"{data}/{seed}" not in entries and (real is None or seed < settings.folds):
                 began = time.monotonic()
-                entry = run(real, seed, arguments.models, settings)
+                entry = run(real, seed, settings)
                 entries[f"{data}/{seed}"] = {**entry, "seconds": round(time.monotonic() - began, 1)}
                 content = {**head, "entries": entries}
                 write_record(arguments.out, kind=_KIND, version=_VERSION, content=content)
