@@ -1,14 +1,21 @@
-"""Which eight bits: forward KL/H of formats by site, and what the probe's histograms predict of them.
+"""Which eight bits: what a format costs a trained model's predictions (KL/H) and its NE by the labels.
 
-    python benchmarks/formats/formats.py --out formats.json                # goes on where it was interrupted
+    python benchmarks/formats/formats.py --out formats.json --real rows.parquet     # goes on where it stopped
     python benchmarks/formats/formats.py --out formats.json --show
 
-Each model is trained on one pass of a synthetic world, with a cosine to 0. 1,024 fresh rows are probed. On
-rows behind those the `output` GEMM of one site at a time (K >= 64, N > 8) runs in a format, then all of them:
+Each model is trained in float32 on one pass, with a cosine to 0, and then multiplies in a format: a question
+of serving, after training. The `output` GEMMs of all sites (K >= 64, N > 8) run in it. On rows held out, each
+with its logit z in high precision and z' in the format, p = sigmoid(z), H the entropy of their labels' rate:
 
-    KL / H = mean[ p (z - z') + log(1 + e^z') - log(1 + e^z) ] / H        z' logits in the format
+    KL/H          = mean[ p (z - z') + log(1 + e^z') - log(1 + e^z) ] / H     knows no label
+    change of NE  = mean[ loss(y, z') - loss(y, z) ] / H                      paired by row
 
-    fp8_tensor, fp8_row, fp8_128   e4m3, a scale each tensor; row; 1x128 against 128x128
+    recentred     = the same of z' - mean(z' - z), the logits without the shift that all rows have in common
+
+with standard errors over rows, and over seeds: each has other initial weights, another world or another fifth
+of the real rows held out.
+
+    fp8_tensor, fp8_row, fp8_128   e4m3, a scale each tensor (1,024 rows); row; 1x128 against 128x128
     mxfp8                          e4m3 with powers of two for 1x32
     nvfp4                          e2m1 with e4m3 scales for 1x16 under one scale a tensor
     int8_row                       symmetric, scales of rows, both operands
@@ -17,9 +24,7 @@ rows behind those the `output` GEMM of one site at a time (K >= 64, N > 8) runs 
     + hot xw                       and Q(x) Q(W - Q(W))^T over them too: 64 more columns of the GEMM
     w8a16, w4a16                   weights alone: INT8 by row; INT4 by groups of 128
 
-Predictions quantize nothing. With the histograms of core/numerics/depth.py, weighted by what a logit feels
-(statistics/effect_depths.py), of x as it is and of x - m: input and weight terms I, V of a site. The residual
-of the hot columns takes their share of I (and of V) away, shares being those of sum J_k^2 x_k^2 over columns.
+m and the hottest columns, the largest sums of J_k^2 x_k^2 with J what a logit feels, are of 1,024 other rows.
 """
 
 from __future__ import annotations
@@ -27,43 +32,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from loka.core.device import fingerprint
-from loka.core.numerics.depth import WEIGHTED, DepthHistogram, error_sum
 from loka.core.numerics.reference import dequantize, quantize
 from loka.core.recipe import RECIPES, Cast, Format, Gemm, Granularity
 from loka.core.storage.codec import encode
 from loka.core.storage.files import read_record, write_record
 from loka.core.table import format_table
-from loka.data import SyntheticClicks
+from loka.data import Source, SyntheticClicks, open_table
 from loka.data.batch import Batch
 from loka.kernels.gemm.run import run_gemm
-from loka.statistics.depths import layout_of
-from loka.statistics.effect_depths import Tables, effect_tables
 from loka.train import TrainConfig, train
+from loka.train.metrics import Floats, checked, divergences, log_losses, normalized_entropy
 from loka.zoo import build
 
-_KIND, _VERSION = "loka-bench-formats", 1
+_KIND, _VERSION = "loka-bench-formats", 2
 HOT = 32
 E4M3, INT8 = Cast(Format.E4M3, Granularity.ROW), Cast(Format.INT8, Granularity.ROW)
-TENSOR = Cast(Format.E4M3, Granularity.TENSOR)
 _E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+MEASURES = ("KL/H", "change of NE", "recentred")
+MODELS = ("dlrm", "dcnv2", "wukong", "interformer", "dhen", "foreign")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    train_rows: int = 60_000
+    train_rows: int = 200_000
     probe_rows: int = 1024
-    eval_rows: int = 8192
-    batch: int = 256
+    eval_rows: int = 65_536
+    batch: int = 128
+    folds: int = 5
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def nv(hp: torch.Tensor) -> torch.Tensor:
     whole = amax.amax().clamp_min(2.0**-100) / (6 * 448)
     scale = (amax / 6 / whole).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float() * whole
     u = (groups / scale).clamp(-6, 6)
-    nearest = _E2M1[(u.abs().unsqueeze(3) - _E2M1).abs().argmin(dim=3)]
+    nearest = _E2M1[torch.bucketize(u.abs(), (_E2M1[1:] + _E2M1[:-1]) / 2)]
     return (nearest * u.sign() * scale).flatten(1)[:, : hp.shape[1]]
 
 
@@ -148,12 +155,10 @@ ARMS: dict[str, Product] = {
     "w8a16": lambda x, weight, columns: x @ low(weight, INT8).t(),
     "w4a16": lambda x, weight, columns: x @ int4(weight).t(),
 }
-PREDICTED = tuple(name for name in ARMS if name.startswith(("fp8_tensor", "fp8_row", "int8")))
 
 
 class Foreign(nn.Module):
-    """A click model as written elsewhere: DCNv2 by FuxiCTR's equations, its tower with LayerNorm and ReLU.
-    None of LoKA's modules."""
+    """DCNv2 by FuxiCTR's equations, its tower with LayerNorm and ReLU. None of LoKA's modules."""
 
     def __init__(self, dense_features: int, vocab_sizes: Sequence[int], dim: int = 16) -> None:
         super().__init__()
@@ -174,20 +179,32 @@ class Foreign(nn.Module):
         return self.fc(torch.cat([crossed, self.mlp(first)], dim=1)).squeeze(1)
 
 
-def trained(name: str, settings: Settings, seed: int) -> tuple[nn.Module, Batch, list[Batch]]:
-    """The model, the rows to probe, and those to evaluate on, none of them trained on."""
+@contextlib.contextmanager
+def sources(real: Path | None, seed: int, settings: Settings) -> Iterator[tuple[Source, Source]]:
+    """To train on and held out: of the world of that seed, or of real rows another fifth for each seed."""
+    rows, held_out = settings.train_rows, settings.probe_rows + settings.eval_rows
+    if real is None:
+        world = SyntheticClicks(rows=rows, seed=seed)
+        yield world, SyntheticClicks(rows=held_out, first_row=rows, seed=seed)
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    table = parquet.read_table(real)
+    cut = len(table) * (settings.folds - seed) // settings.folds
+    with tempfile.TemporaryDirectory() as folder:
+        rotated = Path(folder) / "rows.parquet"
+        parquet.write_table(pyarrow.concat_tables([table[cut:], table[:cut]]), rotated)
+        yield open_table(rotated, holdout=1 / settings.folds)
+
+
+def trained(name: str, world: Source, settings: Settings, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    world = SyntheticClicks(rows=settings.train_rows, seed=seed)
-    fresh = SyntheticClicks(
-        rows=settings.probe_rows + settings.eval_rows, first_row=settings.train_rows, seed=seed
-    )
     columns = {"dense_features": world.dense_features, "vocab_sizes": world.vocab_sizes}
-    kind, _, size = name.partition(":")
-    model = Foreign(**columns) if kind == "foreign" else build(kind, size=size or "small", **columns)
+    model = Foreign(**columns) if name == "foreign" else build(name, **columns)
     config = TrainConfig(batch_size=settings.batch, schedule="cosine", precision="fp32", seed=seed)
     train(model, world, config=config)
-    first, *rest = fresh.batches(settings.probe_rows)
-    return model.eval(), first, rest
+    return model.eval()
 
 
 @contextlib.contextmanager
@@ -210,26 +227,19 @@ def running(model: nn.Module, arm: Product, sites: Mapping[str, Columns]) -> Ite
             handle.remove()
 
 
-def logits(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
-    return torch.cat([model(batch.dense, batch.sparse) for batch in batches]).double()
+def logits(model: nn.Module, batches: Sequence[Batch]) -> Floats:
+    return torch.cat([model(batch.dense, batch.sparse) for batch in batches]).double().numpy()
 
 
-def divergence(base: torch.Tensor, changed: torch.Tensor) -> float:
-    p = base.sigmoid()
-    softplus = nn.functional.softplus
-    q = float(p.mean())
-    entropy = -q * math.log(q) - (1 - q) * math.log1p(-q)
-    return float((p * (base - changed) + softplus(changed) - softplus(base)).mean()) / entropy
-
-
-def probe(model: nn.Module, batch: Batch, seed: int) -> dict[str, tuple[Columns, dict[str, float]]]:
-    """Of each site its columns, and KL/H as predicted of each arm in PREDICTED."""
+def probe(model: nn.Module, batch: Batch, seed: int) -> dict[str, Columns]:
+    """By site. Layers over tokens have several rows a sample, which count alike."""
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     handles = []
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and module.in_features >= 64 and module.out_features > 8:
 
             def hook(module: Any, args: Any, output: Any, path: str = path) -> None:
+                assert path not in seen, f"{path} is called twice"
                 output.retain_grad()
                 seen[path] = args[0].detach(), output
 
@@ -240,113 +250,127 @@ def probe(model: nn.Module, batch: Batch, seed: int) -> dict[str, tuple[Columns,
     (sign * (p * (1 - p)).sqrt() * z).sum().backward()
     for handle in handles:
         handle.remove()
-    q = float(p.double().mean())
-    unit = 2 * len(z) * (-q * math.log(q) - (1 - q) * math.log1p(-q))
-    found = {}
-    for path, (given, output) in seen.items():
-        weight, grads = model.get_submodule(path).weight.detach(), output.grad
-        assert grads is not None
-        given, grads = given.reshape(len(z), -1, weight.shape[1]), grads.reshape(len(z), -1, weight.shape[0])
-        assert given.shape[1] == 1, f"{path}: several rows a sample"
-        found[path] = predict(given[:, 0], weight, grads[:, 0], unit)
+    return {path: columns_of(model.get_submodule(path).weight.detach(), *seen[path]) for path in seen}
+
+
+def columns_of(weight: torch.Tensor, x: torch.Tensor, output: torch.Tensor) -> Columns:
+    assert output.grad is not None
+    x, grads = x.flatten(0, -2), output.grad.flatten(0, -2)
+    mean, sd = x.mean(dim=0), x.std(dim=0)
+    m = mean.where(mean.abs() > sd / 2, 0)
+    felt = (grads @ weight).square() + grads.square() @ weight.square()  # by an error of x, and of the weight
+    hottest = (felt.mul(given.square()).sum(dim=0).topk(min(HOT, len(m))).indices for given in (x, x - m))
+    return Columns(m, *hottest)
+
+
+def mean_and_error(values: Floats) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def run(real: Path | None, seed: int, settings: Settings) -> dict[str, Any]:
+    """By model, and "all" of them in the mean, a row at a time: MEASURES of each format."""
+    with sources(real, seed, settings) as (world, held_out):
+        first, *rest = held_out.batches(settings.probe_rows)
+        fresh = {name: trained(name, world, settings, seed) for name in MODELS}
+    label = torch.cat([batch.label for batch in rest]).numpy()
+    entropy = 1 / normalized_entropy(1.0, float(label.mean()))
+    found: dict[str, Any] = {"rows": len(label), "rate": float(label.mean()), "models": {}}
+    sums = {arm: np.zeros((len(MEASURES), len(label))) for arm in ARMS}
+    for name, model in fresh.items():
+        columns = probe(model, first, seed)
+        with torch.no_grad():
+            base, clicked = checked(logits(model, rest), label)
+        loss = log_losses(base, clicked)
+        formats = {}
+        for arm, product in ARMS.items():
+            with running(model, product, columns):
+                z, _ = checked(logits(model, rest), label)
+            recentred = z - (z - base).mean()
+            costs = [divergences(base, z), *(log_losses(each, clicked) - loss for each in (z, recentred))]
+            sums[arm] += np.stack(costs) / entropy / len(MODELS)
+            formats[arm] = [mean_and_error(values / entropy) for values in costs]
+        ne = float(loss.mean()) / entropy
+        found["models"][name] = {"ne": ne, "sites": len(columns), "formats": formats}
+    means = {arm: [mean_and_error(values) for values in costs] for arm, costs in sums.items()}
+    found["models"]["all"] = {"formats": means}
     return found
 
 
-def predict(
-    x: torch.Tensor, weight: torch.Tensor, grads: torch.Tensor, unit: float
-) -> tuple[Columns, dict[str, float]]:
-    mean, sd = x.mean(dim=0), x.std(dim=0)
-    m = mean.where(mean.abs() > sd / 2, 0)
-    rows, told, hottest = torch.arange(len(x)).unsqueeze(1), {}, []
-    for centre, given in (("", x), (" + centre", x - m)):
-        casts = [(E4M3, E4M3), (TENSOR, TENSOR)]
-        tables = effect_tables(given, weight, grads, rows, casts, torch.Generator())
-        energy = (grads @ weight).square().mul(given.square()).sum(dim=0)
-        weighed = (grads.square() @ weight.square()).mul(given.square()).sum(dim=0)
-        hot = (energy + weighed).topk(min(HOT, len(energy))).indices
-        hottest.append(hot)
-        spared = energy[hot].sum() / energy.sum(), weighed[hot].sum() / weighed.sum()
-        for name, cast in (("fp8_tensor", TENSOR), ("fp8_row", E4M3), ("int8_row", INT8)):
-            of_input, of_weight = (term(tables, operand, cast) / unit for operand in ("input", "weight"))
-            told[name + centre] = of_input + of_weight
-            told[f"{name}{centre} + hot x"] = of_input * (1 - float(spared[0])) + of_weight
-            told[f"{name}{centre} + hot xw"] = of_input * (1 - float(spared[0])) + of_weight * (
-                1 - float(spared[1])
-            )
-    return Columns(m, *hottest), {name: told[name] for name in PREDICTED}
-
-
-def term(tables: Tables, operand: str, cast: Cast) -> float:
-    """Sum over samples of J^2 (x - Q(x))^2 [nats, doubled] from a histogram of depths."""
-    table = tables[f"{operand}/effect_{layout_of(cast, transposed=False).name}"]
-    whole = torch.zeros(len(table), 10, dtype=torch.float64)
-    whole[:, -3:] = table
-    return float(error_sum(DepthHistogram(whole), cast.format, weighting=WEIGHTED))
-
-
-def run(name: str, seed: int, settings: Settings) -> dict[str, Any]:
-    model, first, batches = trained(name, settings, seed)
-    probed = probe(model, first, seed)
-    columns = {path: of for path, (of, _) in probed.items()}
-    with torch.no_grad():
-        base = logits(model, batches)
-    points, joint = [], {}
-    for arm, product in ARMS.items():
-        for path, (of, told) in probed.items():
-            with running(model, product, {path: of}):
-                actual = divergence(base, logits(model, batches))
-            points.append({"site": path, "arm": arm, "actual": actual, "predicted": told.get(arm)})
-        with running(model, product, columns):
-            joint[arm] = divergence(base, logits(model, batches))
-    centred = {path: float((of.centre != 0).double().mean()) for path, of in columns.items()}
-    return {"model": name, "seed": seed, "points": points, "joint": joint, "centred": centred}
-
-
 def tables(entries: Mapping[str, Any]) -> str:
-    """All sites together, by model; and predicted against actual, by site."""
-    names = list(dict.fromkeys(entry["model"] for entry in entries.values()))
-    lines = ["KL/H x 1e-6 of all sites together, mean of the seeds"]
-    rows = []
-    for arm in ARMS:
-        means = [[e["joint"][arm] for e in entries.values() if e["model"] == name] for name in names]
-        rows.append((arm, *(f"{1e6 * sum(each) / len(each):.3g}" for each in means)))
-    lines += [format_table(("format", *names), rows), "", "actual / predicted by site: median [least, most]"]
-    rows = []
-    for arm in PREDICTED:
-        row = [arm]
-        for name in [*names, "all"]:
-            mine = [e for e in entries.values() if name in (e["model"], "all")]
-            found = [p for e in mine for p in e["points"] if p["arm"] == arm and p["predicted"]]
-            ratios = sorted(p["actual"] / p["predicted"] for p in found)
-            row.append(f"{ratios[len(ratios) // 2]:.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}] of {len(ratios)}")
-        rows.append(tuple(row))
-    return "\n".join([*lines, format_table(("format", *names, "all"), rows)])
+    """Of each data set KL/H and the change of NE by model, then all measures in the mean of the models."""
+    lines = []
+    for data in dict.fromkeys(key.partition("/")[0] for key in entries):
+        mine = [entry for key, entry in entries.items() if key.startswith(f"{data}/")]
+        *names, mean = mine[0]["models"]
+        rows, clicks = sum(e["rows"] for e in mine), sum(e["rows"] * e["rate"] for e in mine)
+        known = {
+            (name, arm, what): pooled([entry["models"][name]["formats"][arm][at] for entry in mine])
+            for name in (*names, mean)
+            for arm in ARMS
+            for at, what in enumerate(MEASURES)
+        }
+        kl, ne, _ = MEASURES
+        lines += [f"{data}: {len(mine)} seeds, {rows} rows, {clicks:.0f} clicks; model, NE, sites:"]
+        for name in names:
+            models = [entry["models"][name] for entry in mine]
+            lines += [f"  {name} {np.mean([each['ne'] for each in models]):.4f} {models[0]['sites']}"]
+        lines += ["x 1e-6: KL/H(SE over seeds) change of NE(SE over rows)"]
+        table = [
+            (arm, *(f"{cell(known[n, arm, kl], 'seeds')} {cell(known[n, arm, ne], 'rows')}" for n in names))
+            for arm in ARMS
+        ]
+        lines += [format_table(("format", *names), table), "mean of the models(SE over rows; over seeds)"]
+        table = [(arm, *(cell(known[mean, arm, what], "rows", "seeds") for what in MEASURES)) for arm in ARMS]
+        lines += [format_table(("format", *MEASURES), table)]
+        for what in MEASURES[1:]:
+            pairs = [(known[n, arm, what], known[n, arm, kl]) for n in names for arm in ARMS]
+            within = sum(abs(one["mean"] - other["mean"]) < 2 * one["rows"] for one, other in pairs)
+            lines += [f"{what} within 2 SE over rows of KL/H: {within} of {len(pairs)}"]
+    return "\n".join(lines)
+
+
+def pooled(seeds: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The mean of the seeds' means, and its standard errors."""
+    means = np.array([mean for mean, _ in seeds])
+    over_rows = math.hypot(*(error for _, error in seeds)) / len(seeds)
+    over_seeds = mean_and_error(means)[1] if len(seeds) > 1 else math.nan
+    return {"mean": float(means.mean()), "rows": over_rows, "seeds": over_seeds}
+
+
+def cell(of: Mapping[str, float], *errors: str) -> str:
+    return f"{number(of['mean'])}({'; '.join(number(of[each]) for each in errors)})"
+
+
+def number(value: float) -> str:
+    return f"{1e6 * value:.0f}" if abs(value) > 1e-5 else f"{1e6 * value:.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", default=["dlrm", "dcnv2", "foreign"])
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--real", type=Path, help="a table in the Criteo layout, besides the synthetic world")
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--show", action="store_true", help="print the tables of --out and stop")
     arguments = parser.parse_args()
     settings = Settings()
     head = {"machine": encode(fingerprint("cpu")), "settings": asdict(settings)}
+    head["real"] = arguments.real and arguments.real.name
     entries: dict[str, Any] = {}
     if arguments.out.exists():
         content = read_record(arguments.out, kind=_KIND, version=_VERSION, way_out="remove it", parse=dict)
         entries = content.pop("entries")
-        if content != head and not arguments.show:
+        if content != encode(head) and not arguments.show:
             raise SystemExit(f"{arguments.out} is of other settings or another machine: choose another --out")
+    sets = {"synthetic": None} | ({"real": arguments.real} if arguments.real else {})
     for seed in range(0 if arguments.show else arguments.seeds):
-        for name in arguments.models:
-            if f"{name}/{seed}" not in entries:
+        for data, real in sets.items():
+            if f"{data}/{seed}" not in entries and (real is None or seed < settings.folds):
                 began = time.monotonic()
-                entry = run(name, seed, settings)
-                entries[f"{name}/{seed}"] = {**entry, "seconds": round(time.monotonic() - began, 1)}
+                entry = run(real, seed, settings)
+                entries[f"{data}/{seed}"] = {**entry, "seconds": round(time.monotonic() - began, 1)}
                 content = {**head, "entries": entries}
                 write_record(arguments.out, kind=_KIND, version=_VERSION, content=content)
-                print(f"{name}, seed {seed}: {entries[f'{name}/{seed}']['seconds']} s", flush=True)
+                print(f"{data}, seed {seed}: {entries[f'{data}/{seed}']['seconds']} s", flush=True)
     print(tables(entries))
 
 
