@@ -71,7 +71,7 @@ class Candidate:
         if self.recipe.centred:
             return "what it takes off and puts back are operations of their own, which no kernel joins yet"
         if self.recipe.hot:
-            return "its residuals are a launch more for each operand, which nobody timed yet"
+            return "its residuals are a launch more for each operand: it takes up to twice as long on an H200"
         return self.kernel.on_request
 
     @property
