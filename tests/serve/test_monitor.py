@@ -136,6 +136,14 @@ def test_sites_at_once_are_as_one_by_one(rows):
         assert (each.rows, each.nonfinite) == (5, 5 - len(finite))
 
 
+def test_of_sites_that_see_nan_at_once_the_first_is_named():
+    """Whatever came together because as many rows of it were looked at."""
+    monitor = Monitor(dict.fromkeys(("a", "b", "c"), Range(median=-8.0, limit=2.0, ceiling=None)))
+    bad = torch.tensor([[1.0, math.nan]])
+    monitor.look_at((["a", "c"], torch.cat([torch.ones(1, 2), bad])), (["b"], bad))
+    assert [alarm.site for alarm in monitor.alarms()] == ["b"]
+
+
 def test_scales_of_zeros_and_of_what_is_not_finite():
     rows = torch.tensor([[0.0, 0.0], [torch.nan, 1.0], [torch.inf, 0.0], [0.0, 448.0]])
     found = look_of_scales(row_scale(rows).view(-1))

@@ -227,6 +227,10 @@ def test_the_alarm_looks_by_graphs(backend):
     assert server.alarms() == ()
 
 
+def maxima_of(several):
+    return [pair for names, maxima in several for pair in zip(names, maxima, strict=True)]
+
+
 @pytest.mark.parametrize("count", [1, 5, 16])
 def test_looks_see_what_the_sites_get(backend, count):
     """Of regions the octaves of their own scales, of a site by itself its rows; nothing of what only pads."""
@@ -235,10 +239,10 @@ def test_looks_see_what_the_sites_get(backend, count):
     assert replays is not None
     seen: dict[str, torch.Tensor] = {}
     plain = replays([x], 16)
-    replays.note(lambda names, maxima: seen.update(zip(names, maxima, strict=True)))
+    replays.note(lambda *several: seen.update(maxima_of(several)))
     assert not seen
     assert torch.equal(replays([x], 16, looking=True), plain)
-    replays.note(lambda names, maxima: seen.update(zip(names, maxima, strict=True)))
+    replays.note(lambda *several: seen.update(maxima_of(several)))
     assert {name: len(maxima) for name, maxima in seen.items()} == dict.fromkeys(PLAN, count)
     eager: dict[str, torch.Tensor] = {}
     with (
@@ -251,7 +255,7 @@ def test_looks_see_what_the_sites_get(backend, count):
         assert apart.max() <= (name != "first"), "behind FP8 a maximum may cross over to the next octave"
         assert apart.sum() <= 1
     replays([inputs(0)], 2, looking=True)
-    replays.note(lambda name, maxima: pytest.fail("a request of no rows shows none"))
+    replays.note(lambda *several: pytest.fail("a request of no rows shows none"))
 
 
 def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
@@ -271,7 +275,7 @@ def test_what_a_graph_shows_is_copied_at_once(backend, monkeypatch):
             monkeypatch.setattr(graphs, "watched_by", watched)
         replays = frozen(wide()).current.replays
         replays([inputs(16)], 16, looking=True)
-        replays.note(lambda names, maxima: found.extend(zip(names, maxima, strict=True)))
+        replays.note(lambda *several: found.extend(maxima_of(several)))
     (one, other) = (maxima for name, maxima in found if name == "first")
     assert torch.equal(one, other)
 

@@ -104,16 +104,15 @@ class Replays:
                 self._shown.append(_Waiting.for_device(shown, (count, rows), self._stream))
             return mapped(output, lambda leaf: self._handed_over(leaf[:count].clone()))
 
-    def note(self, note: Callable[[list[str], torch.Tensor], None], *, wait: bool = False) -> None:
-        """Hands over the row maxima [sites, rows] of requests that were looked at, where the device is done
-        with them; or waits for it."""
+    def note(self, note: Callable[..., None], *, wait: bool = False) -> None:
+        """Hands over what `Monitor.look_at` takes of each request that was looked at, where the device is
+        done with it; or waits for it."""
         while self._shown:
             with self._lock:
                 if not self._shown or not self._shown[0].done(wait=wait):
                     return
                 waiting = self._shown.popleft()
-            for names, maxima in waiting.by_rows():
-                note(names, maxima)
+            note(*waiting.by_rows())
 
     @property
     def unscaled(self) -> tuple[str, ...]:

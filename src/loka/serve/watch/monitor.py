@@ -158,13 +158,18 @@ class Monitor:
     def observe(self, name: str, rows: torch.Tensor) -> None:
         """Looks at the input rows [T, K] of the site `name`. It waits for the device."""
         if name in self.ranges and rows.numel():
-            self.look_at([name], look(rows).cpu().unsqueeze(0))
+            self.look_at(([name], look(rows).cpu().unsqueeze(0)))
 
-    def look_at(self, names: Sequence[str], row_amax: torch.Tensor) -> None:
-        """Takes what `look` gave of sites, [sites, rows] on the host."""
-        ceilings = [self.ranges[name].ceiling for name in names]
-        for name, found in zip(names, looks_of(row_amax, ceilings), strict=True):
-            self.note(name, found)
+    def look_at(self, *several: tuple[Sequence[str], torch.Tensor]) -> None:
+        """Takes what `look` gave of sites of one batch, [sites, rows] on the host; in their own order."""
+        found: dict[str, list[Look]] = {}
+        for names, row_amax in several:
+            ceilings = [self.ranges[name].ceiling for name in names]
+            for name, each in zip(names, looks_of(row_amax, ceilings), strict=True):
+                found.setdefault(name, []).append(each)
+        for name in self.ranges:
+            for each in found.get(name, ()):
+                self.note(name, each)
 
     def note(self, name: str, look: Look) -> None:
         """Takes a look; raises an alarm at most once of a kind and site."""
