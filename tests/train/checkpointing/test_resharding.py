@@ -4,6 +4,7 @@ Over gloo, under FSDP2 with FP8 gathers and under DistributedDataParallel.
 """
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -203,6 +204,19 @@ def test_metadata_of_dcp_loads(tmp_path):
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     found = sharded._metadata(tmp_path).state_dict_metadata
     assert {name: found[name].size for name in found} == {n: t.shape for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("TORCH_STRIDED", True), ("TORCH_CONTIGUOUS_FORMAT", False)])
+def test_members_of_enums_are_read_as_older_pythons_write_them(tmp_path, kind, refused):
+    where = "torch.Size" if refused else "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
+    module, _, name = where.rpartition(".")
+    asked = f"cbuiltins\ngetattr\n(c{module}\n{name}\nS'{kind}'\ntR.".encode()
+    unpickler = sharded._Metadata(io.BytesIO(asked))
+    if refused:
+        with pytest.raises(pickle.UnpicklingError, match="is no enum"):
+            unpickler.load()
+    else:
+        assert unpickler.load().name == kind
 
 
 def with_a_full_disk(rank, folder):

@@ -12,6 +12,7 @@ DCP's metadata is a pickle; it is read without running what it names (`_Metadata
 
 from __future__ import annotations
 
+import enum
 import json
 import pickle
 import shutil
@@ -274,6 +275,8 @@ class _Metadata(pickle.Unpickler):
     """Makes nothing but the values that DCP describes tensors by."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         plain = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
         allowed = module in plain and name in _DESCRIPTIONS
         allowed = allowed or (module, name) in _VALUES
@@ -283,6 +286,13 @@ class _Metadata(pickle.Unpickler):
                 f"{_METADATA} asks for {module}.{name}, and code from a checkpoint is not run"
             )
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    """What pickles of Python before 3.11.4 ask `getattr` for: a member of an enum, and nothing else."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"{_METADATA} asks for {name} of {kind}, which is no enum")
+    return kind[name]
 
 
 _DESCRIPTIONS = {
