@@ -1,7 +1,5 @@
 """The command line. Each command parses, calls the library, and prints what comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

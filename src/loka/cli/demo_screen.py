@@ -3,8 +3,6 @@
 A page shows the same, and leads to the pages of the models.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass

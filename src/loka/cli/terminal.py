@@ -4,8 +4,6 @@ A module may be called "\\x1b[2J": sent to a terminal as it is, that clears the 
 set its title, hide lines or type for the user. So control characters are printed as Python writes them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -4,8 +4,6 @@ Each rank trains on rows of its own, in torch's DistributedDataParallel or FSDP2
 TorchRec; rank 0 speaks.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A pass over Inductor's joint graph, in which PyTorch itself has written down who
 backward. See joint_pass.py for what it does, cones.py for what it may.
 """
 
-from __future__ import annotations
-
 
 def install() -> None:
     """Adds the pass to Inductor's configuration, once, behind what the user has there."""

@@ -4,8 +4,6 @@
 is computed from is read anyway; else by a kernel of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

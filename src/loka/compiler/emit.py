@@ -1,7 +1,5 @@
 """New nodes of a joint graph, with the fake values that later stages of the compiler read."""
 
-from __future__ import annotations
-
 import heapq
 import operator
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ A scale of one element is that of a tensor; more are those of rows. Scales of ro
 the code that reads a product multiplies it by them as well as the GEMM does, to the last bit.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 

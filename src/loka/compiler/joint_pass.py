@@ -4,8 +4,6 @@ The configuration is process-global: a pass of the user's stays and runs first, 
 alone. What it makes follows from the graph and from this package's code, so that caches may keep it.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

@@ -7,8 +7,6 @@ a scale for each row of its weight, a joined one has one (kernels/quantize/fp8_w
 e4m3's smallest numbers alone.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass

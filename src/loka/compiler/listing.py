@@ -1,7 +1,5 @@
 """`loka.regions`: what a plan wants joined, what was joined when it last ran, and why the rest was not."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 

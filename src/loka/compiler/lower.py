@@ -10,8 +10,6 @@
 Where no program can hold the code above x, its cast is plain aten, which the compiler fuses into that code.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

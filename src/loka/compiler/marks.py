@@ -1,7 +1,5 @@
 """Which sites make a region, and the ops that note what ran (notes.py)."""
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from loka.compiler.edges.matrix import Low

@@ -8,8 +8,6 @@ x8 has one scale, known from the norm's bound, in the place of scales of rows: t
 e4m3's smallest numbers alone. Backward reads y as (z8 - 127.5) steps, a byte an element (epilogue.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ the op. `record` names the graph's sites, which region each is in, and why other
 remembers it by the counters' address, so that a graph out of a compiler's cache tells as much as a new one.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

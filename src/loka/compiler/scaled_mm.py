@@ -8,8 +8,6 @@ way. What `region_gemm` does besides is done before: sides of joined layers are 
 padded, and a kernel that cannot run here stays `region_gemm`, which says so.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -12,8 +12,6 @@ weight's gradient each row of the batch is rounded to the model's precision befo
 float32. What is an FP8 site by plan stays as it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ weights still move with every batch; it shrinks with the rate, and KL/H knows no
 (validation/annealed.py).
 """
 
-from __future__ import annotations
-
 ANNEALED_RATE = 0.1
 """Of the peak: above it the weights still wander."""
 

@@ -8,8 +8,6 @@ number of outputs when they are centred on zero, so nothing gates on it by defau
 and the direction of gradients are in core/numerics/gemm_error.py and core/numerics/direction.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

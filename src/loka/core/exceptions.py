@@ -3,8 +3,6 @@
 User mistakes are `LokaError`s; an `assert` only guards our own invariants.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

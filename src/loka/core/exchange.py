@@ -4,8 +4,6 @@ All of these are collectives or pairs: the ranks named in them call them togethe
 for `follow`, which goes through the store that the ranks met at: the first rank never waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

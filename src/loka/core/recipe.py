@@ -10,8 +10,6 @@ eight-bit layout of Hopper's tensor cores. A recipe names one `Cast` for A and o
 Every scale dequantizes: hp = low * scale, with `low` FP8 or INT8.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum

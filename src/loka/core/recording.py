@@ -4,8 +4,6 @@ A capture runs the host's half of a function and none of the device's. Where it 
 what the host did is the caller's to take back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ So a file that was replaced is another file, whatever its mtime says. An edit in
 keeps size and mtime and lies between the blocks is not seen: reading a terabyte would take an hour.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which files a table consists of, and what kind each is."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One way in for whatever a path holds: a prepared folder, a folder of npy triplets, or a table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from loka.core.exceptions import DataRefused

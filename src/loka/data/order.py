@@ -10,8 +10,6 @@ and any position is found without reading what comes before. Shuffling is bounde
 within a window of each other. `rows % w` rows at the end of an epoch's order are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Both are generators that own their threads: when one is closed, or an exception 
 interrupt too), what has not begun is cancelled and the threads end before it returns.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator

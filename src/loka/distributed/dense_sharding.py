@@ -9,8 +9,6 @@ over the wire is the rows of a batch. Where that is too much, TorchRec shards ta
 A table with sparse=False is a dense weight, and sharded like one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import cast

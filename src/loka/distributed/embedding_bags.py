@@ -8,8 +8,6 @@ model is called; every other caller passes plain ids. The tables are views of th
 nothing is copied, and nothing here is imported before it is asked for.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import logging

@@ -9,8 +9,6 @@ nothing beside them: gathers that training hides cost less. Weights are quantize
 compiled region does it in other launches.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,8 +7,6 @@ Matrices go by the codec, vectors (biases, norms) exactly: they are few bytes, a
 them is what biases training (docs/distributed.md). The means are torch's: over the ranks of the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

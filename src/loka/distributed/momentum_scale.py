@@ -1,7 +1,5 @@
 """The rate of a fused row-wise AdaGrad where replicas of tables see a part of each batch."""
 
-from __future__ import annotations
-
 
 def momentum_scaled(*, lr: float, eps: float, c: float) -> dict[str, float]:
     """The rate and epsilon by which an AdaGrad that knows no c steps as by v / c.

@@ -8,8 +8,6 @@ column-wise shards, each of which would take the mean of squares over its own co
 read from TorchRec's modules as ShardedTensors, which torch's distributed checkpoint cuts for other ranks.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ traced code no way to compare addresses. What runs at trace time can: it compare
 answer is a constant of the graph, since a view of a parameter is one in every call.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

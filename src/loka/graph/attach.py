@@ -1,7 +1,5 @@
 """Putting sites into a model, and taking them out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Below the function mode that knows sites, a dispatch mode sees every kernel that
 While a site's own call runs, it looks away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ Tensors are compared as objects. Views are known by the call that made them, so 
 traces the mode, finds the same ones as an eager step.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager

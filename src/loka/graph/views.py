@@ -5,8 +5,6 @@ the weight and not of which numbers it reads, so names leave them out (`name_of`
 nothing. A view that cannot be written, by a mask say, makes a new tensor that is no parameter's.
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

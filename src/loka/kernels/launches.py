@@ -4,8 +4,6 @@ A CUDA graph's replay counts nothing: count while it is captured. On a CPU the s
 though nothing is launched, so that a test without a GPU can hold the number.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 _LAUNCHES: Counter[str] = Counter()

@@ -8,8 +8,6 @@ At `output` the error "ne" stands beside them: the predicted KL/H of the candida
 is not drawn: it comes from the effects that the probe recorded (measurement/predicted_kl.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

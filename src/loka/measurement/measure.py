@@ -7,8 +7,6 @@ done or the time is up. The report is saved on the way, and measuring again goes
 asks first where FP8 is safe measures errors only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The operands of a layer's GEMMs, drawn from its learnt statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """What a recipe at a layer's `output` GEMM is predicted to cost the model: KL/H, which needs no labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

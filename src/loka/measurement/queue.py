@@ -7,8 +7,6 @@ precision. Equal sizes go as the model calls them, so those of one shape, which 
 together.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from loka.core.records.stats import Stats

@@ -1,7 +1,5 @@
 """Which earlier report a measurement goes on from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How finely to measure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Which GEMMs of a layer run in training, and the problems that they are."""
 
-from __future__ import annotations
-
 from loka.core.problem import Problem, linear_problem
 from loka.core.recipe import Gemm
 from loka.core.records.report import Report, site_name

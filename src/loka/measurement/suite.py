@@ -5,8 +5,6 @@ weight [N, K], grad_output [M, N], independent normal numbers of the sizes that 
 training sees. Shapes that several models share are one layer, with all their names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Applying mods to a model, before it is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """AttentionNorm: frozen QK-norm and post-norm (FOG, arXiv 2505.20524), where projections fail a budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """BlockNorm: LayerNorm and RMSNorm become parameter-free RMSNorm over blocks (mod 2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

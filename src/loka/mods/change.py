@@ -1,7 +1,5 @@
 """What a mod did to a model, as a value that prints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

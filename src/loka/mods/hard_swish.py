@@ -1,7 +1,5 @@
 """HardSwish: x * relu6(x + 3) / 6 in place of Swish, which amplifies outliers (mod 3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

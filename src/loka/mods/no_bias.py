@@ -1,7 +1,5 @@
 """NoBias: linear and norm layers lose their bias, prediction layers keep theirs (mod 1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

@@ -7,8 +7,6 @@ under a function mode, and the module's inference path hands its weights to a fu
 arithmetic between the projections is written out, as torch defines it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

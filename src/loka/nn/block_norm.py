@@ -6,8 +6,6 @@ A block never crosses a GEMM tile, so a kernel's epilogue can do it; and |y| <= 
 because a value's square is at most the sum over its block: FP8 needs no amax after it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

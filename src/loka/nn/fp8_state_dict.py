@@ -4,8 +4,6 @@ It is how often they ran and what was not finite. Sites keep no scale and no FP8
 calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

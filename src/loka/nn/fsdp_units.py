@@ -6,8 +6,6 @@ up in state dicts, and optimizers pay for their dispatch, so LoKA puts the hooks
 afterwards. The private names that this needs (torch 2.11 to 2.13) are in this file alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

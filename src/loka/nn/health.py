@@ -1,7 +1,5 @@
 """NaN and infinity at FP8 sites: always in the result, and named when asked; and how often sites ran."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from loka.core.exceptions import NonFinite

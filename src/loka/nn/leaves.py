@@ -6,8 +6,6 @@
 No function mode is entered for them, which spares host time and compiles inside activation checkpoints.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Finding the linear layers of any model without running it: the sites that need no trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import nn

@@ -8,8 +8,6 @@ parametrizations), and `remove` takes away no more than was put there. A site ho
 and no scale, so every way of calling the module is right; its one tensor is telemetry.
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable

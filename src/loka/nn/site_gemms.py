@@ -4,8 +4,6 @@ Eager calls on plain tensors run the body of the op: a registered op costs the h
 inside it (docs/log.md, 2026-11-22). Where something traces or watches ops they go through the op.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

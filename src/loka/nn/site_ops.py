@@ -13,8 +13,6 @@ Each of x, W and dy feeds two GEMMs, once transposed. Where both run in FP8, one
 copies, and what backward needs is kept as FP8 (one byte an element instead of two or four).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

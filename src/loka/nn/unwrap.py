@@ -4,8 +4,6 @@ torch.compile, DistributedDataParallel, FSDP, activation checkpointing, averaged
 DistributedModelParallel each hold the user's module in an attribute, which then stands in every name below.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -4,8 +4,6 @@ A candidate is admitted at a site if `plan` would take it were it the only one, 
 rules hold for a library as they do for the choice. Among those admitted the fastest wins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

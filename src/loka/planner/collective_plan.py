@@ -5,8 +5,6 @@ data-parallel replicas would then compute different things. So rank 0's plan is 
 every rank has shown that it fits them. What is sent is JSON in byte tensors; nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

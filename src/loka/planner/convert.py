@@ -1,7 +1,5 @@
 """Putting a plan into a model, and taking it out again."""
 
-from __future__ import annotations
-
 import warnings
 from typing import TypeVar
 

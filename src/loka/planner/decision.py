@@ -1,7 +1,5 @@
 """What a report says of a candidate at a site, as a decision for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from loka.core.records.plan import Decision

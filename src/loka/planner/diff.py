@@ -1,7 +1,5 @@
 """What changed between two plans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loka.core.records.plan import Decision, Plan

@@ -6,8 +6,6 @@ All points have one base, the hp time of all measured sites. Without times multi
 halved in FP8 (planner/ne_budget.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

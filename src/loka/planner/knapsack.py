@@ -12,8 +12,6 @@ still fits, or to a step that did not after the least worthy ones before it are 
 the true optimum is at most the time of one step (tests/planner/test_knapsack.py).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,6 @@ place the linear relaxation of every surrogate that was solved says how fast any
 (`Spent.bound`), and the plan states the difference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -13,8 +13,6 @@ ties; they go to the one with the fewest FP8 GEMMs, then to the first by name, s
 rank and every run decides alike.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

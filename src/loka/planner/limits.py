@@ -7,8 +7,6 @@
 A limit on a part whose KL/H is not known, or not well enough, is refused: no number stands for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from loka.core.budget import Budget, upper_bound

@@ -9,8 +9,6 @@ have; gradients have none, and keep their own rules. Of times within the noise t
 taken. Without times a GEMM's multiplications stand for them, halved in FP8.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

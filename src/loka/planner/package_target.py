@@ -1,7 +1,5 @@
 """Planning for a package that runs without loka: among aten's kernels, and what others would have saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

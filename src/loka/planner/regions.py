@@ -1,7 +1,5 @@
 """A layer as a part of a compiled region: whether the budget admits it, and the decisions that it makes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from loka.compiler.joint_sites import ARMS

@@ -1,7 +1,5 @@
 """Planning again with the effects of a later window and the times of the report: what would change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

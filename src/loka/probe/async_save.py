@@ -9,8 +9,6 @@ the folder holds the last record that was written whole; a process that is kille
 What the thread fails at is raised at the next step, or at the end.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace

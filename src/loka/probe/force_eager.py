@@ -1,7 +1,5 @@
 """Sampled steps run eagerly: torch.compile stands aside for them, and for them only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The statistics of a layer that a running probe keeps, and their way into a record and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 

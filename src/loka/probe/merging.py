@@ -15,8 +15,6 @@ Parts that overlap are counted twice: do not merge a record with one that was re
 record twice is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

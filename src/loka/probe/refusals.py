@@ -1,7 +1,5 @@
 """What a Probe refuses before it begins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -24,8 +24,6 @@ Clocks never wait for a device: on CUDA an event is recorded at each step's begi
 passed, a step or more later. On the CPU it is the wall clock.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

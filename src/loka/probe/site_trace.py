@@ -5,8 +5,6 @@ gets its name: the module's path where its own `weight` multiplies, else the par
 `#2` for a further GEMM of the same. It computes what would be computed unwatched, bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

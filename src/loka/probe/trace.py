@@ -1,7 +1,5 @@
 """What those share who watch a step: reading tensors unseen, removing hooks, tensors in nested containers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The picture of a frontier: linear-layer time against predicted KL/H, with the knee marked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from loka.planner.frontier import Frontier

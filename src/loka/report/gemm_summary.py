@@ -1,7 +1,5 @@
 """What a GEMM benchmark says: verdicts, counts, geometric means; all from the record alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping

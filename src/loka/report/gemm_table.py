@@ -1,7 +1,5 @@
 """A GEMM benchmark as text: a row a site and layer, then what it comes to."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from loka.core.error import Estimate

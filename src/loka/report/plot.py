@@ -3,8 +3,6 @@
 Drawn from the record alone, so that a machine without a GPU can draw it.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress bars for long loops, in the shape the library's `track` arguments take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The paired quality table: bf16 against a plan, on the same rows."""
 
-from __future__ import annotations
-
 from loka.core.error import Estimate
 from loka.core.table import format_table
 from loka.validation.compare import Comparison

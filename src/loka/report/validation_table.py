@@ -1,7 +1,5 @@
 """A validation as text: the runs, each pair, and the verdicts with what would decide the open ones."""
 
-from __future__ import annotations
-
 import math
 
 from loka.core.error import Estimate

@@ -1,7 +1,5 @@
 """`loka.scale`: will eight bits help this model on that GPU? Asked before training, and without the GPU."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_args
 
 from torch import nn

@@ -4,8 +4,6 @@ A file a GPU, `times/NAME.json.gz`, written by benchmarks/shape_times from raw r
 from.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass

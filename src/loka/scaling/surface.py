@@ -9,8 +9,6 @@ distance to them. Its scales are fitted by leaving each layer out in turn (bench
 `left_out` repeats that: a stated interval is one that was checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ weight is kept once; a bucket whose plan has the site in high precision multipli
 which is kept beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

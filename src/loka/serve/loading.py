@@ -4,8 +4,6 @@ The model brings the code; its weights do not matter. What it computes with the 
 rows is compared with what was saved, since two models may have the same layers and differ between them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ rows: on an H200 Wukong gained 1.16x at 512 rows by a plan made at 2048, and not
 (benchmarks/serve/README.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -8,8 +8,6 @@
 The card has the sha256 of each file and is written last. The model's code is not saved (serve/loading.py).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

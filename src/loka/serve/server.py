@@ -6,8 +6,6 @@ whole, split or not. So requests need no lock, none waits for a refresh, and no 
 versions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import tempfile

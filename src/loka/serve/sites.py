@@ -6,8 +6,6 @@ of the whole input would make it depend on the other rows of the batch, so such 
 These sites keep an FP8 copy of a weight, which is safe only because nothing else may write to a frozen model.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

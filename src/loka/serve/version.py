@@ -1,7 +1,5 @@
 """One version of the weights of a frozen model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import nn

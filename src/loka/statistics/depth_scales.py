@@ -7,8 +7,6 @@ What one group knows a larger one reuses, so the whole operand is read once. `sc
 groups' amaxes together, which are few, before they are spread over the elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch

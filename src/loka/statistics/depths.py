@@ -10,8 +10,6 @@ whole tensor (statistics/depth_scales.py). All histograms of an operand are fill
 scale that are the same for its shape (of a row and of 1x128, where K is 128) are filled once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

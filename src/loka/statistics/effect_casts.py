@@ -1,8 +1,6 @@
 """Casts whose effects are probed: what the `output` GEMM of any candidate does; for comparison, powers of two
 for tensors, and e5m2."""
 
-from __future__ import annotations
-
 from loka.core.recipe import RECIPES, Cast, Casts, Format, Granularity
 
 _POW2 = Cast(Format.E4M3, Granularity.TENSOR, power_of_two=True)

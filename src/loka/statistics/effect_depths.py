@@ -13,8 +13,6 @@ Hot columns (core/numerics/hot_columns.py) take their share of both terms away: 
 of sum_ij A_jk W_jk^2, which `effect_columns` of `input` keeps [K, 2].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

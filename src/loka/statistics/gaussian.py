@@ -9,8 +9,6 @@ low rank plus diagonal: a factor F [r, K] with F^T F ~ Sigma, and Sigma's exact 
 full one is impossible where it would matter most (K = 123,200 needs 61 GB).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -12,8 +12,6 @@ whitening by a rank-deficient V blew U up (docs/log.md). Sides above `full_covar
 the diagonal of U or V only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import torch

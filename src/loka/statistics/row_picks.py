@@ -1,7 +1,5 @@
 """Random rows of an operand, drawn on the CPU and brought to its device without waiting for that."""
 
-from __future__ import annotations
-
 import torch
 
 

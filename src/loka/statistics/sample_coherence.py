@@ -13,8 +13,6 @@ Second moments over pairs of different rows of a sample do not hang on T, so T m
 samples a part of the rows does. statistics/sample_draws.py draws from it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

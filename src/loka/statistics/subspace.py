@@ -7,8 +7,6 @@ for every wide operand. Four turns leave less than 0.1 % of the energy that the 
 eigenvalues fall off, and more only where they do not, and no direction is worth more than another.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -17,8 +17,6 @@ every column would have the same mean each time, and it is the chance in that me
 real batch's grad_weight (3 dB of its error).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """What a training run is told. Two runs with equal values and data give equal weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args

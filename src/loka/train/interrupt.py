@@ -5,8 +5,6 @@ exactly. The first signal is therefore only noted; a second one interrupts at on
 send SIGTERM some seconds before they kill, time enough for a step and a checkpoint.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping

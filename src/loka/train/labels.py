@@ -6,8 +6,6 @@ A model at the start of training predicts anything: at one positive in a thousan
 thirty times off, and KL/H would be wrong by as much.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ One float32 per row instead of one per weight; the same update as "exact row-wis
 in FBGEMM's table-batched embeddings, which TorchRec uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

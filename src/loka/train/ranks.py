@@ -6,8 +6,6 @@ rank to all, or rank 0's after work that takes longer than a collective may wait
 Without a process group, or alone in it, all of this is what the one rank does.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -9,8 +9,6 @@ all logits are alike. A window is the last 8 blocks of steps, of which the newes
 Adding never waits for the device; reading does. Sums have one order, so a resumed run reads the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

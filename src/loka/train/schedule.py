@@ -12,8 +12,6 @@ A rate that is a tensor is written to in place, which a captured CUDA graph read
 nothing waits for the device.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -17,8 +17,6 @@ vanish.
     not known       no mean was kept, or the rows are too few to tell
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

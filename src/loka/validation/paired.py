@@ -18,8 +18,6 @@ An interval of one pair covers the choice of evaluation rows only; `across_pairs
 seeds contribute.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

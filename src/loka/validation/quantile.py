@@ -8,8 +8,6 @@ The sums are finite and exact; beyond `_EXACT` degrees of freedom the expansion 
 95 % is exact to more digits than any sample is.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from statistics import NormalDist

@@ -14,8 +14,6 @@ and Turnbull 2000, section 3.8): repeated confidence intervals, all of which hol
 pass or a fail at any look is as good as one that was waited for.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from statistics import NormalDist

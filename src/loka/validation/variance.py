@@ -36,8 +36,6 @@ of u over such a cluster takes the place of a row's, and their number that of N 
 Biometrika 73, 1986); else each row counts by itself, and the second part may be too small.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

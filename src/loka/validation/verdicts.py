@@ -12,8 +12,6 @@ depend. Holm's steps would reject more, but have no two-sided intervals to show,
 needs an interval, not a rejected null.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

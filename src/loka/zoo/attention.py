@@ -6,8 +6,6 @@ is resumed has to end with the same bits. The price is memory, [B, heads, T, T] 
 Every map is an `nn.Linear`, so that its GEMM can be probed and planned; `nn.MultiheadAttention` hides them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -7,8 +7,6 @@ Stacked: the deep MLP reads the last x. Parallel: it reads x_0, and the logit re
 is stacked and low rank, with DLRM's bottom MLP in front. Low rank trades 2 rank / N of the work for capacity.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

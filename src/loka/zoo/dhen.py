@@ -18,8 +18,6 @@ beyond two GEMM shapes; `presets` has a size with both of them. A history, if th
 enters as `pooled` tokens by attention (PMA).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 tokens t_0 = bottom(dense), t_i = embedding_i(id_i);   logit = top([t_0, (t_i . t_j) for i > j])
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -8,8 +8,6 @@ Tables live elsewhere in large systems (TorchRec, FBGEMM), have sparse gradients
 captured in a CUDA graph; the rest can. The rows' gradient is what goes back to the tables.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -6,8 +6,6 @@ What lies past a row's length is never read, so padding changes nothing. Sources
 `loka.data.History` what ids they hold; this says in which table a model looks them up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

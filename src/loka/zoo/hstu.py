@@ -30,8 +30,6 @@ Rows without a history: the row's features are the context, the history is empty
 token is the learned vector alone, which reads the features. No feature is treated as an event.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 

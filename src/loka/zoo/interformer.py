@@ -25,8 +25,6 @@ columns carries no time: the positions name columns, and "recent" means the last
 architecture computes; it does not tell what the paper's model gains from histories.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -20,8 +20,6 @@ window is a mask: all of T^2 is computed, and counted. Without a history: degrad
 Weights of one kind lie in one parameter, [experts, in, out] and [k, ...], and are sites of LoKA as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

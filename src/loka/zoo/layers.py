@@ -1,7 +1,5 @@
 """The parts that the models share: MLPs, embedding tables, and the front that turns features into tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

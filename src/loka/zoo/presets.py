@@ -6,8 +6,6 @@ counts that the published sizes were made for. Wukong's sizes are named after GF
 forward and backward, as its paper counts. tests/zoo/test_published.py holds sizes against published totals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ Ours: no short convolution before the scan, LayerNorm for RMSNorm, one group of 
 start spaced over the ranges that Mamba-2 draws them from.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

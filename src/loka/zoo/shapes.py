@@ -5,8 +5,6 @@
 `note` say where each comes from and what was inferred; a row without a source has that of the row above.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ Y [n, k] is learned; attentive, it is computed from the input by an MLP over k c
 costs a GEMM of width n k. The maps over tokens (Y, W, R) are Linears on X^T.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`loka bench`: numbers with their conditions, and the command that repeats them."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`loka data`: prepare rows once, look at what was prepared, and see how fast it reads."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

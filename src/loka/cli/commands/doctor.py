@@ -1,7 +1,5 @@
 """`loka doctor`: what can run here, and why the rest cannot."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import platform

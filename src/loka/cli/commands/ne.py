@@ -1,7 +1,5 @@
 """What the command line does with budgets of KL/H: naming one, the frontier, drift."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

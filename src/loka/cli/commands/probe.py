@@ -1,7 +1,5 @@
 """`loka probe`: statistics from a training run, or of a checkpoint's model as it is."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

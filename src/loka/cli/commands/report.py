@@ -1,7 +1,5 @@
 """`loka report`: one HTML page from the records of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Which aten ops a program can hold, and as which steps (kernels/edge/program.py)."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

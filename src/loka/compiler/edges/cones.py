@@ -15,8 +15,6 @@ An input of a joined site that is compared with zero is read in FP8: rounding ke
 nothing else for backward. (Values below 2^-18 of a row's largest become zero, as in the GEMMs.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A program is compared as a formula, a tree of tuples ("op", argument, ...) over 
 arguments of commutative steps stand in one order.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from loka.kernels.edge.program import Argument, Kind, Program

@@ -1,7 +1,5 @@
 """Places of nodes in a program: by the matrix that its values are shaped by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Reading nodes of a graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which values are worth writing: their bytes, written and read, against those that they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Writing a program down from the nodes of a cone, and the op that runs it."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Node
 

@@ -9,8 +9,6 @@ the mean of a column; it is taken where it exceeds half a standard deviation: be
 zeros of a sparse feature stay exact zeros.
 """
 
-from __future__ import annotations
-
 import torch
 
 _LEAST = 0.5  # of a standard deviation

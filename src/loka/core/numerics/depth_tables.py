@@ -12,8 +12,6 @@ The bits say a zero (a negative v) and a NaN too; a table takes all of them to r
 their operations but for one division to each kind of scale.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

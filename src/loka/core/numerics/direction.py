@@ -18,8 +18,6 @@ A gradient of weights is too large to keep for every draw and candidate. `Fold` 
 Farach-Colton 2002). Both ends of a product are folded alike, so what is small stays small.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ where that is small, and never above 2, so that rows near 0 (every second one, w
 the mean. `row_p99_db` is the SQNR that 99 in 100 rows reach.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ of a row serves all of its columns: a residual v - q of v = x / s is at most 2^-
 e4m3 down to |v| = 2^-2, eleven octaves below the row's largest (docs/log.md, 2026-11-23).
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.reference import Quantized

@@ -6,8 +6,6 @@ to first order in the error of q = positives / n. Fewer than ten rows of one kin
 than a third, and H of it likewise: then nothing that is relative to H can be promised.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ A NaN or infinity in a group makes the whole group NaN when dequantized: it alwa
 has no NaN, that is by the scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """What share of a step's matmul FLOPs are sites, and what the rest is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

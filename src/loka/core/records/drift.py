@@ -11,8 +11,6 @@ three safe ones in a row open it again. A window that does not tell the effect o
 see it, is no sign that all is well: such layers are `unknown`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A `Stats` as one string of bytes, to send to another rank: JSON, then safetensors. Nothing is pickled."""
 
-from __future__ import annotations
-
 import json
 
 from loka.core.records.stats import Stats, flatten, unflatten

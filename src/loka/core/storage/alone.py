@@ -5,8 +5,6 @@ that ends, so a file that a killed process left is no lock. Where a file system 
 are shared over a network, nothing is refused, and a warning says so once.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -4,8 +4,6 @@ A record is read before its checksum is known to hold, and a checksum that holds
 it. So whatever the bytes are, reading them ends, in bounded memory, in a value or in an error.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Chunks of a table, encoded: what `TableClicks` hands out and what the conversion to shards stores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -8,8 +8,6 @@ Values are taken as they are: these files know no missing values. Ids are either
 32-bit hashes, which are taken modulo the sizes of the tables, as TorchRec does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

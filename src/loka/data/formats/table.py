@@ -1,7 +1,5 @@
 """Click rows from parquet, CSV and Criteo TSV files, in file order and in bounded memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ Like the other components of the teacher it is standardized on the calibration s
 anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

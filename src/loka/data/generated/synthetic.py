@@ -6,8 +6,6 @@ is at most one block generated in vain at each end of a range. `loka.data.genera
 equations.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

@@ -11,8 +11,6 @@ follows from the seed; the trade-off is that tail ids carry weights that no fini
 as in real click logs.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ Parsers of CSV let a quoted value go on over line ends. One stray quote then tak
 next one, and rows are gone that nobody counts. Here a line whose quotes do not close is a malformed line.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Row ranges of a table that may span files and formats, streamed in bounded memory, or in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache

@@ -6,8 +6,6 @@ The program is text, so that a compiled graph and its caches hold all that the o
 follow from `rows` and the text alone: `rows` may be a symbol, and a fake asks no tensor for a size.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.kernels.edge.outputs import unwritten

@@ -1,7 +1,5 @@
 """Memory for what a program writes: what the op, its fake and its kernels agree on."""
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.problem import round_up

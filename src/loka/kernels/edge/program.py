@@ -12,8 +12,6 @@ Kinds of values, by what they are a number for:
     scalar  []         all
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

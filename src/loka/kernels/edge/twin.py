@@ -10,8 +10,6 @@ All scales of FP8 are powers of two, so that r_i moves from one operand of grad_
     sum_i G_in A_ik = M sum_i (G_in / r_i) (A_ik r_i / M)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -13,8 +13,6 @@ a 32nd of the rms and the noise s^2 / 12 lies 41 dB below, where e4m3's lies 31.
 counts as negative: so every sign stays, and with it ReLU's slope.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """What a kernel must say about itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -9,8 +9,6 @@ that lies right may need its strides written anew; that is free. Copies start at
 cuBLASLt refuse other addresses.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.problem import round_up

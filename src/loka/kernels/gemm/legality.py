@@ -1,7 +1,5 @@
 """Reasons that several kernels give for refusing a problem. Each is a sentence, or None."""
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.reference import too_long

@@ -5,8 +5,6 @@ broken gives a reason. Versions are those seen to link and to agree with the ref
 with torch 2.11.0 and CUDA 13.0; docs/kernels.md says more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

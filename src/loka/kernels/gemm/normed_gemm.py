@@ -7,8 +7,6 @@ Z itself is never in memory; what backward starts from is, in eight bits. On a C
 which is the twin of the kernel in kernels/gemm/triton/gemm.py.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.recipe import Format

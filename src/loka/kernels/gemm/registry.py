@@ -4,8 +4,6 @@ A candidate is written "kernel:recipe", for example "torch:rowwise_e4m3". Where 
 algorithms for a problem, "kernel:recipe@3" pins one, counted from 0 in the library's own order.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace

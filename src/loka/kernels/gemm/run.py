@@ -4,8 +4,6 @@ Models and measurements call kernels here only, so its counter proves what ran. 
 calls them too, and does not count.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ to 16 weights of one dtype (kernels/quantize/triton/fp8_weights.py). On a CPU, a
 elements, it is the twin, which is bit-equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ On CUDA a launch serves up to 16 weights of one dtype (kernels/quantize/triton/i
 lie in memory side by side; elsewhere it is the twin, core/numerics/reference.py, which is bit-equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ read; `quantize_operand` makes the one that a GEMM by itself needs.
 synchronization.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.hot_columns import append

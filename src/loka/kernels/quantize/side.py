@@ -3,8 +3,6 @@
 `health` int64 of a site counts [runs, non-finite A seen, non-finite B seen].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,8 +9,6 @@ its own way. A weight that holds NaN or infinity has a scale and bytes of NaN, i
 every product with it is NaN, and none hides it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ So a function that only allocates and launches is run once under a `Recording`, 
 arguments alike in all of these, its allocations and launches are made again with the addresses of the day.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

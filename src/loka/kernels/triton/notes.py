@@ -1,7 +1,5 @@
 """Counters and flags of sites, one launch for all (compiler/notes.py); programs look through parts."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

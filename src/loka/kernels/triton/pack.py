@@ -6,8 +6,6 @@ stores, powers.
 v0..v3 belong to four consecutive rows: a transposed copy then stores whole words.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

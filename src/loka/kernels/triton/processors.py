@@ -1,7 +1,5 @@
 """How wide a GPU is: persistent kernels start as many programs as its multiprocessors hold."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

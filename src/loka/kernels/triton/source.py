@@ -1,7 +1,5 @@
 """Triton kernels from generated text: what programs ask for, and lists of any length of tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import linecache
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Timing a layer of a report: asks the cache first, and says what stays unfinished."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping

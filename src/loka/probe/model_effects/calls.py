@@ -1,7 +1,5 @@
 """What a sampled step keeps of each call of a site, for the extra backward of sensitivity.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@
 Every part has effects of its own with intervals of its own: none is scaled from the whole's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ for the gradient g of one scalar (probe/model_effects/sensitivity.py says of whi
 Recipes differ by their scales: what they quantize, multiply and sum is stacked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ still. What is between 0 and 1 throughout and shows none is refused, never guess
 a hidden layer of four cannot be told from four logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

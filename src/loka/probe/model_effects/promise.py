@@ -1,7 +1,5 @@
 """When fresh rows allow no promise on KL/H at all, whatever a site does."""
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.label_rate import TaskRates

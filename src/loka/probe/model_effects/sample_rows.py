@@ -1,7 +1,5 @@
 """How many samples a batch has, and which rows of a layer's input belong to which of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ every row of a batch is as likely as another, whichever of the two draws it, so 
 weights; means over all rows go by the sample of all rows alone (Cochran, Sampling Techniques, chapter 5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What passes beside training leave as it is: buffers, random numbers, the mode; and what BatchNorm mixes."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The page of `loka scale --network`: a step by part against GPUs, bf16 beside the plan, with intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

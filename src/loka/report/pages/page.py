@@ -4,8 +4,6 @@ It needs no network and no script to be read, is light or dark as the reader's s
 record that is not there that it is not there. The same records give the same bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from loka.core.exceptions import LokaError

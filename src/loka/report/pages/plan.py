@@ -1,7 +1,5 @@
 """Of a page: where FP8 runs, why, and what it saves; the layers that stay in high precision, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Of a page: quality. Pairs, verdicts and segments, and the training curves with the difference band."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

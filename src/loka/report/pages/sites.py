@@ -1,7 +1,5 @@
 """Of a page: error and time of every site, and the frontier of KL/H against time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loka.core.exceptions import LokaError

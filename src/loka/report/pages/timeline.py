@@ -1,7 +1,5 @@
 """Of a page: the time line of a run that probes, plans and converts while it trains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

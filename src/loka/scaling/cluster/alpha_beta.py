@@ -8,8 +8,6 @@ would leave `fixed` to the noise of the largest. `fixed` is a launch and hops, w
 At the ends of intervals lines lie below, or above, every time that was fitted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

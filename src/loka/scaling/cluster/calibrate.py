@@ -4,8 +4,6 @@ Groups of 2, 4, ... ranks of the first node, all of it, then all nodes are timed
 fits rank 0's numbers (alpha_beta.py): all make one network, or none does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ those of `loka scale` or of a measured plan. Products that are no site run at th
 and bytes between GEMMs at the memory bandwidth of the network file: both are assumptions, and are told so.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

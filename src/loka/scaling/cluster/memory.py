@@ -1,7 +1,5 @@
 """What a GPU holds in a step: an estimate, from the traced step."""
 
-from __future__ import annotations
-
 from loka.scaling.cluster.engines import EngineStep, Gathered
 from loka.scaling.cluster.wires import gather_wire, held_elements
 

@@ -1,7 +1,5 @@
 """What the answer on many GPUs says of itself: where times are from, what was taken so, what is not in it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from loka.core.records.network import Network

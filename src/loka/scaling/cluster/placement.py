@@ -4,8 +4,6 @@ size        table-wise: the largest first, each to the GPU that holds the fewest
 torchrec    EmbeddingShardingPlanner's table-, row- and column-wise shards, by the network's links
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A traced step with formats chosen: what the schedule runs, for any ends of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

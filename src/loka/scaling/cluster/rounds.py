@@ -6,8 +6,6 @@ behind a kernel that waits, so that events see the GPU and not Python; a timing 
 the host is dropped.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -17,8 +17,6 @@ taken to be ahead of the GPU.
     Join      compute waits for all of the wire, as the optimizer does.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ FSDP2 pads every parameter to whole rows a rank, codecs pad to whole blocks. `ch
 column against what the engine itself asked for in the trace; tests hold the second against real ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args
 

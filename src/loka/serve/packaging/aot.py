@@ -5,8 +5,6 @@ kernel, `aten._scaled_mm` or its emulation. FP8 weights and scales are constants
 no buckets, no shadow and no refresh: it is one version of the weights for any number of rows within `batch`.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

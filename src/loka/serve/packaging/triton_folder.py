@@ -7,8 +7,6 @@ Platform `torch_aoti`: the PyTorch backend of the server runs AOTInductor's file
 calls them by place, so inputs are INPUT__0, INPUT__1, ... in the order of the form's columns.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -16,8 +16,6 @@ the share of rows beyond the range is watched too: at least 4 rows and 1 % of a 
 named where they come first.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The shadow check: a share of requests is answered in high precision too, and the two are compared."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ planner; where together they do something else, the ratio says so. It needs no F
 rounded exactly, and what tensor cores accumulate less exactly is left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """When a run did what: phases with the step, the rows and the seconds at which they began."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Sequence

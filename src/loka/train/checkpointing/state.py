@@ -4,8 +4,6 @@ Model, optimizers, sums of the metrics, the mean of the weights, random generato
 sites count (nn/fp8_state_dict.py), and the plan that runs: none but the first is in a `state_dict`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

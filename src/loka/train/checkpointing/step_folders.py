@@ -3,8 +3,6 @@
 Of one process (checkpoint.py) and of several (sharded.py) alike: written beside, flushed, renamed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

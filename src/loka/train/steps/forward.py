@@ -1,7 +1,5 @@
 """How a batch goes into a model, and in which precision."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -10,8 +10,6 @@ Its gradients are as much smaller as it is shorter: Adam, which does not see a s
 move the weights by a few rows as far as by a whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping

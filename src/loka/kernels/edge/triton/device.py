@@ -1,7 +1,5 @@
 """Device functions that generated kernels call (rows.py, tall.py)."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@
 A program that asks for nothing of one of them goes without it.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

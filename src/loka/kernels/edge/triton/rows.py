@@ -11,8 +11,6 @@ Triton shares a tile among warps along its last axis first, then along its first
 behind the last block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

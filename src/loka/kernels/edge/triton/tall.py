@@ -5,8 +5,6 @@ rows.py wrote. `transposed` is too, or it is computed here from the leaves: as f
 row, so that four rows become one word of the copy (triton/pack.py). The first programs add up sums instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loka.core.problem import round_up

@@ -6,8 +6,6 @@ Names in the text: p the place of a value, k a part of the tile.
     live, inside     rows, and columns, that exist
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

@@ -8,8 +8,6 @@ and a class of the other side, in tens of seconds, and kept in DG_JIT_CACHE_DIR.
 does that ahead, in parallel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -4,8 +4,6 @@ Shows what FP8 does to a model without FP8 hardware. The rounding of operands is
 it leaves out is the tensor cores' accumulation error (core/numerics/reference.py bounds it).
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.reference import Quantized, scaled_mm

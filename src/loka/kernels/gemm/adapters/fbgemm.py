@@ -7,8 +7,6 @@ product of the scales (one tiny launch); `f8f8bf16_cublas` takes both scales but
 `torch` already has. Its operand types are not checked there: e5m2 bytes would be read as e4m3.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

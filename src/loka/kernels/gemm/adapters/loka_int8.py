@@ -3,8 +3,6 @@
 out [M, N] = float32(A @ B^T) * scale_A [M, 1] * scale_B [N, 1]^T        A [M, K], B [N, K] INT8
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.reference import Quantized

@@ -10,8 +10,6 @@ measured, not ruled here: it takes any side.
 of K, which is no more than all of it.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -11,8 +11,6 @@ of 8. LoKA pads to them; zeros are exact. On the CPU any side does but K = 1, wh
 numbers (tests/core/numerics/test_int8.py); it is padded to 2.
 """
 
-from __future__ import annotations
-
 import torch
 
 from loka.core.numerics.reference import Quantized, scale_sums

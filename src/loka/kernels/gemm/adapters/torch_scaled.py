@@ -9,8 +9,6 @@ blockwise recipe needs K in multiples of 128, M of 4, Hopper, and CUDA 12.9. (Tr
 with torch 2.11: M is free otherwise, and results in float16 and float32 are right too.)
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -9,8 +9,6 @@ eager, that is a pass over the output, and the result is rounded to bfloat16 twi
 `torchao_block` tunes itself at the first call for each N and K (and M in grad_weight).
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -17,8 +17,6 @@ The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.p
 the kernel reads and writes float32 and the casts are torch's; all else is the same code.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

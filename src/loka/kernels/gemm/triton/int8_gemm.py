@@ -10,8 +10,6 @@ conversion an element, at half the rate of other instructions. Where K is short 
 tile whose loop is one pipeline is faster (docs/log.md, 2026-11-23).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ Nothing is converted, for conversions run at a quarter of the rate of additions:
 1.5 * 2^23 is an integer, whose second byte is a floor.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -21,8 +21,6 @@ The interpreter's casts are wrong (tests/kernels/quantize/test_triton_quantize.p
 read and write float32 and the casts are torch's; all else is the same code.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 

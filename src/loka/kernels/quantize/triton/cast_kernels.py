@@ -4,8 +4,6 @@
 all, and `cast_tiles` casts tiles whose scales are given, follow from such maxima, or lie inside a tile.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -12,8 +12,6 @@ multiples of 16, in tuples whether asked to or not; `_opaque` makes all those be
 alike to it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A program has a few whole rows of one weight: it finds their maxima, and reads t
 cast. Twin: core/numerics/reference.py. Programs find their weight as those of fp8_weights.py do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

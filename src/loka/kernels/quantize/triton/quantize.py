@@ -15,8 +15,6 @@ both (tensor, 128x128, given); otherwise each has its own.
 Scales lie in memory as `kernels.quantized_side.empty_scale` says.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
